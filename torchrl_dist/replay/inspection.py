@@ -1,8 +1,8 @@
-"""The facts that ``torchrl-dist inspect`` shows about a replay directory or a checkpoint.
+"""Read what ``torchrl-dist inspect`` shows about a replay directory or a checkpoint.
 
-It only reads: no file is attached, locked or mapped for writing. A running job does not notice it,
-and read-only files can be inspected. The figures of a running job therefore belong to slightly
-different instants.
+This module only reads: it attaches, locks and changes no file. Therefore it does not disturb a
+running job, and read-only files can be inspected, but the figures of a running job belong to
+slightly different instants.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return all facts about the replay directory or checkpoint in a folder, as plain values.
 
     Raises:
-        DirectoryError: the folder is neither, or of another format, or another user could change
-            its content.
+        DirectoryError: the folder is neither of these, or has another format, or another user could
+            change its content.
         CheckpointError: the checkpoint is damaged.
     """
     folder = Path(os.path.abspath(path))
     for place in (
         folder,
         folder / "storage",
-    ):  # the folder of the storage's files in TorchRL's class
+    ):  # where TorchRL's class puts the storage's files
         if (place / MANIFEST).exists():
             _refuse_others(place)
             return _checkpoint(place)
@@ -76,7 +76,7 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """Replace numbers that JSON cannot hold with None. Damaged files have such numbers."""
+    """Replace numbers that JSON cannot hold by None. Damaged files may have such numbers."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -88,7 +88,9 @@ def _refuse_others(folder: Path) -> None:
     try:
         own_files.check_folder(folder)
     except own_files.NotOurs as error:
-        raise DirectoryError(f"{error}; what is inspected must be this user's") from error
+        raise DirectoryError(
+            f"{error}; inspect only folders of this user, to which no other user can write"
+        ) from error
 
 
 def _not_one(folder: Path) -> DirectoryError:
@@ -176,7 +178,7 @@ def limiter_in(words: Any, floats: Any) -> dict[str, float | None] | None:
 
 @contextlib.contextmanager
 def _lock_file(folder: Path) -> Iterator[int]:
-    """Yield a descriptor of the lock file, to find the holders of its bytes."""
+    """Open the lock file in the block. Its descriptor shows which processes hold which bytes."""
     fd = own_files.open_ours(folder / files.LOCK)
     try:
         yield fd
@@ -202,7 +204,7 @@ def _members(table: np.ndarray, fd: int) -> list[dict[str, Any]]:
 
 
 def _process_state(pid: int) -> str:
-    """Return a process's state from /proc, or "elsewhere" for another pid namespace."""
+    """Return a process's state from /proc, or "elsewhere" if it is in another pid namespace."""
     states = {"T": "stopped", "t": "traced", "Z": "zombie", "D": "disk wait", None: "elsewhere"}
     return states.get(state(pid), "alive")
 
@@ -309,7 +311,8 @@ def _content(
 
 
 def _priorities(leaf: np.ndarray, alpha: float | None, eps: float | None) -> np.ndarray:
-    """Return sorted priorities, before alpha and eps if these are known."""
+    """Return sorted priorities. If alpha and eps are known, these are the ones before both were
+    applied."""
     if alpha:
         leaf = np.maximum(leaf ** (1 / alpha) - (eps or 0.0), 0.0)
     return np.sort(leaf)
@@ -323,7 +326,8 @@ def _quantiles(ascending: np.ndarray) -> dict[str, float] | None:
 
 
 def _histogram(ascending: np.ndarray) -> list[dict[str, float]]:
-    """Return rows per priority, in bins of equal ratio. Zeros are in the first bin."""
+    """Return the number of rows per priority, in bins whose ends have equal ratios. The first bin
+    includes zeros."""
     positive = ascending[ascending > 0]
     if not positive.size:
         return []
@@ -338,7 +342,7 @@ def _histogram(ascending: np.ndarray) -> list[dict[str, float]]:
 
 
 def _share_of_largest(leaf: np.ndarray) -> float | None:
-    """Return the share of draws of the 1 % of rows with the largest priorities."""
+    """Return the share of draws that the 1 % of rows with the largest priorities get."""
     total = float(leaf.sum())
     if not total:
         return None
@@ -364,7 +368,7 @@ def show(found: dict[str, Any]) -> None:
         for number, shard in enumerate(found["shards"]):
             console.rule(f"shard {number}")
             if shard is None:
-                console.print("missing: it did not answer when the checkpoint was written")
+                console.print("missing, because it did not answer when the checkpoint was written")
             else:
                 _show_content(console, shard, {"overwritten meanwhile": shard["overwritten"]})
         return
@@ -425,8 +429,8 @@ def _show_content(console: Any, found: dict[str, Any], more: dict[str, Any]) -> 
         {"of the rows": name, "priority": f"{priority[name]:.4g}", "age": f"{age[name]:,}"}
         for name in priority
     ]
-    _print_table(console, "at most", quantiles, ("of the rows", "priority", "age"))
-    console.print("age: in tickets, rows reserved since")
+    _print_table(console, "quantiles", quantiles, ("of the rows", "priority", "age"))
+    console.print("age: rows reserved since this row")
     bins = found["priority"]["histogram"]
     most = max(each["rows"] for each in bins)
     shown = [
@@ -438,7 +442,7 @@ def _show_content(console: Any, found: dict[str, Any], more: dict[str, Any]) -> 
         for each in bins
     ]
     share = found["priority"]["largest_1_percent_have"]
-    title = f"priorities; the largest 1 % of them have {share:.1%} of the draws"
+    title = f"priorities; the largest 1 % get {share:.1%} of the draws"
     _print_table(console, title, shown, ("priority", "rows", ""))
 
 

@@ -1,1 +1,1 @@
-"""The same parts over RPC: rows in processes that host shards, clients that use them."""
+"""The parts of TorchRL's buffer over RPC: hosts that store rows, and clients that use them."""

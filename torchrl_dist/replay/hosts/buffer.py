@@ -1,4 +1,4 @@
-"""One call that returns a process's replay buffer, wherever its rows are."""
+"""Build a process's replay buffer by one call, wherever the rows are."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from torchrl_dist.runtime import Peer, Session
 
 
 class HostedReplayBuffer(SharedReplayBuffer):
-    """``SharedReplayBuffer`` over a :class:`RemoteStorage`, made by :func:`replay_buffer`.
+    """A ``SharedReplayBuffer`` with a :class:`RemoteStorage`. :func:`replay_buffer` returns it.
 
     ``extend``, ``add`` and ``update_priority`` queue their work and return. They wait neither for
-    the host nor for another thread that samples. As a context manager, it flushes at its end.
+    the host nor for another thread that samples. Used as a context manager, the buffer is closed at
+    the end of the block.
 
     Example:
         >>> with session() as me:
@@ -38,17 +39,17 @@ class HostedReplayBuffer(SharedReplayBuffer):
     """
 
     def flush(self) -> None:
-        """Block until everything that this process queued has been applied.
+        """Block until the hosts have applied everything that this process queued.
 
         Raises:
             DeadlineError, PeerLostError: the host does not answer, or a host that was left out has
-                not applied its operations.
+                not applied operations of this process.
             RemoteError: an operation failed at a host.
         """
         self._storage.flush()
 
     def close(self) -> None:
-        """Flush, and end this process's use of the buffer. The session's end also does this.
+        """Flush, and end this process's use of the buffer. The end of the session does this, too.
 
         A warning reports operations that wait for a host that does not answer."""
         if isinstance(self._storage, RemoteStorage):
@@ -56,17 +57,18 @@ class HostedReplayBuffer(SharedReplayBuffer):
         self._storage.close()
 
     def release(self) -> None:
-        """Close, and let the hosts release the buffer and its memory now, for all processes.
+        """Close the buffer, and let the hosts release it and its memory now, for all processes.
 
-        The session's end also does this. Other processes must not use the buffer any more; their
-        calls raise. Its name may then be used for another buffer. A process of a host's node that
-        used the memory directly keeps it until it has closed and dropped the buffer.
+        The end of the session does this, too. Afterwards, calls of other processes raise, and the
+        name may be used for another buffer. If a process of a host's node has used the memory
+        directly, it keeps the memory until it has closed and dropped the buffer.
 
         Warns:
             UserWarning: a process of a host's node still has the directory open.
 
         Raises:
-            DeadlineError, PeerLostError: a host did not answer. The others have released it.
+            DeadlineError, PeerLostError: a host did not answer. The other hosts have released the
+                buffer.
         """
         self.close()
         self._storage.owner.release()
@@ -106,12 +108,12 @@ def replay_buffer(
 ) -> HostedReplayBuffer:
     """Return the replay buffer of this name, in any process of the session.
 
-    Each process that uses it calls this with the same arguments, or gets the buffer pickled, as a
-    collector's ``replay_buffer=``. Processes on the node of a single host use its memory, and the
-    others use RPC. With several hosts the buffer is sharded over them, and every process samples
-    from all of them with the law of one buffer. These arguments belong to each process and may
-    differ: ``batch_size``, ``beta``, ``slices``, ``prefetch``, ``batches_per_call``,
-    ``min_shards``, ``shortcut``, ``timeout_s`` and ``options``.
+    Each process that uses the buffer calls this function with the same arguments, or gets the
+    pickled buffer, as a collector's workers do with ``replay_buffer=``. With a single host,
+    processes on its node use its memory, and the others use RPC. With several hosts the buffer is
+    sharded over them, and every process samples from all shards by the law of one buffer. Only
+    these arguments may differ between processes: ``batch_size``, ``beta``, ``slices``,
+    ``prefetch``, ``batches_per_call``, ``min_shards``, ``shortcut``, ``timeout_s`` and ``options``.
 
     Args:
         session: the session of this process.
@@ -122,9 +124,9 @@ def replay_buffer(
             also for ``scratch_dir``, ``resume``, ``keep``, ``write_to``, ``min_shards``,
             ``shortcut``, ``limiter``, ``frames`` and ``timeout_s``.
         alpha, beta, eps, prefetch, batches_per_call: see :class:`RPCPrioritizedSampler`.
-        uniform: sample uniformly instead of by priority.
-        slices: to sample slices of trajectories, the options of :class:`RPCSliceSampler`, such as
-            ``{"slice_len": 8}``. By priority unless ``uniform``.
+        uniform: whether to sample uniformly instead of by priority.
+        slices: options of :class:`RPCSliceSampler`, such as ``{"slice_len": 8}``, to sample slices
+            of trajectories. They are sampled by priority unless ``uniform`` is true.
         options: options of ``TensorDictReplayBuffer``: ``priority_key``, ``transform``,
             ``pin_memory``, ...
 

@@ -1,6 +1,5 @@
-"""A process's side of a replay buffer on other nodes.
-
-It routes rows and priorities, and knows which hosts are lost."""
+"""The client through which a process uses a replay buffer's hosts. It sends rows and priorities to
+the right hosts, and knows which hosts are lost."""
 
 from __future__ import annotations
 
@@ -46,10 +45,10 @@ _ARRAY_BYTES = 2**8  # bytes of an array, in addition to its values
 
 @dataclass
 class _PendingWrite:
-    """Rows whose slots were unknown when they were queued.
+    """Queued rows, whose slots are unknown until the host has answered.
 
     Attributes:
-        index: the tensor that the caller has.
+        index: the tensor that the caller got.
         slots, generations: None until they are known.
     """
 
@@ -60,7 +59,8 @@ class _PendingWrite:
     generations: np.ndarray | None = None
 
     def with_priorities(self, priority: np.ndarray) -> Operation:
-        """Return the operation that sets the rows' priorities, once all earlier ones were sent."""
+        """Return the operation that sets the rows' priorities. Call it when all earlier ones were
+        sent."""
         if self.slots is None:  # the rows are in the same message
             return SetWrittenPriorities(self.number, priority)
         return SetPriorities(self.slots, self.generations, priority)
@@ -76,7 +76,7 @@ class ReplayClient:
     Args:
         links: one per shard.
         shard_capacity: slots of each shard; ``index = shard * shard_capacity + slot``.
-        own_shard: the shard to which rows are written; None for all in turn.
+        own_shard: the shard to which rows are written, or None to write to all shards in turn.
         first_shard: the shard of the first turn.
         limiter: the buffer's rate limiter, or None.
         min_shards: calls raise if fewer shards answer.
@@ -102,15 +102,15 @@ class ReplayClient:
         self.shard_capacity = shard_capacity
         self.timeout_s = timeout_s
         self._largest: dict[int, float] = {}
-        """With several shards, the largest priority that this client knows, by era."""
+        """With several shards, the largest priority that this client knows, for each era."""
         self.recent = RecentGenerations()
         self.own_shard = own_shard
         self._turn = itertools.count(first_shard)
         self._min_shards = min_shards
         self._numbers = itertools.count(1)
         self._spec: RowSpec | None = None
-        self._pending: dict[int, _PendingWrite] = {}  # by the identity of the index
-        self._reported: dict[int, int] = {}  # number of the shard's replies when it failed
+        self._pending: dict[int, _PendingWrite] = {}  # by the id of the index tensor
+        self._reported: dict[int, int] = {}  # by shard, the number of its replies when it failed
         self._closed = False
         self._pid = os.getpid()
         now_and_in_children(self, ReplayClient._renew)
@@ -119,7 +119,7 @@ class ReplayClient:
         self._lock = threading.RLock()
 
     def check_entry(self) -> None:
-        """Check that this thread may wait for a lock of TorchRL's buffer. Call it before.
+        """Check that this thread may wait for a lock of TorchRL's buffer. Call it before waiting.
 
         Raises:
             ConfigurationError: this process was forked from the one that has the connections.
@@ -132,16 +132,17 @@ class ReplayClient:
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise ConfigurationError(
-                f"process {os.getpid()} was forked from {self._pid}, whose connections it does not "
-                "have; start it by spawn or a fork server, in the session, and pickle the buffer"
+                f"process {os.getpid()} was forked from process {self._pid} and does not have its "
+                "connections; start it by spawn or a fork server, in the session, and pickle the "
+                "buffer"
             )
 
     # --- hosts that answer ---------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise an error of earlier operations, one per call.
+        """Raise an error of an earlier operation, one per call.
 
-        Also raise if too few shards answer, or if this process cannot make calls."""
+        Raise also if too few shards answer, or if this process cannot make calls."""
         if self._closed:
             raise ConfigurationError("this buffer was closed in this process; build it again")
         self._check_process()
@@ -150,7 +151,7 @@ class ReplayClient:
                 continue
             problem = link.problem
             if problem is not None:
-                if len(self.links) > 1:  # no call of this client may have met it
+                if len(self.links) > 1:  # perhaps no call of this client has noticed it
                     self.note_trouble(shard, problem)
             elif link.replies > self._reported.get(shard, link.replies):
                 with self._lock:
@@ -163,14 +164,14 @@ class ReplayClient:
                 raise error
 
     def note_trouble(self, shard: int, error: Exception) -> None:
-        """Report that a host did not answer, or raise if too few are left."""
+        """Report that a host did not answer, or raise if too few hosts are left."""
         answering = sum(
             link.problem is None and link.replies > self._reported.get(other, -1)
             for other, link in enumerate(self.links)
             if other != shard
         )
         if len(self.links) == 1 or answering < self._min_shards:
-            raise error.with_traceback(None)  # many calls may raise it
+            raise error.with_traceback(None)  # because many calls may raise the same error
         with self._lock:
             new = shard not in self._reported
             self._reported.setdefault(shard, self.links[shard].replies)
@@ -182,7 +183,8 @@ class ReplayClient:
             )
 
     def answers(self, futures: Sequence[Any]) -> list[Answer | None]:
-        """Wait for one answer per shard. None: it was not asked or did not answer."""
+        """Wait for one answer per shard. It is None if the shard was not asked or did not
+        answer."""
         begin = awake()
         found: list[Answer | None] = []
         for shard, future in enumerate(futures):
@@ -196,7 +198,8 @@ class ReplayClient:
         return found
 
     def ask(self, counts: Sequence[int | None], law: Law | None) -> list[Any]:
-        """Ask the shards. Return one future each, or None if its count is None or it is silent."""
+        """Ask the shards. Return a future for each, or None if its count is None or it does not
+        answer."""
         futures: list[Any] = []
         for shard, (link, count) in enumerate(zip(self.links, counts, strict=True)):
             future = None
@@ -211,11 +214,11 @@ class ReplayClient:
     def states(self) -> list[HostState]:
         """Return the states of the hosts that answer, after all operations of this client.
 
-        Blocks for one call. The masses may be those of uniform draws."""
+        Blocks for one call. The masses in the states may be those of uniform draws."""
         return [state for state in self.states_by_shard() if state is not None]
 
     def states_by_shard(self) -> list[HostState | None]:
-        """Like ``states``, with None for a host that does not answer."""
+        """Do the same as ``states``, with None for a host that does not answer."""
         self.check()
         found = self.answers(self.ask([0] * len(self.links), None))
         return [None if answer is None else answer.state for answer in found]
@@ -225,8 +228,8 @@ class ReplayClient:
 
         Raises:
             DeadlineError: a host did not answer in time, or operations wait for a host that is left
-                out. They stay queued, and are applied when it answers again.
-            PeerLostError: the host, or too many of several hosts, are lost.
+                out. These stay queued until the host answers again.
+            PeerLostError: the only host, or too many of several hosts, are lost.
             RemoteError: an operation failed at a host.
         """
         self.apply_queued()
@@ -235,11 +238,12 @@ class ReplayClient:
                 raise DeadlineError(
                     f"{link.waiting} operations of this process for replay shard {shard} "
                     f"({link.name}) are not applied yet, because it does not answer; the other "
-                    "shards have theirs. They stay queued until it answers; flush again or continue"
+                    "shards have applied theirs. They stay queued until it answers; flush again, "
+                    "or continue"
                 )
 
     def apply_queued(self) -> None:
-        """Like :meth:`flush`, for hosts that answer. Operations for others stay queued."""
+        """Flush the queues of hosts that answer. Operations for other hosts stay queued."""
         if self._closed:
             return  # closing has flushed
         self.check()
@@ -259,25 +263,26 @@ class ReplayClient:
 
     @property
     def round_trip_s(self) -> float:
-        """The round trip to the farthest host that answers, in seconds."""
+        """The longest round trip to a host that answers, in seconds."""
         return max((link.round_trip_s for link in self.links if link.problem is None), default=0.0)
 
     def answers_now(self, shard: int) -> bool:
-        """Return whether to try calls to the shard. A single shard is always tried."""
+        """Return whether to call the shard. A single shard is always called."""
         return len(self.links) == 1 or self.links[shard].problem is None
 
     def count_samples(self, index: torch.Tensor) -> None:
-        """Queue the count of rows that a sample returned, for the rate limiter. Does not block."""
+        """Queue the number of rows that a sample returned, for the rate limiter. Does not block."""
         shards = index.numpy() // self.shard_capacity
         for shard, count in enumerate(np.bincount(shards).tolist()):
             if count and self.answers_now(shard):
-                with contextlib.suppress(PeerLostError):  # its counts no longer change
+                with contextlib.suppress(PeerLostError):  # then its counts stay as they are
                     self.links[shard].put(CountSamples(count), urgent=False)
 
     def return_draws(
         self, shard: int, slot: torch.Tensor, generation: torch.Tensor, leaf: torch.Tensor
     ) -> None:
-        """Queue the return of drawn rows that will not be used, for ``max_times_sampled``."""
+        """Queue the return of drawn rows that are not used, so that ``max_times_sampled`` does not
+        count them."""
         if self.counts_draws and slot.numel() and self.answers_now(shard):
             drawn = ReturnDraws(slot.numpy(), generation.numpy(), leaf.numpy())
             with contextlib.suppress(PeerLostError, DeadlineError):  # then no such row exists
@@ -285,10 +290,11 @@ class ReplayClient:
                 self.links[shard].put(drawn, size=size, urgent=False)
 
     def counts(self) -> Counts | None:
-        """Return sums over the shards, as far as this process knows, for the rate limiter.
+        """Return the sums of the shards' counts, as far as this process knows, for the rate
+        limiter.
 
         Returns:
-            None until every answering shard has answered once, and if no shard answers."""
+            The sums, or None if no shard answers, or one of those that do has not answered yet."""
         known = []
         for shard, link in enumerate(self.links):
             counts = link.counts()
@@ -307,13 +313,15 @@ class ReplayClient:
         return self.call_each(method, [(shard, args)])[0]
 
     def call_each(self, method: str, calls: Sequence[tuple[int, tuple[Any, ...]]]) -> list[Any]:
-        """Call a method of several hosts that changes nothing, with ``(shard, arguments)`` each.
+        """Call a method that changes nothing at several hosts, with ``(shard, arguments)`` for
+        each.
 
-        The calls come after all operations of this client there. Blocks, in total not longer than
-        one call.
+        At each host, the call comes after all operations of this client. Blocks, in total not
+        longer than one call.
 
         Raises:
-            DeadlineError, PeerLostError, RemoteError: one of them did not answer, or raised.
+            DeadlineError, PeerLostError, RemoteError: a host did not answer, is lost, or raised an
+                error.
         """
 
         def fail(shard: int, error: Exception) -> None:
@@ -358,26 +366,26 @@ class ReplayClient:
         sent = each(
             lambda shard, _: links[shard].submit(method, *arguments[shard], timeout_s=left), applied
         )
-        # the transport enforces the deadline
+        # the transport raises at the deadline itself
         found = answers(sent, left + SHORTEST_CALL_S)
         return [found.get(shard) for shard in arguments]
 
     def order(self, shard: int, method: str, *args: Any, size: int = 0) -> Any:
-        """Call a method of one host, in order with the operations for it. Blocks."""
+        """Call a method of one host after all operations that were queued for it. Blocks."""
         return self.order_each(method, [(shard, args, size)])[0]
 
     def order_each(
         self, method: str, calls: Sequence[tuple[int, tuple[Any, ...], int]]
     ) -> list[Any]:
-        """Call a method of several hosts, with ``(shard, arguments, bytes)`` each.
+        """Call a method of several hosts, with ``(shard, arguments, bytes)`` for each.
 
-        The calls are in order with the operations of this client. Blocks, in total not longer than
-        one call.
+        At each host, the call comes after all earlier operations of this client and before all
+        later ones. Blocks, in total not longer than one call.
 
         Raises:
-            DeadlineError: one of them did not answer. If the call had not been sent, it will not be
-                made. Otherwise it comes before the next request of this client.
-            PeerLostError, RemoteError: one of them is lost, or raised.
+            DeadlineError: a host did not answer. If the call was not sent yet, it will not be made.
+                Otherwise the host still makes it before this client's next request.
+            PeerLostError, RemoteError: a host is lost, or raised an error.
         """
         self.check()
         begin = awake()
@@ -417,9 +425,9 @@ class ReplayClient:
         return found
 
     def apply_everywhere(self, operation: Operation) -> None:
-        """Let every host apply this operation. Does not block unless a queue is full.
+        """Let every host apply an operation. Blocks only if a queue is full.
 
-        A host that does not answer applies it first on its return.
+        When a host that does not answer returns, it first applies the operation.
 
         Raises:
             DeadlineError, PeerLostError: as ``flush``.
@@ -443,18 +451,19 @@ class ReplayClient:
     # --- writing -----------------------------------------------------------------------------
 
     def learn_spec(self, spec: RowSpec) -> None:
-        """Note the hosts' row spec, so that different rows are refused at the call."""
+        """Note the spec of the hosts' rows, so that the call that writes other rows refuses
+        them."""
         self._spec = spec
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row; a guess before the first row."""
+        """The bytes of a row, or a guess before the first row."""
         return _GUESSED_ROW_BYTES if self._spec is None else max(1, self._spec.row_bytes)
 
     def write(
         self, data: TensorDictBase, priority: np.ndarray | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queue a copy of rows for one shard. Does not block unless the queue is full.
+        """Queue a copy of rows for one shard. Blocks only if the queue is full.
 
         Returns:
             ``(index, generation)``, int64 [n]. Both are -1 until the host's answer fills them in.
@@ -463,11 +472,11 @@ class ReplayClient:
         spec = self.agreed_spec(data)
         count = data.batch_size[0]
         packed = pack(rows.matching_columns(data, spec), copy=True)
-        # filled through NumPy: the caller may be in inference mode, the filling thread is not
+        # NumPy arrays, because another thread fills them, and the caller may be in inference mode
         index, generation = np.full(count, -1, np.int64), np.full(count, -1, np.int64)
         handed = torch.from_numpy(index), torch.from_numpy(generation)
         keys = [id(handed[0])]
-        if count == 1:  # TorchRL's ``add`` continues with a view of it
+        if count == 1:  # because TorchRL's ``add`` continues with a view of the index
             keys.append(-handed[0].data_ptr())
         pending = _PendingWrite(handed[0], -1, next(self._numbers))
 
@@ -479,7 +488,7 @@ class ReplayClient:
             if kept.any():
                 self._spec = spec
                 self.recent.remember(*handed, written=True)
-            # last, so that at every instant the index is pending or its generations are known
+            # last, so that at every instant the index is pending or the generations are known
             self._forget_pending(keys)
 
         size = _FEW_BYTES + sum(_ARRAY_BYTES + tensor.nbytes for tensor in packed)
@@ -502,16 +511,19 @@ class ReplayClient:
         return handed
 
     def agreed_spec(self, data: TensorDictBase) -> RowSpec:
-        """Return the row spec of the buffer. Before the first row, it becomes that of ``data``.
+        """Return the spec of the buffer's rows. Before the first row, the spec of ``data`` becomes
+        it.
 
-        With several hosts, it blocks for two calls until this process knows the spec. All answering
-        hosts have it afterwards, because processes that write first rows at the same time all ask
-        the first host first. A single host decides when the rows arrive.
+        With several hosts, this blocks for two calls, until this process knows the spec. Afterwards
+        all hosts that answer have the same spec, even if several processes write first rows at the
+        same time, because all of them ask the first host first. A single host decides when the rows
+        arrive.
 
         Raises:
-            ConfigurationError: hosts have different specs, because their writers could not reach
-                the same hosts.
-            DeadlineError, PeerLostError, RemoteError: too few shards answer, or one has no room.
+            ConfigurationError: hosts have different specs, because processes that wrote first rows
+                could not reach the same hosts.
+            DeadlineError, PeerLostError, RemoteError: too few shards answer, or a shard has no
+                room.
         """
         if self._spec is not None:
             return self._spec
@@ -537,12 +549,13 @@ class ReplayClient:
         return agreed
 
     def _agree(self, shards: Sequence[int], spec: RowSpec) -> list[str | None]:
-        """Return the row specs of these hosts, with None for a host that does not answer."""
+        """Return the specs that these hosts have or now take, with None for a host that does not
+        answer."""
         calls = [(shard, (spec.text,)) for shard in shards]
         return self.order_those_that_answer("agree_on_rows", calls)
 
     def _is_left_out(self, shard: int, error: BaseException) -> bool:
-        """Return whether the others continue without a shard that has not taken an operation."""
+        """Return whether the other shards continue without one that has not taken an operation."""
         if not isinstance(error, (DeadlineError, PeerLostError)) or self.answers_now(shard):
             return False
         self.note_trouble(shard, error)
@@ -598,7 +611,7 @@ class ReplayClient:
         pending = self._pending.get(id(index))
         if pending is not None and pending.index is index:
             return pending
-        # no other tensor has a pending index's memory
+        # by its memory, which no other tensor has while the index is pending
         return self._pending.get(-index.data_ptr()) if index.numel() == 1 else None
 
     def _forget_pending(self, keys: Sequence[int]) -> None:
@@ -608,7 +621,7 @@ class ReplayClient:
     def _put(
         self, shard: int, operation: Operation | Callable[[], Operation], priority: np.ndarray
     ) -> None:
-        """Queue priorities. Those for a shard that does not answer are dropped."""
+        """Queue priorities, or drop them if the shard does not answer."""
         if not self.answers_now(shard):
             return
         self._note_max_priority(priority, self.links[shard].era)
@@ -620,7 +633,8 @@ class ReplayClient:
                 raise
 
     def _note_max_priority(self, seen: float | np.ndarray, era: int) -> None:
-        """Note the priority of new rows in all shards of that era. A single host knows it."""
+        """Note the largest priority, which new rows get in all shards of this era. A single host
+        knows it."""
         if len(self.links) == 1 or era < 0:
             return
         known = self._largest.get(era, math.nan)
@@ -632,7 +646,7 @@ class ReplayClient:
                     link.max_priority = largest
 
     def note_states(self, states: Sequence[HostState | None]) -> None:
-        """Note the states that draws reported; None for a shard that did not answer."""
+        """Note the states that draws reported. A state is None if its shard did not answer."""
         for link, state in zip(self.links, states, strict=True):
             if state is not None:
                 if link.era != state.era:
@@ -644,15 +658,16 @@ class ReplayClient:
 
 
 def close_links(links: Sequence[Link], timeout_s: float) -> None:
-    """Close links, as :meth:`ReplayClient.close` does, after their client is gone. Idempotent."""
+    """Close links as :meth:`ReplayClient.close` does, also after their client is gone.
+    Idempotent."""
     begin = awake()
     for link in links:
         with contextlib.suppress(PeerLostError):
-            link.ask(None, None)  # in parallel
+            link.ask(None, None)  # so that all links flush at the same time
     for link in links:
         problems: list[Exception] = []
         try:
-            # the deadline is common, so hanging hosts do not add up
+            # one deadline for all, so that the waits for hanging hosts do not add up
             left = max(0.0, begin + timeout_s - awake())
             left = max(left, link.answered_at + timeout_s - awake())
             link.close(left if len(links) == 1 or link.problem is None else 0.0)

@@ -1,15 +1,15 @@
 """Serve a replay directory to clients, as a plain local object.
 
-For clients of other nodes, it is in the process that stores the rows. For clients of the same node,
-it is in the client's process.
+Clients of other nodes call a host in the process that stores the rows. A client of the same node
+has a host in its own process.
 
 A client sends one :class:`Request` after another, each with operations and a draw, and gets a
 :class:`Reply` to each. The host applies the operations in order, and then draws. The drawn rows
 therefore reflect all operations of the same request, and a client reads its own writes. The host
-has no knowledge of its clients. Everything is applied once and in order because a client sends a
-request only after the reply to the previous one, and never repeats one.
+knows nothing about its clients. All operations are applied once and in order, because a client
+sends a request only after the reply to the previous one, and never repeats a request.
 
-A host serves a whole buffer or one shard of a larger buffer, and does not know which.
+A host does not know whether it serves a whole buffer or one shard of a larger buffer.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ from torchrl_dist.replay.saving.disk import RowFiles
 from torchrl_dist.replay.saving.snapshot import Chunk, Head, save_chunk
 from torchrl_dist.tensors import array_of
 
-_MOST_SLICERS = 4  # each sampler has a copy of the trajectory ids of all rows
+_MOST_SLICERS = 4  # because each sampler has a copy of the trajectory ids of all rows
 
 _Written = dict[int, tuple[np.ndarray, np.ndarray]]
-"""Slots and generations of a request's writes, by their numbers."""
+"""Slots and generations of the writes of a request, by the numbers of the writes."""
 
 
 @contextlib.contextmanager
 def _listed(failures: list[Failure], position: int) -> Iterator[None]:
-    """Append an exception to the list instead of raising it."""
+    """If the block raises, append the exception to ``failures`` instead."""
     try:
         yield
     except Exception as error:
@@ -83,10 +83,10 @@ def _failure(error: Exception, position: int) -> Failure:
 
 
 class ReplayHost:
-    """Serve one replay directory. Any thread may call all methods.
+    """Serves one replay directory. Every thread may call every method.
 
     Args:
-        storage: the directory's storage in this process. ``close`` closes it.
+        storage: the directory's storage in this process, which ``close`` closes.
     """
 
     def __init__(self, storage: SharedMemmapStorage) -> None:
@@ -118,7 +118,7 @@ class ReplayHost:
     def serve(self, request: Request) -> Reply:
         """Apply the operations, then draw. Blocks only for the directory's lock.
 
-        The reply lists failed operations.
+        The reply lists the operations that failed.
         """
         failures: list[Failure] = []
         if not math.isnan(request.max_priority):
@@ -143,12 +143,13 @@ class ReplayHost:
     def _try(
         self, operation: Operation, known: _Written, failures: list[Failure], position: int
     ) -> Any:
-        """Return the result of :meth:`_apply`; for a failed ``Write``, handles of -1."""
+        """Return the result of :meth:`_apply`, or slots and generations of -1 for a ``Write`` that
+        failed."""
         parts: list[Operation] = []
         with _listed(failures, position):
             try:
                 return self._apply(operation, known)
-            except ConfigurationError:  # nothing was applied, perhaps because of one part
+            except ConfigurationError:  # nothing was applied; one part may be the reason
                 parts = parts_of(operation)
                 if len(parts) == 1:
                     raise
@@ -165,7 +166,8 @@ class ReplayHost:
         """Apply one operation of a client in this process. Raises what the operation raises.
 
         Returns:
-            For a ``Write``, slot and generation, int64 [n] each; for an ``Invoke``, its result.
+            For a ``Write``, slots and generations, int64 [n] each. For an ``Invoke``, the method's
+            result.
         """
         if not math.isnan(max_priority):
             self._raise_max_priority(max_priority, era)
@@ -203,7 +205,7 @@ class ReplayHost:
         else:  # the rows were refused
             self._storage.directory.count(Word.STALE_UPDATES, operation.priority.size)
             return None
-        self._sampler()  # or an error
+        self._sampler()  # raises if there is none
         update(self._storage.directory, slot, operation.priority, generation)
         return None
 
@@ -220,12 +222,16 @@ class ReplayHost:
 
     def _sampler(self) -> SharedPrioritizedSampler:
         if self._prioritized is None:
-            raise ConfigurationError("no client of this buffer samples by priority")
+            raise ConfigurationError(
+                "no client of this buffer samples by priority; use RPCPrioritizedSampler, or set "
+                "no priority"
+            )
         return self._prioritized
 
     @contextlib.contextmanager
     def _new_era(self, era: int) -> Iterator[None]:
-        """Begin a new era. While rows are dropped, no largest priority comes or goes."""
+        """Begin a new era. In the block, which drops the rows, largest priorities are not
+        exchanged."""
         words = self._storage.directory.words
         words[Word.ERA] = -1
         try:
@@ -245,9 +251,10 @@ class ReplayHost:
     def draw(
         self, count: int, law: Law, max_priority: float = math.nan, era: int = 0
     ) -> tuple[HostState, Drawn | None]:
-        """Draw ``count`` rows or slices for a client in this process, and return the state as well.
+        """Draw ``count`` rows or slices for a client in this process. Return the host's state, and
+        the rows.
 
-        There may be fewer, or None, as in a :class:`Reply`."""
+        There may be fewer than ``count``, or None, as in a :class:`Reply`."""
         if not math.isnan(max_priority):
             self._raise_max_priority(max_priority, era)
         return self._draw(count, law)
@@ -264,7 +271,8 @@ class ReplayHost:
             drawn = drawn if drawn.index.numel() else None
         if drawn is not None and directory.gate is None:
             directory.count(Word.DRAWN, drawn.index.numel())
-        era = words[Word.ERA]  # read before the largest priority, which may then be of a later era
+        # read first, so that the largest priority is of this era or a later one
+        era = words[Word.ERA]
         state = HostState(
             directory.length,
             directory.high,
@@ -280,7 +288,7 @@ class ReplayHost:
         return state, drawn
 
     def _draw_rows(self, count: int, prioritized: bool) -> tuple[Drawn | None, float, float]:
-        """Draw rows. Return them with the mass of all rows and the smallest mass."""
+        """Draw rows. Return them, the mass of all rows, and the smallest leaf."""
         directory = self._storage.directory
         sampler = self._sampler() if prioritized else self._uniform
         while count and directory.length:
@@ -288,9 +296,7 @@ class ReplayHost:
                 drawn = sampler.draw(self._storage, count)
                 return drawn, drawn.mass, drawn.minimum
             except TooFewDrawsError as error:
-                count = (
-                    error.left
-                )  # no thread of the host waits for the limiter, so return what is available
+                count = error.left  # what is available; a host does not wait for the limiter
             except RuntimeError:
                 if directory.length:
                     raise
@@ -302,9 +308,10 @@ class ReplayHost:
         return None, float(directory.words[Word.AVAILABLE] if used_up else directory.length), 1.0
 
     def _draw_slices(self, count: int, law: Law, slices: SliceLaw) -> Drawn:
-        """Draw slices, perhaps none. Return them with the mass of all possible slices."""
+        """Draw slices, or none if none is possible. The result has the mass of all possible
+        slices."""
         key = replace(law, slices=replace(slices, slice_len=1))
-        with self._slicing:  # its work has its own deadlines
+        with self._slicing:  # without a deadline, because the work inside has deadlines
             sampler = self._slicers.pop(key, None) or self._slicer(law.prioritized, slices)
             while len(self._slicers) >= _MOST_SLICERS:
                 del self._slicers[next(iter(self._slicers))]
@@ -324,7 +331,7 @@ class ReplayHost:
         return sampler
 
     def _draw_packed(self, count: int, law: Law) -> dict[str, Any]:
-        """Return the fields of a reply that a draw fills."""
+        """Draw, and return the fields of a reply that describe the draw."""
         state, drawn = self._draw(count, law)
         return {"state": state, **({} if drawn is None else self._pack(drawn))}
 
@@ -332,7 +339,7 @@ class ReplayHost:
         spec = self._storage.directory.rows
         assert spec is not None
         handles = [drawn.index.numpy(), drawn.generation.numpy(), drawn.leaf]
-        # not copied, because there is no other reference to these tensors
+        # not copied, because nothing else refers to these tensors
         packed = pack([*handles, *map(array_of, drawn.tensors)], copy=False)
         found = {"count": drawn.index.numel(), "spec": spec.text, "packed": packed}
         if drawn.lengths is not None:
@@ -342,9 +349,9 @@ class ReplayHost:
     # --- reading and replacing; clients make changes by an ``Invoke`` --------------
 
     def read(self, slots: torch.Tensor) -> tuple[str, list[Part]]:
-        """Return rows at slots, int64 [n]: the spec as text, and the packed columns.
+        """Return the rows in slots, int64 [n], as text of their spec and packed columns.
 
-        This process need not know the rows' classes."""
+        This process need not have imported the rows' tensorclasses."""
         _, columns = self._storage.columns_at(slots.numpy())
         assert self._storage.directory.rows is not None
         return self._storage.directory.rows.text, pack(columns, copy=False)
@@ -352,11 +359,11 @@ class ReplayHost:
     def take_of_pass(
         self, number: int, count: int, shuffle: bool
     ) -> tuple[int, int, int, str, list[Part]]:
-        """Draw rows that no process has drawn yet in the pass with that number, see ``passes``.
+        """Draw rows that no process has drawn yet in pass ``number``, see ``passes``.
 
         Returns:
-            The number of the present pass, the rows left in it, the number of rows in the shard,
-            and the drawn rows: the spec as text, and packed slots, generations and columns.
+            The number of the present pass, how many rows are left in it, how many rows the shard
+            has, and the drawn rows: their spec as text, and packed slots, generations and columns.
         """
         directory = self._storage.directory
         if directory.rows is None:
@@ -372,11 +379,12 @@ class ReplayHost:
         return now, left, directory.length, directory.rows.text, packed
 
     def generations_of(self, slots: np.ndarray) -> np.ndarray:
-        """Return generations, int64 [n]; -1 where no row is published."""
+        """Return the generations in slots, int64 [n]; -1 if a slot has no published row."""
         return self._storage.generations_of(torch.from_numpy(slots)).numpy()
 
     def agree_on_rows(self, spec: str) -> str:
-        """Create the files for rows of this spec, unless they exist. Return the rows' spec.
+        """Create the files for rows of this spec, unless files exist. Return the spec of the
+        shard's rows.
 
         Raises:
             DirectoryError: there is no room for them.
@@ -410,9 +418,11 @@ class ReplayHost:
         return chunk, pack(copied, copy=False)
 
     def reaches(self, folder: str) -> bool:
-        """Return whether this process sees a shard's files in that folder, and may write to them.
+        """Return whether this process can access a shard's files in that folder, and may write to
+        them.
 
-        No other folder has that name, because a part of it is random."""
+        It cannot be another folder of this name on another disk, because a part of the name is
+        random."""
         with contextlib.ExitStack() as steps:
             try:
                 RowFiles(Path(folder), self._storage.directory.rows, steps)
@@ -428,9 +438,10 @@ class ReplayHost:
         alpha: float | None,
         ranges: Sequence[tuple[int, int]],
     ) -> list[Chunk]:
-        """Write the rows in ranges of slots to the files of a shard, after ``row`` rows.
+        """Write the rows in ranges of slots to the files of a shard, from row ``row`` of the files
+        on.
 
-        Blocks until they are on the disk. The host does no such work outside of a call.
+        Blocks until they are on the disk, because a host does not work outside of calls.
 
         Raises:
             OSError: the disk is full, or the files do not exist any more.
@@ -485,9 +496,8 @@ class ReplayHost:
         return int(directory.words[Word.ERA]), counts
 
     def settle(self, era: int, agreed: int, samples: int) -> None:
-        """Set the era that all shards have agreed on, and add to the number of samples.
-
-        Does nothing if this shard's era is no longer ``era``."""
+        """Set the era to ``agreed``, if it is still ``era``, and add ``samples`` to the number of
+        samples."""
         directory = self._storage.directory
         with directory.lock():
             if directory.words[Word.ERA] == era:
@@ -498,11 +508,11 @@ class ReplayHost:
             directory.gate.ring()
 
     def counters(self) -> dict[str, int]:
-        """``directory.counters``."""
+        """Return ``directory.counters``."""
         return self._storage.directory.counters
 
     def close(self, clean: bool = True) -> None:
         """Leave the directory. Idempotent.
 
-        With ``clean``, remove it if this was its last process."""
+        With ``clean``, remove the directory if this was its last process."""
         self._storage.close(clean=clean)

@@ -1,4 +1,4 @@
-"""Functions in a process that stores rows: they open, find and release its hosts."""
+"""Open, find and release the hosts of this process, which stores rows."""
 
 from __future__ import annotations
 
@@ -32,18 +32,20 @@ from torchrl_dist.runtime import Remote, current_session
 from torchrl_dist.runtime.world import World, is_stamp
 
 _hosts: dict[tuple[str, str], KeptHost] = {}
-"""Hosts in this process by session and name."""
+"""The hosts of this process, by session and name."""
 
 
 @dataclass(frozen=True)
 class HostAddress:
-    """The address of one host: a handle for calls, and the directory for processes of its node."""
+    """The address of one host: a handle for calls, and the directory, which processes of its node
+    can use."""
 
     host: Remote[Any]
     path: str
     job_id: str
     identity: tuple[str, int, int]
-    """Boot id, device and inode of the lock file, which are equal for all processes that see it."""
+    """Boot id, device and inode of the lock file. They are the same in all processes that can
+    access it."""
 
     def is_here(self) -> bool:
         """Return whether this process can use the host's directory directly."""
@@ -54,11 +56,11 @@ class HostAddress:
 
 
 class KeptHost(ReplayHost):
-    """A host that knows its directory's address, and can be released.
+    """A host that knows where its directory is, and can be released.
 
     Args:
         key: its session and name.
-        asked: the arguments of :func:`open_host` that created it, by name.
+        asked: the arguments with which :func:`open_host` created it, by name.
     """
 
     def __init__(
@@ -71,7 +73,8 @@ class KeptHost(ReplayHost):
         self._releasing = threading.RLock()
 
     def check_asked(self, asked: dict[str, Any]) -> None:
-        """
+        """Check that a process asks for this host with the arguments that created it.
+
         Raises:
             ConfigurationError: the host was created with other arguments.
         """
@@ -98,16 +101,17 @@ class KeptHost(ReplayHost):
         """Close the directory now. Idempotent.
 
         Returns:
-            Whether the directory must be removed but other processes still use it.
+            Whether the directory should be removed, but another process still uses it.
 
         Raises:
-            DeadlineError: a write did not end in time. Nothing has changed; the call can be
+            DeadlineError: a write did not end in time. Nothing has changed, and the call can be
                 repeated.
         """
         return self._release(clean=True)
 
     def give_up(self) -> None:
-        """Like :meth:`release`, for an incomplete buffer. Rows of an earlier job stay."""
+        """Do the same as :meth:`release` for a buffer that could not be built. Rows of an earlier
+        job stay."""
         self._release(clean=self._released or not self.storage.write_count)
 
     def _release(self, clean: bool) -> bool:
@@ -123,7 +127,7 @@ class KeptHost(ReplayHost):
                     _hosts.setdefault(self._key, self)
                 raise
             self._released = True
-            # the session keeps this object, and the storage would keep the memory
+            # the session refers to this object, so the storage would keep its memory
             del self._storage, self._shard, self._prioritized, self._slicers, self._passes
         return not stays and path.exists()
 
@@ -160,14 +164,14 @@ def open_host(
         if host is None:
             world = session.world
             job_id = _job_here(world)
-            # Only names that stay when other hosts are lost. After a restart, ranks and shards may
-            # have other numbers, and this node must find its directory again.
+            # This name must not change when other hosts are lost. After a restart, ranks and shards
+            # may have other numbers, but this node must find its directory again.
             place = f"{name}-{world.local_rank}"
-            # A directory for later jobs has a name that such a job knows. Otherwise each job has
-            # its own, and its leftovers are useless once it cannot be restarted.
+            # If the directory is for later jobs, they must know its name. Otherwise each job has
+            # its own directory, which is useless once the job cannot be restarted.
             named = parent is not None or keep or resume
             prefix = _prefix()
-            # A launcher may present one machine as several nodes.
+            # With the host name, because a launcher may present one machine as several nodes.
             folder = prefix + (place if named else f"{job_id}-{place}-{session.me.host}")
             parent = parent or _default_parent()
             if not named:
@@ -197,7 +201,7 @@ def open_host(
 def _close_host(key: tuple[str, str], clean: bool) -> None:
     with LOCKS.hosts:
         host = _hosts.pop(key, None)
-    if host is not None:  # otherwise it was released
+    if host is not None:  # it was not released before
         host.close(clean)
         own_files.leave_user_folder()
 
@@ -207,17 +211,19 @@ def _prefix() -> str:
 
 
 def _job_here(world: World) -> str:
-    """Return the job's id on this machine.
+    """Return the id of the job that its directories on this machine have.
 
-    The stamp of another machine's process has no meaning here, and rank 0 may move. The launcher of
-    this machine stays the same process over all restarts."""
+    If the job's id is the stamp of a process of another machine, it has no meaning here, and it
+    changes if rank 0 moves. Instead, this machine's launcher names the job, because it stays the
+    same process in all restarts."""
     return (is_stamp(world.job_id) and world.starter) or world.job_id
 
 
 def remove_what_the_dead_left(world: World, name: str) -> None:
-    """Remove directories that dead processes of this machine left, at the clean end of a job.
+    """Remove directories that dead processes of the job left on this machine. Call it at the clean
+    end of a job.
 
-    Directories that are kept, or that a process has open, stay."""
+    Directories that are kept stay, and so do directories that a process has open."""
     prefix, job_id = _prefix(), _job_here(world)
     with contextlib.suppress(OSError):
         for each in [each for folder in own_files.user_folders() for each in folder.iterdir()]:

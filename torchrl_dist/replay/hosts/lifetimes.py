@@ -1,6 +1,6 @@
-"""The objects of a session's buffers in this process, and when they are closed.
+"""Close the objects that belong to a session's buffers in this process.
 
-They are closed with the session, or once unreferenced."""
+They are closed when the session ends, or some time after nothing refers to them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from torchrl_dist.replay.parts.storage import SharedMemmapStorage
 from torchrl_dist.runtime import Session, current_session
 
 _clients: dict[str, _Clients] = {}
-"""Clients in this process by session."""
+"""The clients of this process, by session."""
 _opened: dict[str, _Opened] = {}
-"""Direct storages in this process by session."""
+"""The direct storages of this process, by session."""
 
 
 class _Locks:
     hosts: threading.Lock
-    """The lock of the tables above, and of those of keepers and owners."""
+    """The lock of the tables above, and of the tables in ``keeper`` and ``owner``."""
 
     def renew(self) -> None:
         self.hosts = threading.Lock()
@@ -40,8 +40,9 @@ now_and_in_children(LOCKS, _Locks.renew)
 class _Clients:
     """The clients of this process in one session.
 
-    Each pickled copy of a buffer that arrives here has one. Unreferenced clients are closed when
-    the next one is opened, which blocks for calls anyway. Garbage collection must not block.
+    Each copy of a buffer that is unpickled here has a client. Clients to which nothing refers are
+    closed when the next client is opened, because this blocks for calls anyway, and garbage
+    collection must not block.
     """
 
     def __init__(self) -> None:
@@ -55,7 +56,7 @@ class _Clients:
         weakref.finalize(client, self._dropped.append, dropped).atexit = False
 
     def _close_dropped(self) -> None:
-        with contextlib.suppress(IndexError):  # nothing is left, or another thread was faster
+        with contextlib.suppress(IndexError):  # none is left, or another thread was faster
             while True:
                 close_links(*self._dropped.popleft())
 
@@ -82,7 +83,8 @@ def _leave(session_id: str, clean: bool) -> None:
 
 
 class DirectStorage(SharedMemmapStorage):
-    """A storage over a host's directory in a process of its node, from :func:`open_directly`."""
+    """A storage for a host's directory, in another process of the host's node. See
+    :func:`open_directly`."""
 
     _opened: _Opened | None = None
 
@@ -97,7 +99,7 @@ _Direct = TypeVar("_Direct", bound=DirectStorage)
 class _Opened:
     """The direct storages of this process in one session.
 
-    As with clients, unreferenced ones are closed when the next one is opened."""
+    As with clients, storages to which nothing refers are closed when the next one is opened."""
 
     def __init__(self) -> None:
         self._alive: weakref.WeakSet[DirectStorage] = weakref.WeakSet()
@@ -109,7 +111,7 @@ class _Opened:
         storage._opened = self
 
     def _close_dropped(self, clean: bool) -> None:
-        with contextlib.suppress(IndexError):  # as for clients
+        with contextlib.suppress(IndexError):  # none is left, as for clients
             while True:
                 close_directory(self.dropped.popleft(), clean=clean)
 
@@ -122,9 +124,8 @@ class _Opened:
 def open_directly(
     path: str, job_id: str, capacity: int, timeout_s: float, kind: type[_Direct]
 ) -> _Direct:
-    """Return a storage over a host's directory, for a process of its node.
-
-    It is closed with the session."""
+    """Return a storage for a host's directory, in another process of the host's node. It is closed
+    when the session ends."""
     storage = kind(capacity, scratch_dir=path, job_id=job_id, timeout_s=timeout_s)
     session = current_session()
     with LOCKS.hosts:

@@ -1,4 +1,5 @@
-"""A client's interface to a replay host, near (``local_link``) or far (``remote_link``)."""
+"""A client's interface to a replay host, by local calls (``local_link``) or RPC
+(``remote_link``)."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from torchrl_dist.replay.law.limiter import Counts
 from torchrl_dist.replay.row.spec import RowSpec
 from torchrl_dist.runtime.awake import awake
 
-# The least time for the last of several calls under one deadline.
+# If several calls share a deadline, the last of them gets at least this time.
 SHORTEST_CALL_S = 0.05
 
 
@@ -39,7 +40,8 @@ class Rows:
         slot, generation: int64 [n].
         leaf: float64 [n].
         tensors: [n, ...].
-        lengths: int64 [units], the rows of each slice. Without it, each row is a unit."""
+        lengths: int64 [units], the number of rows of each slice. If it is None, each row is a
+            unit."""
 
     spec: RowSpec
     slot: torch.Tensor
@@ -50,7 +52,7 @@ class Rows:
 
     @property
     def units(self) -> int:
-        """The number of units: slices, or else rows."""
+        """The number of units, which are slices or rows."""
         return self.slot.numel() if self.lengths is None else self.lengths.numel()
 
     def _each(self, take: Callable[[torch.Tensor], torch.Tensor], lengths: Any) -> Rows:
@@ -59,7 +61,7 @@ class Rows:
         return Rows(self.spec, *handles, tensors, lengths)
 
     def part(self, start: int, stop: int) -> Rows:
-        """Return the units ``start`` to ``stop``."""
+        """Return the units ``start`` to ``stop - 1``."""
         if start == 0 and stop == self.units:
             return self
         if self.lengths is None:
@@ -86,24 +88,25 @@ class Rows:
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to one draw: the host's state and rows, perhaps fewer, as in a ``Reply``."""
+    """The answer to one draw: the host's state and the rows. There may be fewer, as in a
+    ``Reply``."""
 
     state: HostState
     rows: Rows | None
 
 
 class Link(Protocol):
-    """A client's interface to a host, near or far. Thread-safe."""
+    """A client's interface to a host. Thread-safe."""
 
     name: str
     max_priority: float
     """The largest priority of the buffer, as far as its client knows; NaN before the first."""
     era: int
-    """The eras of the host and of ``max_priority``, as far as its client knows."""
+    """The era of the host and of ``max_priority``, as far as its client knows."""
     replies: int
     """How often the host has answered."""
     answered_at: float
-    """The time of its last answer, on ``awake()``."""
+    """The time of the host's last answer, by the clock ``awake()``."""
     round_trip_s: float
     """The shortest duration of recent short calls; 0 before the first."""
 
@@ -111,7 +114,8 @@ class Link(Protocol):
     """Whether the buffer has a rate limiter, so that every reply must have the host's state."""
 
     def counts(self) -> Counts | None:
-        """The host's counts, plus this link's since its last reply; None before the first reply."""
+        """Return the host's counts plus what this link has sent since its last reply, or None
+        before the first reply."""
 
     def put(
         self,
@@ -124,14 +128,15 @@ class Link(Protocol):
         """Queue an operation, see ``RemoteLink.put``."""
 
     def order(self, method: str, *args: Any, size: int = 0) -> Future[Any]:
-        """Call another method of the host, after all earlier operations.
+        """Call a method of the host after all earlier operations.
 
-        A future that is cancelled before the call was sent has no effect."""
+        If the future is cancelled before the call is sent, the call is not made."""
 
     def ask(self, count: int | None, law: Law | None) -> Future[Answer | None]:
-        """Draw rows or slices after all earlier operations; with None, only wait for these.
+        """Draw ``count`` rows or slices after all earlier operations. If it is None, only wait for
+        these.
 
-        ``law`` also defines the masses of the answer; None if they do not matter.
+        ``law`` also defines the masses of the answer. It may be None if these do not matter.
         """
 
     @property
@@ -139,18 +144,18 @@ class Link(Protocol):
         """The number of operations that are queued or in flight."""
 
     def submit(self, method: str, *args: Any, timeout_s: float) -> Future[Any]:
-        """Call a method that changes nothing, in no order with the operations.
+        """Call a method that changes nothing, perhaps before earlier operations.
 
-        A call that timed out still runs at the host."""
+        After a timeout, the call may still run at the host."""
 
     def check_entry(self) -> None:
-        """Raise DirectoryError in a signal handler that interrupted a use of this link.
+        """Raise DirectoryError if this is a signal handler that interrupted a use of this link.
 
-        Other threads may wait for the interrupted use while they hold a lock that the handler would
-        wait for."""
+        Other threads may hold a lock that the handler needs, while they wait for the interrupted
+        use."""
 
     def failure(self) -> Exception | None:
-        """An error that has not been raised yet, or None."""
+        """Return an error that has not been raised yet, or None."""
 
     @property
     def fine(self) -> bool:
@@ -161,20 +166,20 @@ class Link(Protocol):
         """None if the host answers, otherwise the error."""
 
     def close(self, flush_s: float) -> None:
-        """Flush. The link cannot be used afterwards.
+        """Flush the link, which cannot be used afterwards.
 
-        Operations that are still queued then are sent while the session lasts."""
+        Operations that are still queued after ``flush_s`` are sent as long as the session lasts."""
 
 
 def await_answer(future: Future[Any], link: Link, begin: float, timeout_s: float) -> Any:
-    """Return the answer to a request that was made at ``begin``, on ``awake()``.
+    """Return the answer to a request that was made at ``begin``, by the clock ``awake()``.
 
-    The deadline, ``timeout_s``, restarts with every answer of the host, because earlier requests
-    come first.
+    Every answer of the host restarts the deadline of ``timeout_s``, because the host answers
+    earlier requests first.
 
     Raises:
-        DeadlineError: the host did not answer anything for that long. If the request is still
-            queued, it will not be sent.
+        DeadlineError: the host sent no answer for ``timeout_s``. If the request is still queued, it
+            is not sent any more.
     """
     while True:
         answered_at = link.answered_at
@@ -185,7 +190,7 @@ def await_answer(future: Future[Any], link: Link, begin: float, timeout_s: float
             if future.done() and not future.cancelled():
                 raise
             if awake() < deadline:
-                continue  # this process was stopped in between
+                continue  # the clock stood still while this process was stopped
             if link.answered_at == answered_at:
                 future.cancel()
                 raise DeadlineError(

@@ -1,4 +1,4 @@
-"""A replay host in this process, over the directory of the same node, called directly."""
+"""A link that calls a host in this process, which uses a directory of this node."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchrl_dist.replay.law.limiter import Counts
 
 
 class LocalLink:
-    """A host in this process, over the directory of the same node, called directly."""
+    """Calls a host in this process, which uses a directory of this node."""
 
     fine = True
     problem: Exception | None = None
@@ -92,7 +92,7 @@ class LocalLink:
     def close(self, flush_s: float) -> None:
         """Close the storage, which was opened for this link, and release its memory.
 
-        No operation is queued here."""
+        No operations are queued, because they are applied at once."""
         host = self.__dict__.pop("_host", None)
         if host is not None:
             host.close()

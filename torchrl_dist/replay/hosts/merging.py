@@ -1,7 +1,7 @@
-"""Merge small operations of a client, because each operation costs a message and host time.
+"""Merge small operations of a client, because each operation costs bytes and time of the host.
 
-Pure functions. Only neighbours are merged, so the order of operations stays, and only if the merged
-operation has the same effect.
+Pure functions. Operations are merged only if they are neighbours, so that their order stays, and
+only if the merged operation has the same effect.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ _MOST_ENTRIES = 4096  # the most entries of merged priority updates
 
 
 def merged(operations: Sequence[Operation], most_rows: int) -> list[tuple[Operation, int]]:
-    """Return fewer operations with the same effect, and how many of the given ones each replaces.
+    """Return fewer operations with the same effect, each with the number of operations that it
+    replaces.
 
     Args:
-        most_rows: the most rows of a merged ``Write``. One reservation of the host can take them,
-            so that they are written as a whole or not at all.
+        most_rows: the most rows of a merged ``Write``. They must fit into one reservation of the
+            host, so that they are written as a whole or not at all.
     """
     if len(operations) < 2:
         return [(operation, 1) for operation in operations]
@@ -39,7 +40,7 @@ def merged(operations: Sequence[Operation], most_rows: int) -> list[tuple[Operat
             or own_kind is None
             or own_kind != kind
             or entries + size > (most_rows if isinstance(operation, Write) else _MOST_ENTRIES)
-            # of two priorities of a row the last one counts; in one update both would
+            # the later of two priorities of a row must win, but one update would use both
             or not slots.isdisjoint(own_slots)
         ):
             if run:
@@ -53,7 +54,8 @@ def merged(operations: Sequence[Operation], most_rows: int) -> list[tuple[Operat
 
 
 def _kind(operation: Operation) -> tuple[Hashable, int]:
-    """Return the kind of operations that it may be merged with, or None, and its entries."""
+    """Return a key, equal for operations that may be merged, or None, and the operation's
+    entries."""
     if isinstance(operation, Write):
         return (operation.spec, operation.priority is None), operation.count
     if isinstance(operation, SetPriorities):
@@ -64,7 +66,7 @@ def _kind(operation: Operation) -> tuple[Hashable, int]:
 
 
 def _joined(run: list[Operation]) -> Operation:
-    first = run[0]  # ``_kind`` guarantees that the others have its type, which mypy cannot see
+    first = run[0]  # the others have the same type, because their ``_kind`` is the same
     if len(run) == 1:
         return first
     if isinstance(first, Write):

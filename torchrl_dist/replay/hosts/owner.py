@@ -1,6 +1,6 @@
 """The handle through which every process reaches the hosts of a buffer.
 
-The hosts are one process of the job, or several processes with one shard each."""
+The hosts are in one process of the job, or in several processes, with a shard each."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ _MAX_QUEUED_BYTES = 2**26
 
 
 _terms: dict[tuple[str, str], dict[str, Any]] = {}
-"""In the driver's process: the terms that the users of a buffer agreed on, by session and name."""
+"""The arguments on which the processes of a buffer agree, by session and name. Only the driver's
+process has them."""
 
 
 @dataclass(frozen=True)
 class ReplayOwner:
     """The handle to all hosts of one buffer, made by :func:`host_replay`.
 
-    It is the same in every process, can be pickled, and may be used by any process of the session.
-    It has those arguments of :func:`host_replay` that concern the buffer's users.
+    It is the same in every process, can be pickled, and may be used in any process of the session.
+    It keeps the arguments of :func:`host_replay` that processes need to use the buffer.
 
     Example:
         >>> with session() as me:
@@ -64,7 +65,7 @@ class ReplayOwner:
         return self.shard_capacity * len(self.hosts)
 
     def direct(self) -> HostAddress | None:
-        """The only host, if this process uses its directory without RPC; otherwise None."""
+        """Return the only host, if this process uses its directory without RPC; otherwise None."""
         if self.shortcut and len(self.hosts) == 1 and self.hosts[0].is_here():
             return self.hosts[0]
         return None
@@ -73,12 +74,13 @@ class ReplayOwner:
         """Let the hosts release the buffer for all processes, and free its name. Blocks.
 
         Warns:
-            UserWarning: another process of a host's node still has the directory open. It is
-                removed when that process has closed its buffer. There is no warning about a
-                directory that is kept.
+            UserWarning: another process of a host's node still has the directory open. The
+                directory is removed when that process closes its buffer. If the directory is kept
+                anyway, there is no warning.
 
         Raises:
-            DeadlineError, PeerLostError: a host did not answer. The others have released it.
+            DeadlineError, PeerLostError: a host did not answer. The other hosts have released the
+                buffer.
         """
         session = current_session()
         futures = [
@@ -103,7 +105,7 @@ class ReplayOwner:
     def connect(self) -> ReplayClient:
         """Return a client of this process.
 
-        It is closed when the session ends, or after its last reference is gone."""
+        The client is closed when the session ends, or some time after nothing refers to it."""
         session = current_session()
         session.check_process()
         here = [shard for shard, address in enumerate(self.hosts) if address.is_here()]
@@ -162,34 +164,35 @@ def host_replay(
 ) -> ReplayOwner:
     """Store a replay buffer in processes of the job, or find it there.
 
-    Every process that uses the buffer calls this with the same arguments, in any order, or one
-    process calls it and passes the result on. ``min_shards``, ``shortcut``, ``max_queued_bytes``
-    and ``timeout_s`` may differ between processes. Blocks for one call to the driver and two per
-    host (with several hosts, three or four in the first process). Driver and hosts must be in their
-    session.
+    Every process that uses the buffer calls this function with the same arguments, in any order. Or
+    one process calls it and sends the result to the others. ``min_shards``, ``shortcut``,
+    ``max_queued_bytes`` and ``timeout_s`` may differ between processes. Blocks for one call to the
+    driver and two per host (with several hosts, three or four in the first process). Driver and
+    hosts must be in their session.
 
     Args:
         session: the session of this process.
         capacity: number of rows of the whole buffer. Each host stores
             ``ceil(capacity / len(hosts))``.
-        hosts: the processes that store the rows, preferably one per node. Default: the driver
-            alone. Shards are numbered in this order, and row ``slot`` of shard ``s`` has the index
-            ``s * shard_capacity + slot``.
+        hosts: the processes that store the rows, preferably one per node. Default: only the driver.
+            Shards are numbered in this order. The row in ``slot`` of shard ``s`` has the index ``s
+            * shard_capacity + slot``.
         name: distinguishes the buffers of one job.
-        scratch_dir: folder on each host's node for its directory. Default: this user's folder in
-            ``/dev/shm``, or in the folder for temporary files.
-        resume, keep: as in :class:`SharedMemmapStorage`. A job that its launcher restarts finds
-            its rows without either. With one of them, or with a ``scratch_dir``, the directory is
-            named after the buffer only, so that a later job finds it with ``resume``, and two
-            simultaneous jobs are refused. Otherwise each job has its own directory, and the next
-            buffer removes the directories of jobs that cannot be restarted.
+        scratch_dir: folder on each host's node in which the host makes its directory. Default: this
+            user's folder in ``/dev/shm``, or in the folder for temporary files.
+        resume, keep: as in :class:`SharedMemmapStorage`. If the launcher restarts a job, it finds
+            its rows without these arguments. With one of them, or with a ``scratch_dir``, the
+            directory is named after the buffer only. A later job then finds it with ``resume``, and
+            two jobs cannot use it at the same time. Otherwise each job has its own directory, and
+            the next buffer removes the directories of jobs that cannot be restarted.
         write_to: with ``"own"``, rows go to the shard of the writer's node, or to all shards in
-            turn if the node has none. With ``"all"``, rows always go to the shards in turn. A turn
-            takes a whole ``extend``, or as much as a shard has room for.
-        min_shards: calls continue while that many shards answer, and raise otherwise.
-        shortcut: whether processes on a host's node use its directory instead of RPC; ``False``
-            is for measurements.
-        max_queued_bytes: bytes that a process queues for one host before ``extend`` waits.
+            turn if the node has none. With ``"all"``, rows always go to the shards in turn. In its
+            turn, a shard takes a whole ``extend``, or as much as it has room for.
+        min_shards: calls succeed while at least this many shards answer, and raise otherwise.
+        shortcut: whether processes on a host's node use its directory instead of RPC. ``False`` is
+            for measurements.
+        max_queued_bytes: the most bytes that a process queues for one host. Beyond them, ``extend``
+            waits.
         limiter: the rate limiter of the whole buffer. ``torchrl_dist.replay.hosts.totals_gate``
             defines which counts it uses, and how fresh they are.
         frames: as in :class:`SharedMemmapStorage`. A host finds repeated frames among those that
@@ -199,7 +202,8 @@ def host_replay(
 
     Raises:
         ConfigurationError: arguments are invalid, or differ from those of another process.
-        RemoteError: a host could not open its directory, or still has another one of this name.
+        RemoteError: a host could not open its directory, or still has one of this name with other
+            arguments.
         DeadlineError, PeerLostError: a host did not answer.
 
     Example:
@@ -220,7 +224,8 @@ def host_replay(
     peers = tuple(session.peers[:1] if hosts is None else hosts)
     if not peers or capacity < len(peers):
         raise ConfigurationError(
-            f"got capacity={capacity} over {len(peers)} hosts, expected a host and a row on each"
+            f"got capacity={capacity} over {len(peers)} hosts, expected at least one host, and a "
+            "capacity of at least one row per host"
         )
     if write_to not in ("own", "all"):
         raise ConfigurationError(f"got write_to={write_to!r}, expected 'own' or 'all'")
@@ -266,7 +271,7 @@ def host_replay(
         if new and len(remotes) > 1:
             _settle(remotes, limiter, timeout_s)
     except BaseException:
-        if new:  # so that the call can be repeated with other arguments
+        if new:  # so that the caller can try again with other arguments
             for remote in remotes:
                 with contextlib.suppress(TorchRLDistError):
                     remote.call("give_up", timeout_s=timeout_s)
@@ -287,10 +292,11 @@ def host_replay(
 
 
 def _check_apart(addresses: Sequence[HostAddress]) -> None:
-    """
+    """Check that each shard has a directory of its own.
+
     Raises:
-        ConfigurationError: two shards are one directory. This happens if a launcher presents one
-            machine as several nodes, with one local rank each.
+        ConfigurationError: two shards would share one directory. This happens if a launcher
+            presents one machine as several nodes, with one local rank each.
     """
     shards: dict[tuple[str, int, int], int] = {}
     for shard, address in enumerate(addresses):
@@ -307,12 +313,12 @@ def _check_apart(addresses: Sequence[HostAddress]) -> None:
 def _settle(
     remotes: Sequence[Remote[Any]], limiter: RateLimiter | None, timeout_s: float | None
 ) -> None:
-    """Let shards continue together although some may be new or lost after a restart.
+    """Let the shards continue together after a restart, although some may be new or lost.
 
-    They agree on one era. Otherwise largest priorities would never go from one shard to another.
-    The inserts and samples of a lost shard are unknown. If the limiter's difference is outside its
-    range without them, writers or samples would wait indefinitely. The number of samples is
-    therefore changed to the nearer end of the range.
+    All get the same era, because largest priorities are not passed between shards of different
+    eras. The inserts and samples of a lost shard are unknown. If this takes the limiter's
+    difference out of its range, writes or samples would wait indefinitely. The number of samples is
+    therefore changed so that the difference is at the nearer end of the range.
     """
     standings = [remote.call("standing", timeout_s=timeout_s) for remote in remotes]
     eras = [era for era, _ in standings]
@@ -331,7 +337,7 @@ def _settle(
 
 
 def _agree(session: Session, name: str, terms: dict[str, Any], timeout_s: float | None) -> bool:
-    """Return whether these are the first terms for a buffer of this name.
+    """Agree with the other processes on the terms. Return whether these are the first ones.
 
     Raises:
         ConfigurationError: another process uses other terms.
@@ -356,7 +362,7 @@ def _terms_of(name: str, terms: dict[str, Any]) -> dict[str, Any] | None:
     with LOCKS.hosts:
         known = _terms.get((session.session_id, name))
         if known is not None:
-            if known["sampling"] is None:  # for a buffer that was built from its parts
+            if known["sampling"] is None:  # the buffer was built from its parts
                 known["sampling"] = terms["sampling"]
             return dict(known)
         _terms[session.session_id, name] = terms
@@ -367,7 +373,7 @@ def _terms_of(name: str, terms: dict[str, Any]) -> dict[str, Any] | None:
 def _end(session: Session, name: str, parent: str | None, clean: bool) -> None:
     """Forget all terms of a session. Runs in the driver when its session ends."""
     _withdraw(name, session.session_id)
-    if clean and session.lost() and parent is None:  # in a scratch_dir, a later job finds its rows
+    if clean and session.lost() and parent is None:  # rows in a scratch_dir stay for a later job
         remove_what_the_dead_left(session.world, name)
 
 

@@ -1,14 +1,15 @@
-"""A client's link to one replay host. Callers queue operations, which arrive in order.
+"""A client's link to one replay host by RPC. Callers queue operations, and the host gets them in
+order.
 
 A link has at most one call in flight, which has no timeout. The call ends with the host's answer,
-or when the session knows that the host is lost, and is never repeated. Its operations are therefore
-applied once, no matter how long the host was stopped. Callers that wait have a deadline, which
-restarts with every answer of the host.
+or when the session knows that the host is lost. It is never repeated, so its operations are applied
+once, no matter how long the host was stopped. Callers that wait have a deadline, which every answer
+of the host restarts.
 
 Operations that come during a call are queued, and small ones are merged. A busy host therefore gets
-fewer and larger calls, but none so large that the host could not answer it within a part of the
-deadline. Threads of the transport and of the link make the calls, so an exception that a signal
-handler raises in the main thread never leaves a call incomplete.
+fewer and larger calls, but calls are never so large that the host would need more than a part of
+the deadline. Threads of the transport and of the link make the calls. An exception that a signal
+handler raises in the main thread therefore never leaves a call incomplete.
 """
 
 from __future__ import annotations
@@ -53,27 +54,28 @@ from torchrl_dist.replay.row.packing import spec_from_text
 from torchrl_dist.runtime import Remote
 from torchrl_dist.runtime.awake import awake
 
-# Priorities wait this long for a draw that can carry them. A learner that samples faster than
-# this sends one message per batch instead of two.
+# Priorities wait this long for a draw, so that one message has both. If a learner samples more
+# often than this, it sends one message per batch instead of two.
 _COMPANY_S = 0.02
 
-# The most that one request may hold, in operations or units of 32 KiB (16 MiB in total). A single
-# operation may be larger. Each takes 100 us of the host's time, together a twentieth of a second.
+# The most operations that one request may hold. A large one counts once per 32 KiB, so a request
+# has at most 16 MiB, or a single larger operation. Each takes 100 us of the host's time, all
+# together a twentieth of a second.
 _MOST_OPERATIONS = 512
 _BYTES_PER_OPERATION = 2**15
-# Size of the first request, because the connection may be slow.
+# The most operations of the first request. It is small, because the connection may be slow.
 _FIRST_OPERATIONS = 8
-# Part of the deadline. A request that took longer makes the next ones smaller.
+# As a part of the deadline. If a request takes longer, the next ones are smaller.
 _LONG_CALL = 0.25
 # Calls with at most this many bytes measure the round trip. The fastest of the latest ones counts,
-# because others waited for the host or for a connection.
+# because the other calls had to wait for the host or the connection.
 _SHORT_CALL_BYTES = 2**14
 _LATELY = 16
 
 
 @dataclass
 class _Queued:
-    """A queued operation. ``written`` belongs to a ``Write``, ``future`` to an ``Invoke``."""
+    """A queued operation. A ``Write`` may have ``written``, and an ``Invoke`` has ``future``."""
 
     operation: Operation | Callable[[], Operation]
     size: int
@@ -87,7 +89,7 @@ class _Queued:
 
 @dataclass
 class _Ask:
-    """A request for rows. With ``count`` None, it only waits for the operations."""
+    """A request for rows. If ``count`` is None, it only waits for earlier operations."""
 
     count: int | None
     law: Law | None
@@ -96,7 +98,7 @@ class _Ask:
 
 @dataclass
 class _Call:
-    """The call in flight, and what waits for its parts."""
+    """The call in flight, with the queued operations and requests for rows that it answers."""
 
     queued: list[_Queued]
     asks: list[_Ask]
@@ -104,7 +106,8 @@ class _Call:
     draw: int | None
     sent_at: float
     merged: list[tuple[Operation, int]] = field(default_factory=list)
-    """The sent operations, and how many of ``queued`` each replaces."""
+    """The operations that are sent, each with the number of entries of ``queued`` that it
+    replaces."""
 
     @property
     def size(self) -> int:
@@ -112,7 +115,7 @@ class _Call:
 
 
 class _Unpacked:
-    """A reply's rows, which are unpacked when the first of several requests needs its part."""
+    """The rows of a reply. They are unpacked when the first request needs its part of them."""
 
     def __init__(self, reply: Reply) -> None:
         self._reply = reply
@@ -125,17 +128,17 @@ class _Unpacked:
 
 
 class RemoteLink:
-    """A host in another process.
+    """A link to a host in another process.
 
-    ``put``, ``order`` and ``ask`` return at once while the queue has room. A late host loses no
-    operation. Once the host is lost, everything raises PeerLostError.
+    ``put``, ``order`` and ``ask`` return at once while the queue has room. If a host answers late,
+    no operation is lost. Once the host is lost, all calls raise PeerLostError.
 
     Args:
         host: a handle to a ``ReplayHost``.
-        timeout_s: after this time without an answer, the host counts as silent (see ``problem``),
-            and callers that wait for room in the queue raise.
-        max_queued_bytes: most bytes of operations that have not been applied yet.
-        merged_rows: most rows in a merged ``Write``, see ``merging``.
+        timeout_s: if the host does not answer for this time, it counts as silent (see ``problem``),
+            and callers that wait for room in the queue get an error.
+        max_queued_bytes: the most bytes of operations that the host has not applied yet.
+        merged_rows: the most rows of a merged ``Write``, see ``merging``.
     """
 
     def __init__(
@@ -153,9 +156,8 @@ class RemoteLink:
         self._merged_rows = merged_rows
         self._queue: deque[_Queued | _Ask] = deque()
         self._bytes = 0  # queued and in flight
-        self._line: deque[object] = (
-            deque()
-        )  # callers that wait for room, in their order, so that none starves
+        # callers that wait for room, in their order, so that none starves
+        self._line: deque[object] = deque()
         self._under_way: _Call | None = None
         self._most = _FIRST_OPERATIONS
         self._since: float | None = None
@@ -175,8 +177,8 @@ class RemoteLink:
         now_and_in_children(self, RemoteLink._renew)
 
     def _renew(self) -> None:
-        # Entered directly, not through a condition, so that an exception of a signal handler cannot
-        # come between taking the lock and the block that releases it.
+        # Code enters the lock itself, not a condition. Otherwise an exception of a signal handler
+        # could come after the lock is taken and before the block that releases it.
         self._lock = threading.RLock()
         self._room = threading.Condition(self._lock)
         self._work = threading.Condition(self._lock)
@@ -194,16 +196,16 @@ class RemoteLink:
         """Queue an operation. Blocks only while the queue is full.
 
         Args:
-            operation: the operation, or a function that creates it when it is sent. All earlier
-                operations have then been sent, and have answers unless they are in the same
-                message.
-            size: its bytes. With 0 it never waits.
-            urgent: whether it is sent at once, or may wait 20 ms for a draw that can carry it.
+            operation: the operation, or a function that returns it when it is sent. At that time,
+                all earlier operations have been answered or are in the same message.
+            size: the operation's bytes. With 0, this call never waits for room.
+            urgent: whether to send it at once. Otherwise it may wait 20 ms, to be sent together
+                with a draw.
             written: called in another thread when a ``Write`` has been applied.
 
         Raises:
-            DeadlineError: there was no room, and the host did not answer within the deadline. The
-                operation was not queued.
+            DeadlineError: the queue had no room, and the host did not answer within the deadline.
+                The operation was not queued.
             PeerLostError: the host is lost.
         """
         with self._lock:
@@ -269,7 +271,7 @@ class RemoteLink:
         if self._lost is not None:
             raise PeerLostError(str(self._lost)) from self._lost
         if self._closed:
-            raise PeerLostError(f"this client of {self.name} was closed")
+            raise PeerLostError(f"this client of {self.name} was closed; build the buffer again")
 
     @property
     def waiting(self) -> int:
@@ -304,7 +306,8 @@ class RemoteLink:
 
     @property
     def problem(self) -> Exception | None:
-        """The error if the host is lost, or has been silent for the deadline, which may pass."""
+        """The error if the host is lost, or has not answered within the deadline, which may be
+        temporary."""
         if self._lost is None and self._is_silent():
             return DeadlineError(f"{self.name} did not answer within {self._timeout_s:g} s")
         return self._lost
@@ -336,7 +339,7 @@ class RemoteLink:
             self._pump()
 
     def _wait_s(self) -> float | None:
-        """Return the seconds until the queue must be sent; None: other events decide."""
+        """Return the seconds until the queue must be sent, or None if nothing must be sent now."""
         if self._under_way is not None or not self._queue or self._lost is not None:
             return None
         if self._due:
@@ -350,7 +353,7 @@ class RemoteLink:
             wait_s = self._wait_s()
             if wait_s is None or wait_s > 0:
                 if self._queue and self._under_way is None:
-                    self._work.notify()  # the next request may take long to come
+                    self._work.notify()  # because the next request may come late
                 return
             call = self._take()
             if call is None:
@@ -359,9 +362,8 @@ class RemoteLink:
         self._send(call)
 
     def _take(self) -> _Call | None:
-        """Take the head of the queue, as much as one request may hold.
-
-        These are operations, and draws that one request can answer because they have one law."""
+        """Take as much from the head of the queue as one request may hold. This includes only draws
+        with the same law, because a request has one."""
         queued: list[_Queued] = []
         asks: list[_Ask] = []
         law, left = None, self._most
@@ -386,8 +388,8 @@ class RemoteLink:
             self._queue.popleft()
         if not self._queue:
             self._due = False
-            self._bytes = sum(each.size for each in queued)  # correct after any interrupt
-        if not queued and not asks:  # all were cancelled
+            self._bytes = sum(each.size for each in queued)  # correct also after an interrupt
+        if not queued and not asks:  # all of them were cancelled
             self._since = None
             return None
         counts = [ask.count for ask in asks if ask.count is not None]
@@ -411,9 +413,7 @@ class RemoteLink:
             self.messages += 1
             self.bytes_sent += call.size
             future = self._serve(request)
-        except (
-            Exception
-        ) as error:  # for example, an argument cannot be sent; the host is unaffected
+        except Exception as error:  # such as an argument that cannot be sent, unknown to the host
             future = Future()
             future.set_exception(error)
         future.add_done_callback(lambda done: self._arrived(call, done))
@@ -434,7 +434,7 @@ class RemoteLink:
                 self._note_loss(call, error)
             else:
                 self._note_refusal(call, error)
-        except Exception as error:  # a bug, which would otherwise vanish with the thread's future
+        except Exception as error:  # a bug, which the thread's future would hide
             traceback.print_exc()
             self._note_refusal(call, error)
             raise
@@ -471,9 +471,8 @@ class RemoteLink:
         )
 
     def _hand_out(self, call: _Call, reply: Reply) -> set[int]:
-        """Deliver the operations' results. Return the positions of operations with a waiter.
-
-        The waiter also gets failures."""
+        """Deliver the results of operations. Return the positions of operations for whose results a
+        caller waits. This caller also gets their failures."""
         failures = {failure.position: failure for failure in reply.failures}
         told = set()
         queued, written, results = iter(call.queued), iter(reply.written), iter(reply.results)
@@ -532,7 +531,7 @@ class RemoteLink:
                 self._work.notify()
 
     def _note_refusal(self, call: _Call, error: BaseException) -> None:
-        """Handle a request that could not be sent, or that the host could not read."""
+        """Handle the error of a request that could not be sent, or that the host could not read."""
         self._finish(call)
         # waiters get the error directly; if nothing waits, the next call raises it
         untold = any(each.future is None for each in call.queued) or not (call.queued or call.asks)
@@ -547,7 +546,7 @@ class RemoteLink:
             queued = call.queued + [each for each in rest if isinstance(each, _Queued)]
             self._lost = PeerLostError(
                 f"{error}; {len(queued)} operations of this process were not applied, or it is not "
-                "known whether they were"
+                "known whether they were applied"
                 if queued
                 else str(error)
             )

@@ -1,7 +1,7 @@
-"""A replay host's directory for checkpoints, in a few chunks at a time to keep every call short.
+"""Save and restore a replay host's directory, a few chunks at a time to keep every call short.
 
-Each call has a deadline, and the speed of link and disk is unknown. The first calls are therefore
-small, and their size follows the time that they take.
+Each call has a deadline, and the speed of connection and disk is unknown. The first calls are
+therefore small, and the time that they take decides how large the next ones are.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torchrl_dist.replay.saving.shards import Sink
 from torchrl_dist.replay.saving.snapshot import CHUNK_BYTES, Chunk, Head
 
 _CHUNKS_AHEAD = 2
-_CHUNKS_WRITTEN = 16  # the most that must reach the disk within the deadline of one call
+_CHUNKS_WRITTEN = 16  # the most chunks that one call writes to the disk
 _FIRST_BYTES, _LEAST_BYTES = 2**18, 2**14
-# Part of the deadline. A call that took longer makes the next ones smaller.
+# As a part of the deadline. If a call takes longer, the next ones are smaller.
 _LONG_CALL = 0.25
 
 
@@ -38,7 +38,8 @@ class Pace:
         self._most = most
 
     def note(self, begin: float, moved: int) -> None:
-        """Note that a call that began at ``began`` (``time.monotonic()``) moved that many bytes."""
+        """Note that a call moved ``moved`` bytes and began at ``begin``, by
+        ``time.monotonic()``."""
         took = time.monotonic() - begin
         if took > _LONG_CALL * self._deadline_s:
             self.bytes = max(_LEAST_BYTES, self.bytes // 2)
@@ -47,7 +48,7 @@ class Pace:
 
 
 def _some(ranges: Iterator[tuple[int, int]], rows: int) -> list[tuple[int, int]]:
-    """Take the next ranges of slots, until they have that many rows together."""
+    """Take the next ranges of slots, until together they have ``rows`` slots."""
     found = []
     for start, stop in itertools.islice(ranges, _CHUNKS_WRITTEN):
         found.append((start, stop))
@@ -58,12 +59,13 @@ def _some(ranges: Iterator[tuple[int, int]], rows: int) -> list[tuple[int, int]]
 
 
 class RemoteShard:
-    """A host's directory for saving, in a few chunks at a time to keep every call short.
+    """A host's directory, which is saved and restored a few chunks at a time to keep every call
+    short.
 
     Args:
-        era: the era that a restore begins, the same for all shards; see ``HostState``.
-        host_writes: whether a host that sees the checkpoint's folder writes its rows there itself.
-            ``False``, for measurements: it always sends them.
+        era: the era that a restore begins. It is the same for all shards; see ``HostState``.
+        host_writes: whether a host that can access the checkpoint's folder writes its rows there
+            itself. With ``False``, for measurements, it always sends them.
     """
 
     def __init__(

@@ -38,7 +38,8 @@ from torchrl_dist.replay.saving.snapshot import CHUNK_BYTES, SavedShard
 
 
 class _StorageOfOwner(Storage):
-    """Another process rebuilds it there, by RPC or over the directory."""
+    """A storage whose pickle has only its owner. The receiving process builds its own storage from
+    it."""
 
     owner: ReplayOwner
 
@@ -57,25 +58,25 @@ class RemoteStorage(
     SavedStorage,
     TensorStorage,
 ):
-    """Rows that other processes of the job store.
+    """A storage for rows that are in other processes of the job.
 
     Use it in any TorchRL buffer, with :class:`SharedCursorWriter` and with
     :class:`RPCPrioritizedSampler`, :class:`RPCRandomSampler`,
     :class:`RPCSamplerWithoutReplacement`, :class:`RPCSliceSampler` or
     :class:`RPCPrioritizedSliceSampler`.
 
-    On the node of a single host, ``RemoteStorage(owner)`` returns a :class:`SharedMemmapStorage`
-    over the host's directory instead, and the samplers do the same, so nothing goes through RPC. If
-    it is pickled and sent to another node, it is remote there.
+    If the buffer has a single host, ``RemoteStorage(owner)`` on the host's node returns a
+    :class:`SharedMemmapStorage` for the host's directory instead, and the samplers are replaced
+    accordingly, so RPC is not used. A pickled copy on another node uses RPC.
 
     ``extend`` and ``update_priority`` queue their work and return. The index that ``extend``
     returns, and sets in the data, is -1 until the host's answer fills it in. :meth:`flush` waits
-    for the answer. If an operation fails at the host, a later call raises its error. ``len``,
-    reading by index, ``empty`` and saving block for one call, which comes after all earlier
-    operations.
+    for that answer. If an operation fails at the host, a later call raises its error. ``len``,
+    reading by index, ``empty`` and saving block for one call, which the host answers after all
+    earlier operations.
 
     Args:
-        owner: from :func:`host_replay`.
+        owner: the result of :func:`host_replay`.
 
     Example:
         >>> with session() as me:
@@ -92,10 +93,11 @@ class RemoteStorage(
     """
 
     attaches_when_pickled = True
-    """A copy in another process has the same rows. Collectors check this before they write."""
+    """Whether a copy in another process has the same rows. Collectors check this before they
+    write."""
 
     attaches_by_session = True
-    """That process must be in the session."""
+    """Whether the process of the copy must be in the session."""
 
     samplers_to_use: ClassVar[Mapping[str, str]] = {
         "": "RPCRandomSampler(owner=owner)",
@@ -126,7 +128,7 @@ class RemoteStorage(
     _pace: Pace | None = None  # of reads
 
     def __init__(self, owner: ReplayOwner) -> None:
-        # the base classes' __init__ would create a length and a revision in this process
+        # not the base classes' __init__, which would count rows and revisions in this process
         self.owner = owner
         self.max_size = owner.capacity
         self.ndim = 1
@@ -135,9 +137,9 @@ class RemoteStorage(
         self._attached_entities_list: list[Any] = []
         self.device = torch.device("cpu")
         self._handed = threading.local()
-        self.emptied = 0  # by this process, see :attr:`SharedMemmapStorage.emptied`
+        self.emptied = 0  # how often this process did it, see :attr:`SharedMemmapStorage.emptied`
         self._samplers: weakref.WeakSet[SharedSampler] = weakref.WeakSet()
-        """The samplers that draw ahead from it."""
+        """The samplers that draw ahead from this storage."""
         self.client = owner.connect()
         self.gate = None if owner.limiter is None else TotalsGate(self.client, owner.limiter)
         now_and_in_children(self, RemoteStorage._renew)
@@ -155,23 +157,24 @@ class RemoteStorage(
 
         Raises:
             DeadlineError, PeerLostError: the host does not answer, or a host that was left out has
-                not applied its operations.
+                not applied operations of this process.
             RemoteError: an operation failed at a host.
         """
         self.client.flush()
 
     def close(self) -> None:
-        """Flush, and end this process's use. The end of the session does this automatically."""
+        """Flush, and end this process's use of the storage. The end of the session does this,
+        too."""
         self.client.close()
 
     def cleanup(self) -> bool:
-        """TorchRL's name for :meth:`close`."""
+        """Call :meth:`close`. TorchRL uses this name."""
         self.close()
         return True
 
     @property
     def counters(self) -> dict[str, int]:
-        """The counters of one node, summed over the hosts that answer."""
+        """The same counters as on one node, summed over the hosts that answer."""
         total: dict[str, int] = {}
         client = self.client
         answering = [shard for shard in range(len(client.links)) if client.answers_now(shard)]
@@ -201,7 +204,7 @@ class RemoteStorage(
 
     @initialized.setter
     def initialized(self, value: bool) -> None:
-        pass  # TorchRL's base class stores this here; ours asks the hosts
+        pass  # TorchRL's base class sets it, but here it is always true
 
     @property
     def shape(self) -> torch.Size:
@@ -214,7 +217,7 @@ class RemoteStorage(
 
     @property
     def next_slot(self) -> int:
-        """The slot of the next row with one shard; 0 with several shards."""
+        """The slot of the next row if there is one shard, otherwise 0."""
         if len(self.client.links) > 1:
             return 0
         return self.client.states()[0].cursor % self.max_size
@@ -228,9 +231,9 @@ class RemoteStorage(
 
     @property
     def limiter_counts(self) -> Counts:
-        """The counts that the limiter uses, over the hosts that answer, in rows.
+        """The counts of rows that the limiter uses, summed over the hosts that answer.
 
-        Blocks for one call, and until the operations of this process are applied."""
+        Blocks for one call, which the hosts answer after all operations of this process."""
         self.client.states()
         counts = self.client.counts()
         assert counts is not None
@@ -246,9 +249,9 @@ class RemoteStorage(
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Queue rows, see :meth:`SharedMemmapStorage.append`.
 
-        The handles are -1 until the host has answered. With a limiter of inserts, it blocks for one
-        call and until the rows are admitted. If a shard has too little room, it blocks until all
-        rows are written."""
+        The returned slots and generations are -1 until the host has answered. If a limiter limits
+        writes, this blocks for one call, and until the rows are admitted. If one shard cannot hold
+        all rows, this blocks until they are written."""
         if not getattr(data, "batch_dims", 0):
             raise ConfigurationError(
                 "expected a batch of rows [n, ...], got data without a batch dimension"
@@ -264,13 +267,13 @@ class RemoteStorage(
     def _append_in_parts(
         self, data: TensorDictBase, priority: np.ndarray | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append more rows than one shard can hold, in parts for the shards in turn."""
+        """Append more rows than one shard can hold, in parts that go to the shards in turn."""
         count, room = data.batch_size[0], self.owner.shard_capacity
         if self.client.own_shard is not None:
             warnings.warn(
-                f"an extend of {count} rows keeps the last {room}: rows of this process go to the "
-                f"shard of its node, which has room for {room}; extend with fewer, or build the "
-                "buffer with write_to='all'",
+                f"an extend of {count} rows keeps the last {room}, because rows of this process go "
+                f"to the shard of its node, which has room for {room}; extend with fewer rows, or "
+                "build the buffer with write_to='all'",
                 stacklevel=5,
             )
             return self.client.write(data, priority)
@@ -288,9 +291,10 @@ class RemoteStorage(
         return index, generation
 
     def write_at(self, index: torch.Tensor, data: TensorDictBase) -> torch.Tensor:
-        """Replace whole rows at given indices. Return new generations, int64 [n]. Blocks."""
+        """Replace the rows at given indices. Return their new generations, int64 [n]. Blocks."""
         index = as_slots(index)
-        index = index if index.ndim == 1 else index.reshape(-1)  # the very tensor is remembered
+        # no copy, because this tensor is remembered
+        index = index if index.ndim == 1 else index.reshape(-1)
         if data.batch_size[0] != index.numel():
             raise ConfigurationError(
                 f"got {data.batch_size[0]} rows for {index.numel()} slots, expected one per slot"
@@ -301,7 +305,7 @@ class RemoteStorage(
         parts = self._by_shard(index.numpy())
         spec = self.client.agreed_spec(data)
         columns = rows.matching_columns(data, spec)
-        # like ``append``, also from another device or with a gradient
+        # as in ``append``, data may be on another device or have gradients
         data = rows.build(rows.tensors(columns, spec), spec, (index.numel(),))
         row_bytes = sum(column.nbytes for column in columns) // max(1, index.numel())
         written = self.client.order_each(
@@ -334,7 +338,8 @@ class RemoteStorage(
         self.write_at(index, one_row_each(index, data))
 
     def empty(self, *, reset_write_count: bool = True) -> None:
-        """Drop every row for all processes. A host that does not answer does so on its return."""
+        """Drop all rows, for all processes. A host that does not answer drops its rows when it
+        returns."""
         try:
             self.client.apply_everywhere(Empty(reset_write_count, secrets.randbits(62)))
             self.client.apply_queued()
@@ -342,7 +347,7 @@ class RemoteStorage(
             self._drop_drawn_ahead()
 
     def _empty(self) -> None:
-        pass  # ``ReplayBuffer.empty`` calls writer, sampler and storage; the writer has done it
+        pass  # ``ReplayBuffer.empty`` also calls the writer, which has done it
 
     # --- reading -----------------------------------------------------------------------------
 
@@ -351,14 +356,15 @@ class RemoteStorage(
         self._handed.batch = batch
 
     def handed_generation(self, index: Any) -> torch.Tensor | None:
-        """Return the generations of the batch with this index tensor, or None."""
+        """Return the generations of the kept batch if this is its index tensor, otherwise None."""
         batch = getattr(self._handed, "batch", None)
         return batch.generation if batch is not None and batch.index is single(index) else None
 
     def generations_of(self, index: torch.Tensor) -> torch.Tensor:
-        """Return how often each slot was written. Blocks.
+        """Return the generation in each slot. Blocks.
 
-        It is -1 without a published row, at a shard that does not answer, and for a slot of -1."""
+        It is -1 for a slot of -1, for a slot without a published row, and at a shard that does not
+        answer."""
         found = np.full(index.numel(), -1, dtype=np.int64)
         parts = self._by_shard(index.reshape(-1).numpy())
         parts = [part for part in parts if self.client.answers_now(part[0])]
@@ -373,8 +379,8 @@ class RemoteStorage(
     def get(self, index: Any) -> TensorDictBase:
         """Return whole rows at the given indices. Blocks unless the rows were just drawn.
 
-        A slice omits rows that are not published. Its bounds are those of
-        :class:`SharedMemmapStorage`, over the slots of all shards. A key, or a tuple of keys,
+        A slice leaves out rows that are not published. Its bounds mean the same as in
+        :class:`SharedMemmapStorage`, for the slots of all shards. A key, or a tuple of keys,
         returns that entry of all rows.
 
         Raises:
@@ -390,7 +396,7 @@ class RemoteStorage(
         found = self._as_index(index)
         if isinstance(index, slice) or index is Ellipsis:
             found = found[self.generations_of(found) >= 0]
-            return self._read(found.numpy()).lock_()  # a write to a copy would be lost
+            return self._read(found.numpy()).lock_()  # because a write to a copy would be lost
         data = self._read(found.reshape(-1).numpy())
         if isinstance(index, (int, np.integer)) or getattr(index, "ndim", 1) == 0:
             return data[0]
@@ -428,7 +434,7 @@ class RemoteStorage(
         return torch.from_numpy(global_index(shard, slot, self.owner.shard_capacity))
 
     def _read(self, index: np.ndarray) -> TensorDictBase:
-        """Read in parts with a deadline each, because the connection's speed is unknown."""
+        """Read in parts, each with its own deadline, because the connection's speed is unknown."""
         left = self._by_shard(index) or [(0, index, index)]
         self._pace = pace = self._pace or Pace(self.client.timeout_s, CHUNK_BYTES)
         spec, found, places = None, [], []
@@ -453,7 +459,7 @@ class RemoteStorage(
         return rows.build(rows.tensors(columns, spec), spec, (index.size,))
 
     def _by_shard(self, index: np.ndarray) -> list[tuple[int, np.ndarray, np.ndarray]]:
-        """Yield ``(shard, positions, slots)`` of the entries >= 0."""
+        """Return ``(shard, positions, slots)`` of the entries >= 0."""
         if index.size and index.max() >= self.max_size:
             raise IndexError(f"index {index.max()} is beyond the capacity {self.max_size}")
         shards, slots = split_index(index, self.owner.shard_capacity)
@@ -472,7 +478,7 @@ class RemoteStorage(
     def restore(self, saved: Sequence[SavedShard | None]) -> None:
         try:
             super().restore(saved)
-        finally:  # some rows may have been replaced before the failure
+        finally:  # also after an error, because some rows may have been replaced
             self._drop_drawn_ahead()
 
     def shards(self) -> list[RemoteShard | None]:
@@ -493,9 +499,9 @@ class RemoteStorage(
 
 
 class _DirectStorage(_StorageOfOwner, DirectStorage):
-    """The result of ``RemoteStorage(owner)`` on the host's node."""
+    """The result of ``RemoteStorage(owner)`` on the node of a single host."""
 
     attaches_by_session = True
 
     def flush(self) -> None:
-        """Do nothing: no operation is queued here."""
+        """Do nothing, because no operations are queued."""

@@ -1,1 +1,1 @@
-"""The arithmetic of replay: places of rows, draws and weights. No processes."""
+"""The arithmetic of replay: slots of rows, draws and weights. It knows nothing of processes."""

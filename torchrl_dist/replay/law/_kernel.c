@@ -1,11 +1,11 @@
-/* What NumPy does in a dozen passes under the directory's lock, as plain C.
+/* Work under the directory's lock, for which NumPy needs a dozen passes, in plain C.
  *
- * Optional: where this was not built, NumPy does the same. Each function has its twin in the class of
- * PriorityTree (tree.py) or NumpyKernel (node/kernel.py): a change goes into both. No torch ABI; the
- * functions are called through ctypes, which keeps the GIL, so that a holder of the directory's lock
- * cannot lose 5 ms to another Python thread in the middle.
+ * Optional: if this was not built, NumPy does the same work. Each function has a counterpart in
+ * PriorityTree (tree.py) or NumpyKernel (node/kernel.py). Always change both. The functions do not
+ * depend on torch's ABI. They are called through ctypes.PyDLL, which keeps the GIL, because a thread
+ * that holds the directory's lock could otherwise lose 5 ms to another Python thread.
  *
- * A tree is an array of levels, leaves first, every node of a level summing 32 of the level below.
+ * A tree is an array of levels, leaves first. Every node is the sum of 32 nodes of the level below.
  */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030A0000
@@ -18,8 +18,8 @@
 
 enum { FANOUT = 32, SHIFT = 5, TOP = 1024 };
 
-/* Stores before it reach memory before those after it, as far as another process can tell that finds
- * what a killed one left: the compiler must not move them, the processor of x86-64 does not. */
+/* Keeps stores in order: a process that finds what a killed process left sees no store after this
+ * point without all stores before it. The compiler must not reorder them, and x86-64 does not. */
 #define IN_ORDER __atomic_thread_fence(__ATOMIC_RELEASE)
 
 /* tables.Word, and the columns and states of the claim table */
@@ -28,8 +28,8 @@ enum { DIRTY = 0, LENGTH = 3, WRITE_COUNT = 4, ALPHA = 7, EPS = 8, MAX_SLOT = 10
 enum { COUNT, FIRST, MEMBER, STATE, COLUMNS };
 enum { WRITING = 1, PUBLISHING = 2 };
 
-/* sums[l], minima[l]: nodes of level l (minima[0] is not used); scratch: [blocks]; top: nodes of the
- * highest level, at most 1024. */
+/* sums[l] and minima[l] are the nodes of level l; minima[0] is not used. scratch has [blocks] numbers.
+ * top is the number of nodes of the highest level, at most 1024. */
 typedef struct {
     double **sums, **minima;
     uint8_t *marks;
@@ -63,7 +63,7 @@ void replay_refresh(const Tree *tree) {
         const double *least = level == 1 ? below : minima[level - 1];
         int64_t kept = 0;
         for (int64_t i = 0; i < count; i++) {
-            /* level 1 blocks are the scratch entries; above, their parents, each once */
+            /* scratch has the marked blocks, and on higher levels their parents, each once */
             int64_t node = scratch[i];
             const double *child = below + node * FANOUT, *low = least + node * FANOUT;
             double sum = 0.0, minimum = INFINITY;
@@ -94,8 +94,8 @@ static void prefetch_block(const double *block) {
 #endif
 }
 
-/* Slots at the quantiles uniforms[0 .. n-1]. out: n slots (int64), then n leaves. Returns the number
- * of drawn leaves that are 0 (to be drawn again), or -1 if all leaves of the tree are 0. */
+/* Draw the slots at the quantiles uniforms[0 .. n-1]. out: n slots (int64), then n leaves. Returns the
+ * number of drawn leaves that are 0, which must be drawn again, or -1 if all leaves of the tree are 0. */
 int64_t replay_draw(const Tree *tree, const double *uniforms, int64_t n, void *out) {
     double **sums = tree->sums, *leaves = (double *)out + n;
     int64_t *slots = out, levels = tree->levels, top = tree->top, zeros = 0;
@@ -103,8 +103,8 @@ int64_t replay_draw(const Tree *tree, const double *uniforms, int64_t n, void *o
     const double *highest = sums[levels - 1];
     for (int64_t i = 0; i < top; i++) cumulative[i] = running += highest[i];
     if (!(running > 0.0)) return -1;
-    /* level by level over all queries, so that the cache misses of a level overlap;
-     * leaves[i] carries what is left of the mass below slots[i], the node reached so far */
+    /* Go down level by level with all draws together, so that the cache misses of a level overlap.
+     * slots[i] is the node that draw i has reached, and leaves[i] the mass that is left below it. */
     for (int64_t i = 0; i < n; i++) {
         double mass = uniforms[i] * running;
         int64_t low = 0, high = top - 1; /* the first node with cumulative > mass */
@@ -136,7 +136,7 @@ int64_t replay_draw(const Tree *tree, const double *uniforms, int64_t n, void *o
     return zeros;
 }
 
-/* Refresh, draw, and tell minimum and total: what one sample needs. summary: minimum, total. */
+/* Refresh and draw. summary gets the tree's minimum and total. Returns what replay_draw returns. */
 int64_t replay_sample(const Tree *tree, const double *uniforms, int64_t n, void *out,
                             double *summary) {
     replay_refresh(tree);
@@ -157,10 +157,10 @@ static double number(int64_t bits) {
     return value;
 }
 
-/* New priorities for the rows whose slot still holds the generation they were computed for (or, with
- * generations == NULL, any published row); slots below 0 are skipped. Everything is checked before
- * DIRTY is set and the first leaf stored; the caller clears it.
- * leaves: scratch [n]. result: slots skipped as stale, position of the largest stored priority (-1 if
+/* Set new priorities of rows. A slot is skipped as stale if it no longer holds the generation that the
+ * priority was computed for, or, with generations == NULL, no published row. Slots below 0 are skipped,
+ * too. Everything is checked before DIRTY is set and the first leaf is stored. The caller clears DIRTY.
+ * leaves: scratch [n]. result: number of stale slots, position of the largest stored priority (-1 if
  * none was stored), whether MAX_SLOT is among the stored slots.
  * Returns 0, or what is wrong with the item at result[1]: 1 priority, 2 slot, 3 leaf too large. */
 int replay_update(const Tables *tables, const int64_t *slots, const double *raw,
@@ -203,8 +203,9 @@ int replay_update(const Tables *tables, const int64_t *slots, const double *raw,
     return 0;
 }
 
-/* Claim row `row` on the `count` slots from that of ticket `first` on, after words[word] = value.
- * Returns 0, or 1 (nothing was changed) if some claim shares a slot with them. */
+/* Set words[word] = value, and then write a claim into row `row` of the table of claims. It claims
+ * `count` slots, beginning with the slot of ticket `first`.
+ * Returns 0, or 1 (and changes nothing) if another claim has one of these slots. */
 int replay_reserve(const Tables *tables, int64_t row, int64_t first, int64_t count,
                          int64_t member, int64_t word, int64_t value) {
     volatile int64_t *words = tables->words, *claims = tables->claims;
@@ -242,8 +243,8 @@ int replay_reserve(const Tables *tables, int64_t row, int64_t first, int64_t cou
     return 0;
 }
 
-/* Make written rows visible. leaf: of each; 0: they have theirs. Returns 0, or 1 (nothing was
- * changed) if the claim is not the member's own or not being written. */
+/* Publish written rows. leaf is the leaf of each row; 0 means that the leaves are already stored.
+ * Returns 0, or 1 (and changes nothing) if the claim is not the member's, or not being written. */
 int replay_publish(const Tables *tables, int64_t row, int64_t first, int64_t count,
                          int64_t member, double leaf, int64_t *generations) {
     volatile int64_t *words = tables->words, *claim = tables->claims + row * COLUMNS;

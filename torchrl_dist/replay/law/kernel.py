@@ -1,4 +1,4 @@
-"""Find the optional C kernel, which works on tree and tables under the directory's lock."""
+"""Find the optional C kernel, which changes the tree and the tables under the directory's lock."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FUNCTIONS = {
     "reserve": (ctypes.c_int, "piiiiii"),
     "publish": (ctypes.c_int, "piiiidp"),
 }
-"""Result type, and a letter per argument."""
+"""For each function, its result type, and a letter per argument."""
 _COPIERS = {
     "find_frames": (ctypes.c_int64, "piipipiipippp"),
     "keep_frames": (None, "piipiipi"),
@@ -55,10 +55,11 @@ def _copier() -> ctypes.CDLL | None:
 def find_kernel() -> ctypes.PyDLL | None:
     """Return the library, or None if NumPy does the work.
 
-    The environment variable ``TORCHRL_DIST_KERNEL`` forces ``c`` or ``numpy``.
+    The environment variable ``TORCHRL_DIST_KERNEL`` may require ``c`` or ``numpy``.
 
     Raises:
-        ConfigurationError: ``c`` is requested but was not built, or the variable has another value.
+        ConfigurationError: the variable is ``c`` but the kernel was not built, or it has another
+            value.
     """
     wanted = os.environ.get(_VARIABLE, "")
     if wanted not in ("", "c", "numpy"):

@@ -12,20 +12,20 @@ The terms are Reverb's (Cassirer et al. 2021, "Reverb: A Framework For Experienc
 
 A sample of ``k`` rows waits until ``size >= min_size_to_sample`` and ``difference - k`` is not
 below the range. A write waits while ``difference`` is above the range, unless ``size <
-min_size_to_sample``; then it is written whole. The difference therefore stays in the range, except
-that writes in progress may exceed its upper end.
+min_size_to_sample``. Once it need not wait, all its rows are written. The difference therefore
+stays in the range, except that writes in progress may exceed its upper end.
 
-*No process waits indefinitely* as long as some process samples and some process writes, because a
-sample and a write never wait at the same moment if ``k <= 2 * error_buffer``. The sample waits
-because
+*No process waits indefinitely* as long as some process samples and some process writes. The reason
+is that a sample and a write never wait at the same moment if ``k <= 2 * error_buffer``. There are
+two cases in which the sample waits:
 
-- ``size < min_size_to_sample``. Then writes do not wait. Or
+- ``size < min_size_to_sample``. Then writes do not wait.
 - ``difference < lower + k``. Then ``difference < lower + 2 * error_buffer = upper``, and writes do
   not wait either.
 
-With ``max_times_sampled``, a batch must also find rows that have that many draws left. ``size >=
-k`` suffices, hence ``k <= min_size_to_sample`` there. :meth:`RateLimiter.check_batch` refuses
-batches that break these conditions.
+With ``max_times_sampled``, a batch of ``k`` rows also needs ``k`` draws that rows have left. ``size
+>= k`` suffices for this, so ``k <= min_size_to_sample`` is required.
+:meth:`RateLimiter.check_batch` refuses batches that break these conditions.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _T = TypeVar("_T")
 
 
 class Counts(NamedTuple):
-    """Counts of rows, as the module defines them."""
+    """Counts of rows, as the module's docstring defines them."""
 
     inserts: int
     samples: int
@@ -52,16 +52,17 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class RateLimiter:
-    """Keep samples and inserts of a replay buffer in proportion. See the module for the formula.
+    """Keep samples and inserts of a replay buffer in proportion. The module's docstring has the
+    formula.
 
     Args:
-        min_size_to_sample: samples wait until that many rows may be sampled, at least 1.
-        samples_per_insert: average number of times that each row is sampled, above 0. A sample of
-            256 rows counts 256. Without it, writes never wait.
+        min_size_to_sample: samples wait until this many rows may be sampled. At least 1.
+        samples_per_insert: average number of times that each row is sampled. Above 0. A sample of
+            256 rows counts 256. If it is None, writes never wait.
         error_buffer: number of sampled rows by which the difference may be off before a process
-            waits, at least half a batch. Larger values let fast and slow phases even out.
-        max_times_sampled: a row that was sampled that often is not sampled again, 1 to 32767. It
-            keeps its slot, and ``len`` counts it.
+            waits. At least half a batch. With larger values, fast and slow phases can even out.
+        max_times_sampled: a row that was sampled this many times (1 to 32767) is not sampled again.
+            It keeps its slot, and ``len`` counts it.
 
     Raises:
         ConfigurationError: a value is out of range, or the ratio cannot be reached.
@@ -85,7 +86,7 @@ class RateLimiter:
             )
         if (ratio is None) != (margin is None):
             raise ConfigurationError(
-                f"samples_per_insert={ratio} and error_buffer={margin}: give both or neither"
+                f"got samples_per_insert={ratio} and error_buffer={margin}: give both or neither"
             )
         if ratio is not None and not 0 < ratio < math.inf:
             raise ConfigurationError(f"samples_per_insert must be above 0, got {ratio}")
@@ -95,8 +96,8 @@ class RateLimiter:
             raise ConfigurationError(f"max_times_sampled must be 1 to {MOST_TIMES}, got {most}")
         if ratio is not None and most is not None and ratio > most:
             raise ConfigurationError(
-                f"samples_per_insert={ratio} cannot be reached with max_times_sampled={most}: no "
-                "row can be sampled more often than that"
+                f"samples_per_insert={ratio} cannot be reached with max_times_sampled={most}, "
+                "because it is larger; pass a smaller ratio, or a larger maximum"
             )
 
     @property
@@ -112,7 +113,7 @@ class RateLimiter:
         return (self.samples_per_insert or 0.0) * counts.inserts - counts.samples
 
     def missing_inserts(self, counts: Counts, batch_size: int) -> int:
-        """Return the rows that must be written before that many may be sampled, or 0."""
+        """Return how many rows must be written before ``batch_size`` rows may be sampled, or 0."""
         missing = max(0, self.min_size_to_sample - counts.size)
         if self.samples_per_insert is not None:
             short = self.range[0] + batch_size - self.difference(counts)
@@ -121,16 +122,17 @@ class RateLimiter:
         return missing
 
     def missing_samples(self, counts: Counts) -> int:
-        """Return the rows that must be sampled before a write may begin, or 0."""
+        """Return how many rows must be sampled before a write may begin, or 0."""
         if self.samples_per_insert is None or counts.size < self.min_size_to_sample:
             return 0
         return max(0, math.ceil(self.difference(counts) - self.range[1]))
 
     def samples_to_settle(self, counts: Counts) -> int:
-        """Return the samples to add (if negative, subtract) after a part of the counts was lost.
+        """After a part of the counts was lost, return the number to add to ``samples``. It may be
+        negative.
 
-        The difference is then in its range again. It is 0 if no row has been sampled and more rows
-        must come first."""
+        Adding it brings the difference back into its range. The result is 0 if no row has been
+        sampled and more rows must be written first."""
         lower, upper = self.range
         difference = self.difference(counts)
         if difference > upper:
@@ -142,31 +144,31 @@ class RateLimiter:
         if self.min_size_to_sample > capacity:
             raise ConfigurationError(
                 f"min_size_to_sample={self.min_size_to_sample} is above the capacity {capacity}: "
-                "no sample would ever begin"
+                "no sample would ever begin; pass a smaller number, or a larger capacity"
             )
 
     def check_batch(self, batch_size: int) -> None:
-        """Raise ConfigurationError if samples of that many rows could wait indefinitely."""
+        """Raise ConfigurationError if samples of ``batch_size`` rows could wait indefinitely."""
         if self.error_buffer is not None and batch_size > 2 * self.error_buffer:
             raise ConfigurationError(
-                f"error_buffer={self.error_buffer} is too small for batches of {batch_size} rows: "
-                "a sample and a write could each wait for the other; pass at least "
+                f"error_buffer={self.error_buffer} is too small for batches of {batch_size} rows, "
+                "because a sample and a write could wait for each other; pass at least "
                 f"{batch_size / 2:g}, or sample fewer rows at once"
             )
         if self.max_times_sampled is not None and batch_size > self.min_size_to_sample:
             raise ConfigurationError(
                 f"with max_times_sampled={self.max_times_sampled} a batch of {batch_size} rows "
-                f"needs min_size_to_sample >= {batch_size}, got {self.min_size_to_sample}: fewer "
-                "rows may not have that many draws left"
+                f"needs min_size_to_sample >= {batch_size}, got {self.min_size_to_sample}, because "
+                "fewer rows may not have enough draws left"
             )
 
 
 class Admission(Protocol):
     """The interface of ``node.gate.Gate``, which admits samples and writes of a replay directory.
 
-    The directory knows only this interface, so lower modules need not know how processes wait. All
-    numbers are rows. A ``storage`` is a TorchRL storage, whose buffers' locks are released during a
-    wait.
+    The directory knows only this interface, so that lower modules need not know how processes wait.
+    All numbers count rows. A ``storage`` is a TorchRL storage; the locks of its buffers are
+    released during a wait.
     """
 
     limiter: RateLimiter

@@ -1,6 +1,8 @@
-"""Arithmetic of the ring: the slots of a run of tickets. Pure functions on whole numbers.
+"""The arithmetic of the ring: which slots consecutive tickets have. Pure functions on whole
+numbers.
 
-A *ticket* is an int64 that counts rows ever reserved; a *slot* is ``ticket % capacity``.
+A *ticket* is the number of a reserved row, an int64 that only grows. Its *slot* is ``ticket %
+capacity``.
 """
 
 from __future__ import annotations
@@ -11,44 +13,46 @@ import torch
 
 
 def as_slots(index: Any) -> torch.Tensor:
-    """Return an index of any shape as int64 on the CPU. Such a tensor itself is returned as it is.
+    """Return an index of any shape as int64 on the CPU. A tensor that is so already is returned
+    itself.
 
     Raises:
-        IndexError: the index has no whole numbers. 1.9 would silently name row 1, and a mask, also
-            one of uint8, rows 0 and 1.
+        IndexError: the index does not consist of whole numbers. Otherwise 1.9 would silently name
+            row 1, and a mask, also one of uint8, would name rows 0 and 1.
     """
     found = torch.as_tensor(index, device="cpu")
     if found.dtype is torch.int64:
         return found
     if found.dtype is torch.bool:
         raise IndexError("rows are named by their numbers here, got a mask; pass mask.nonzero()")
-    if found.dtype is torch.uint8:  # which indexing takes for a mask, and a list of numbers not
+    if found.dtype is torch.uint8:  # indexing reads it as a mask, unlike a list of numbers
         raise IndexError(
-            "uint8 might be a mask or numbers; pass index.bool().nonzero() or index.long()"
+            "uint8 might be a mask or numbers; pass index.bool().nonzero() for a mask, or "
+            "index.long() for numbers"
         )
     if found.numel() and (found.is_floating_point() or found.is_complex()):
         raise IndexError(
             f"rows are named by whole numbers, got {found.dtype}: {found.reshape(-1)[:4].tolist()}"
+            "; pass index.long()"
         )
     return found.to(torch.int64)
 
 
 def largest_reservation(capacity: int) -> int:
-    """Return the most rows of one reservation.
+    """Return the largest number of rows of one reservation.
 
-    It is an eighth of the ring, so that ``len``, which omits rows being rewritten, stays high and
-    several writers find room at once.
+    It is an eighth of the ring. ``len`` therefore stays high, although it omits rows that are being
+    rewritten, and several writers find room at once.
     """
     return max(1, capacity // 8)
 
 
 def split_rows(rows: int, capacity: int, most: int | None = None) -> list[tuple[int, int]]:
-    """Return row ranges ``(start, stop)`` of an extend, each small enough for one reservation.
+    """Split the rows of an ``extend`` into ranges ``(start, stop)``, each small enough for one
+    reservation, and of at most ``most`` rows.
 
-    They have at most ``most`` rows.
-
-    Of an extend longer than the ring, only the last ``capacity`` rows are kept, as if all had been
-    written.
+    If there are more rows than slots, the ranges have only the last ``capacity`` rows, which would
+    remain if all rows were written.
     """
     step = min(largest_reservation(capacity), most or capacity)
     first = max(0, rows - capacity)
@@ -56,7 +60,7 @@ def split_rows(rows: int, capacity: int, most: int | None = None) -> list[tuple[
 
 
 def slot_ranges(first_ticket: int, count: int, capacity: int) -> list[tuple[int, int]]:
-    """Return the slots of ``count`` tickets as one range, or two at the wrap-around.
+    """Return the slots of ``count`` tickets as one range, or as two if they continue at slot 0.
 
     Requires ``count <= capacity``.
     """
@@ -70,7 +74,7 @@ def slot_ranges(first_ticket: int, count: int, capacity: int) -> list[tuple[int,
 def overlaps(
     first_ticket: int, count: int, other_first: int, other_count: int, capacity: int
 ) -> bool:
-    """Return whether two runs of tickets share a slot."""
+    """Return whether two ranges of tickets share a slot."""
     return (other_first - first_ticket) % capacity < count or (
         first_ticket - other_first
     ) % capacity < other_count
@@ -79,16 +83,16 @@ def overlaps(
 def first_free_ticket(
     cursor: int, count: int, claims: list[tuple[int, int]], capacity: int
 ) -> int | None:
-    """Return the first ticket from ``cursor`` on whose ``count`` slots touch no claim.
+    """Return the first ticket, from ``cursor`` on, whose ``count`` slots are free of claims.
 
     Args:
         cursor: the next ticket.
-        count: rows wanted, at most ``capacity``.
+        count: number of rows to reserve, at most ``capacity``.
         claims: ``(first_ticket, count)`` of every reservation in progress.
-        capacity: slots of the ring.
+        capacity: number of slots of the ring.
 
     Returns:
-        The ticket, or None if there is no such run within one lap.
+        The ticket, or None if there is none within one lap of the ring.
     """
     ticket = cursor
     moved = True

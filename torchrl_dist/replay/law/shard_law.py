@@ -2,35 +2,36 @@
 
 Pure arithmetic on NumPy arrays. Other modules send the messages.
 
-*Terms.* A shard's **mass** is the sum of its rows' leaves ``p`` at one instant: ``p = (priority +
-eps) ** alpha`` for a prioritized buffer, 1 for a uniform one, whose mass is therefore its length.
-A shard that is empty or lost has mass 0. The **law of the masses** ``r`` draws row ``x`` of shard
-``s`` with probability ``p(x) / sum(r)``: shard ``s`` with probability ``r[s] / sum(r)``, then ``x``
-with ``p(x) / r[s]``. It is the law of a single buffer that holds the rows of all shards.
+*Terms.* A shard's **mass** is the sum of its rows' leaves ``p`` at one instant. In a prioritized
+buffer, ``p = (priority + eps) ** alpha``. In a uniform buffer, ``p = 1``, so the mass is the
+length. A shard that is empty or lost has mass 0. The **law of the masses** ``r`` draws row ``x`` of
+shard ``s`` with probability ``p(x) / sum(r)``: shard ``s`` with probability ``r[s] / sum(r)``, then
+``x`` with ``p(x) / r[s]``. It is the law of a single buffer that holds the rows of all shards.
 
 *The problem.* To need only one exchange of messages, a client chooses the shard of each draw before
-it asks, by the masses ``r_old`` that it saw last. Each reply carries rows that were drawn
-independently, and the shard's mass ``r_new`` of that same instant. Taking the rows as they come
-would leave the shards' shares at ``r_old``.
+it asks the shards, by the masses ``r_old`` that it saw last. Each reply has rows that were drawn
+independently, and the shard's mass ``r_new`` at the instant of this draw. If the client took these
+rows as they are, the shards' shares would be those of ``r_old``.
 
 *The correction* is the maximal coupling of two discrete laws (Lindvall 2002, "Lectures on the
 Coupling Method", I.5), here the shares ``P`` of ``r_old`` and ``Q`` of ``r_new``: a draw of shard
-``s`` keeps it with probability ``min(1, Q[s] / P[s])``; one that does not gets a shard from
-``(Q - P)+``, normalized. Then
+``s`` keeps its shard with probability ``min(1, Q[s] / P[s])``. Otherwise it gets a new shard, drawn
+from ``(Q - P)+``, normalized. Then
 
     Pr(shard = s) = P[s] * min(1, Q[s] / P[s]) + d * (Q[s] - P[s])+ / d
                   = min(P[s], Q[s]) + (Q[s] - P[s])+ = Q[s],
 
-where ``d = sum((P - Q)+) = sum((Q - P)+)`` is the probability of not keeping, the smallest that any
-correction can have: the total variation distance of ``P`` and ``Q``. Each draw uses random numbers
-of its own, so the shards of a batch stay independent. The ``k``-th draw of a shard takes the
-``k``-th row of its reply: which one does not depend on what the rows are, so given the shards the
-rows are independent draws of their shards, and the batch is independent draws of the law of
-``r_new``, exactly, however old ``r_old`` is. Only the number of rows that a shard lacks depends on
-that age; spare rows are asked for in advance, and a redraw fetches the rest.
+where ``d = sum((P - Q)+) = sum((Q - P)+)`` is the probability of a new shard. It is the total
+variation distance of ``P`` and ``Q``, and no correction can have a smaller one. Each draw uses
+random numbers of its own, so the shards of a batch stay independent. The ``k``-th draw of a shard
+takes the ``k``-th row of its reply. This choice does not depend on the contents of the rows, so
+given the shards, the rows are independent draws from their shards. Therefore the batch consists of
+independent draws by the law of ``r_new``, exactly, however old ``r_old`` is. Only the number of
+rows that a reply lacks depends on that age: a request asks for spare rows, and a redraw fetches the
+rows that are still missing.
 
-(Keeping the draws and dividing their weights by the shares used would be right at ``beta = 1``
-only, and would make weights above 1.)
+(Keeping all shards and correcting the weights for the old shares would be right at ``beta = 1``
+only, and would give weights above 1.)
 
 *One batch*, with ``uniforms(n)`` giving float64 [n] in [0, 1)::
 
@@ -55,22 +56,24 @@ from torchrl_dist.errors import ConfigurationError
 Uniforms = Callable[[int], np.ndarray]
 """``uniforms(n)`` returns float64 [n], independent and uniform in [0, 1)."""
 
-# Spare rows are sized by the largest recent rise of a shard's share; each batch lets that memory
-# fade by this factor. With masses that walk at random by 2 % per batch, 0.4 % of the batches of 256
-# need a redraw and 8 shards send 13 % more rows; with 0.9 it is 0.9 % and 12 %.
+# The number of spare rows follows from the largest recent rise of a shard's share. Each batch
+# multiplies that rise by this factor. If masses change at random by 2 % per batch, 0.4 % of the
+# batches of 256 need a redraw, and 8 shards send 13 % more rows. With a factor of 0.9 it would be
+# 0.9 % and 12 %.
 _FADE = 0.95
-# Before anything was seen to move: a twentieth of the share.
+# The rise before any change was seen: a twentieth of the share.
 _FIRST_RISE = 0.05
 
 
 def shares(masses: np.ndarray) -> np.ndarray:
-    """The probability of each shard, float64 [shards].
+    """Return the probability of each shard, float64 [shards].
 
     Args:
-        masses: [shards], >= 0, floats or integers; a lost or empty shard has 0.
+        masses: [shards], floats or integers >= 0; 0 for a lost or empty shard.
 
     Raises:
-        ConfigurationError: a mass is negative or not finite, or all are 0 (nothing to draw from).
+        ConfigurationError: a mass is negative or not finite, or all are 0, so there is nothing to
+            draw.
     """
     masses = np.asarray(masses, dtype=np.float64)
     if not ((masses >= 0) & (masses < np.inf)).all():  # NaN also fails
@@ -80,12 +83,12 @@ def shares(masses: np.ndarray) -> np.ndarray:
         raise ConfigurationError(
             f"cannot draw: all {masses.size} shards have mass 0; expected rows in one of them"
         )
-    scaled = masses / largest  # so that the sum neither overflows nor loses what is denormal
+    scaled = masses / largest  # so that the sum neither overflows nor loses denormal masses
     return scaled / scaled.sum()
 
 
 def choose_shards(masses: np.ndarray, count: int, uniforms: Uniforms) -> np.ndarray:
-    """``count`` independent shards by ``masses``, int64 [count]; never one of mass 0.
+    """Draw ``count`` independent shards by ``masses``, int64 [count], but never one of mass 0.
 
     Raises:
         ConfigurationError: as ``shares`` does.
@@ -98,14 +101,14 @@ def correct_shards(
 ) -> np.ndarray:
     """Turn independent shards by ``old_masses`` into independent shards by ``new_masses``.
 
-    As few as possible change (maximal coupling, see the module).
+    As few as possible change (maximal coupling, see the module's docstring).
 
     Args:
         shards: int64 [n], from ``choose_shards(old_masses, ...)``.
         old_masses, new_masses: [shards].
 
     Returns:
-        int64 [n]; ``shards`` itself where nothing changed.
+        int64 [n]; ``shards`` itself if nothing changed.
 
     Raises:
         ConfigurationError: as ``shares`` does.
@@ -115,7 +118,7 @@ def correct_shards(
     total_rise = rise.sum()
     if total_rise == 0.0:
         return shards
-    # u < Q / P, without the division; a share that did not fall is kept whatever rounding says
+    # u < Q / P, without the division. If a share did not fall, its draws are kept despite rounding.
     keep = (uniforms(shards.size) * old[shards] < new[shards]) | (new[shards] >= old[shards])
     moved = np.flatnonzero(~keep)
     if not moved.size:
@@ -130,13 +133,14 @@ def number_rows(shards: np.ndarray, received: np.ndarray) -> tuple[np.ndarray, n
 
     Args:
         shards: int64 [n], the corrected shard of each draw.
-        received: int64 [shards], rows in each reply (of all rounds so far, in their order).
+        received: int64 [shards], rows received from each shard, first draw and redraws together.
 
     Returns:
-        ``(row, missing)``: int64 [n], -1 where the reply has too few rows, and int64 [shards], how
-        many rows each shard still has to give. Ask those shards again and call this again with
-        the new counts: the rows that were there keep their draws. If such a shard is lost by
-        then, give its draws shards by the masses of the others (``choose_shards``) first.
+        ``(row, missing)``. ``row`` is int64 [n], and -1 where the shard has sent too few rows.
+        ``missing`` is int64 [shards], the number of rows that each shard must still send. Ask these
+        shards again, and call this function again with the new counts; rows that were assigned
+        before keep their draws. If such a shard is lost, first assign its draws to other shards by
+        their masses (``choose_shards``).
     """
     received = np.asarray(received, dtype=np.int64)
     needed = np.bincount(shards, minlength=received.size)
@@ -149,14 +153,15 @@ def number_rows(shards: np.ndarray, received: np.ndarray) -> tuple[np.ndarray, n
 
 
 def spare_rows(expected: np.ndarray) -> np.ndarray:
-    """Return the rows that suffice in all but 1 of 1,000 batches, if ``expected`` are needed.
+    """Return the spare rows that suffice in all but 1 of 1,000 batches, if ``expected`` are needed.
 
     A shard whose share rises from ``P`` to ``Q`` gets Binomial(n, Q - P) further draws in a batch
-    of ``n``. Its mean plus 3.3 standard deviations of the Poisson law, which has heavier tails,
-    plus a half for means below 1; 0 where nothing is expected.
+    of ``n``. The result is the mean of this distribution, plus 3.3 standard deviations of the
+    Poisson distribution, which has heavier tails, plus a half for means below 1. It is 0 if the
+    mean is 0.
 
     Args:
-        expected: float64 [shards], the mean.
+        expected: float64 [shards], the means.
 
     Returns:
         int64 [shards].
@@ -167,13 +172,13 @@ def spare_rows(expected: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class ShardRequest:
-    """The first round of one batch.
+    """The first request to each shard for one batch.
 
     Attributes:
-        shards: int64 [batch_size], the shard of each draw by the masses known then.
+        shards: int64 [batch_size], the shard of each draw, by the masses known before the request.
         masses: float64 [shards], those masses.
-        rows: int64 [shards], rows to ask of each shard, spare ones included. Ask also those that
-            have to give none: their replies carry the mass.
+        rows: int64 [shards], rows to ask of each shard, including spare ones. Ask all shards, also
+            for 0 rows, because every reply has the shard's mass.
     """
 
     shards: np.ndarray
@@ -181,19 +186,19 @@ class ShardRequest:
     rows: np.ndarray
 
     def correct(self, new_masses: np.ndarray, uniforms: Uniforms) -> np.ndarray:
-        """The shard of each draw by the masses in the replies, int64 [batch_size].
+        """Return the shard of each draw by the masses in the replies, int64 [batch_size].
 
         Raises:
-            ConfigurationError: all masses are 0: every shard was lost or emptied meanwhile.
+            ConfigurationError: all masses are 0, because every shard was lost or emptied meanwhile.
         """
         return correct_shards(self.shards, self.masses, new_masses, uniforms)
 
 
 class KnownMasses:
-    """The masses that a client saw last, and how fast they move.
+    """The masses that a client saw last, and how fast they change.
 
-    Several requests may be on their way at once (each remembers the masses it was made with), but
-    calls must not overlap: the caller holds a lock.
+    Several requests may be on their way at once, because each remembers the masses that it was made
+    with. Calls must not overlap, so the caller must hold a lock.
 
     Args:
         shard_count: number of shards, lost ones included.
@@ -203,12 +208,13 @@ class KnownMasses:
         if shard_count < 1:
             raise ConfigurationError(f"shard_count must be at least 1, got {shard_count}")
         self.masses = np.zeros(shard_count)
-        """float64 [shards]; replaced, never changed in place."""
-        self._rise: np.ndarray | None = None  # the share that each shard may gain until it replies
+        """float64 [shards]. It is replaced, never changed in place."""
+        # by how much each shard's share may rise until it replies
+        self._rise: np.ndarray | None = None
 
     @property
     def has_mass(self) -> bool:
-        """Whether some shard is known to hold rows; if not, ask all for their masses first."""
+        """Whether a shard is known to have rows. If not, first ask all shards for their masses."""
         return bool((self.masses > 0).any())
 
     def plan(self, batch_size: int, uniforms: Uniforms) -> ShardRequest:
@@ -225,11 +231,11 @@ class KnownMasses:
         return ShardRequest(chosen, self.masses, draws + spare)
 
     def learn(self, masses: np.ndarray, request: ShardRequest | None = None) -> None:
-        """Take over the masses of replies.
+        """Remember the masses in replies.
 
         Args:
             masses: [shards], 0 for a shard that is empty or did not reply.
-            request: what they answer; None if only masses were asked for.
+            request: the request that was answered; None if it asked only for masses.
         """
         self.masses = np.array(masses, dtype=np.float64)
         if request is None or not self.has_mass:
@@ -239,15 +245,15 @@ class KnownMasses:
 
 
 def importance_weights(leaves: np.ndarray, minima: np.ndarray, beta: float) -> np.ndarray:
-    """The weights of a single buffer that holds all shards: ``(p / min p) ** -beta``.
+    """Return the weights of a single buffer that holds all shards, ``(p / min p) ** -beta``.
 
     Schaul et al. 2016, "Prioritized Experience Replay", section 3.4, with the normalization of
     TorchRL. All shards must use one alpha and eps.
 
     Args:
         leaves: float64 [n], ``p`` of each drawn row, > 0.
-        minima: float64 [replies], the smallest ``p`` of each shard at its reply, of all rounds;
-            ``inf`` for an empty one.
+        minima: float64 [replies], the smallest ``p`` of the shard at each reply, including redraws;
+            ``inf`` for an empty shard.
         beta: >= 0.
 
     Returns:
@@ -257,10 +263,11 @@ def importance_weights(leaves: np.ndarray, minima: np.ndarray, beta: float) -> n
 
 
 def largest_priority(*seen: float | np.ndarray) -> float:
-    """The largest priority of the job, from what the replies and this client have seen.
+    """Return the largest priority of the job, as far as the replies and this client have seen.
 
-    New rows get it in every shard, as in a single buffer: send it with each request, and let each
-    shard keep the larger of that and its own. NaN stands for "none yet".
+    As in a single buffer, new rows get this priority in every shard. Therefore send it with each
+    request, and let each shard keep the larger of this priority and its own. NaN means that there
+    is no priority yet.
     """
     known = np.concatenate([np.atleast_1d(np.asarray(part, dtype=np.float64)) for part in seen])
     known = known[~np.isnan(known)]
@@ -268,18 +275,18 @@ def largest_priority(*seen: float | np.ndarray) -> float:
 
 
 def global_index(shard: np.ndarray | int, slot: np.ndarray, shard_capacity: int) -> np.ndarray:
-    """``shard * shard_capacity + slot``, int64: the index of a row in the whole buffer."""
+    """Return the index of a row in the whole buffer, ``shard * shard_capacity + slot``, int64."""
     return np.asarray(shard, dtype=np.int64) * shard_capacity + slot
 
 
 def split_index(index: np.ndarray, shard_capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """``(shard, slot)`` of global indices, int64. An index of -1, which means no row, gives
-    shard -1."""
+    """Return ``(shard, slot)`` of global indices, int64. For the index -1, which means that there
+    is no row, the shard is -1."""
     return np.divmod(np.asarray(index, dtype=np.int64), shard_capacity)
 
 
 def _select(probabilities: np.ndarray, uniforms: np.ndarray) -> np.ndarray:
-    """The shard at each quantile, int64; never one of probability 0."""
+    """Return the shard at each quantile, int64, but never one of probability 0."""
     cumulative = np.cumsum(probabilities)
     chosen = np.searchsorted(cumulative, uniforms * cumulative[-1], side="right")
     # the product may be rounded up to the very end

@@ -1,20 +1,20 @@
 """A sum and minimum tree over plain NumPy arrays, updated and drawn from in batches.
 
-The law is proportional prioritization (Schaul et al. 2016, "Prioritized Experience Replay",
-eq. 1): slot ``i`` is drawn with probability ``leaf[i] / sum(leaf)``, where the caller stores
-``leaf = (priority + eps) ** alpha``. A leaf of 0 is never drawn and is left out of the minimum.
+The law is proportional prioritization (Schaul et al. 2016, "Prioritized Experience Replay", eq. 1):
+slot ``i`` is drawn with probability ``leaf[i] / sum(leaf)``. The caller stores ``leaf = (priority +
+eps) ** alpha``. A leaf of 0 is never drawn and is left out of the minimum.
 
-Every node has 32 children. Three decisions carry the speed and the safety:
+Every node has 32 children. Three decisions make the tree fast and safe:
 
-- *Lazy*: a write stores leaves and marks their blocks; :meth:`PriorityTree.refresh`, called
-  before a draw, recomputes the marked blocks and their ancestors once, however many writes fell
-  into them.
-- *Recomputed, never adjusted*: a parent is the sum of its children, so no rounding error builds
-  up however long the job runs.
-- *Marks first, cleared last*: a process killed anywhere in here leaves the marks of whatever is
-  unfinished, and the next refresh completes it.
+- *Lazy*: a write stores leaves and marks their blocks of 32. Before a draw,
+  :meth:`PriorityTree.refresh` recomputes the ancestors of marked blocks once, however many writes
+  there were.
+- *Recomputed, never adjusted*: a parent is always computed as the sum of its children, so rounding
+  errors do not accumulate.
+- *Marks are set first and cleared last*: a process that is killed in between leaves the marks of
+  the unfinished blocks, and the next refresh completes them.
 
-The arrays may lie in shared memory; the caller holds the lock.
+The arrays may lie in shared memory. The caller must hold the lock.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from torchrl_dist.replay.law.kernel import address, find_kernel
 
 FANOUT = 32
 _SHIFT = 5
-_TOP_SIZE = 1024  # a level of at most this many nodes is scanned by one cumulative sum
+_TOP_SIZE = 1024  # a level with at most this many nodes needs no level above it
 
 
 def level_sizes(capacity: int) -> list[int]:
-    """Nodes per level, leaves first, each but the top padded to whole blocks of 32."""
+    """Return the nodes per level, leaves first. Every level except the top is padded to whole
+    blocks of 32."""
     sizes = [-(-capacity // FANOUT) * FANOUT]
     while sizes[-1] > _TOP_SIZE or len(sizes) == 1:
         nodes = sizes[-1] // FANOUT
@@ -40,7 +41,7 @@ def level_sizes(capacity: int) -> list[int]:
 
 
 def tree_bytes(capacity: int) -> int:
-    """Bytes of the buffer that :class:`PriorityTree` needs."""
+    """Return the bytes of the buffer that :class:`PriorityTree` needs."""
     sizes = level_sizes(capacity)
     return 8 * (sizes[0] + 2 * sum(sizes[1:])) + _mark_bytes(sizes)
 
@@ -59,7 +60,7 @@ class PriorityTree:
     """
 
     def __new__(cls, *_: object, **__: object) -> PriorityTree:
-        # chosen once, here; ``_CTree`` has the methods below in C
+        # ``_CTree`` has the methods below in C
         return super().__new__(cls if find_kernel() is None else _CTree)
 
     def __init__(self, capacity: int, buffer: memoryview | bytearray | mmap | None = None) -> None:
@@ -76,25 +77,27 @@ class PriorityTree:
         for level, size in enumerate(sizes):
             for wanted in (self._sums, self._minima):
                 if level == 0 and wanted is self._minima:
-                    wanted.append(self._sums[0])  # the leaves serve as their own minima
+                    wanted.append(self._sums[0])  # leaves are their own minima
                     continue
                 wanted.append(raw[offset : offset + 8 * size].view(np.float64))
                 offset += 8 * size
         marks = raw[offset : offset + _mark_bytes(sizes)]
         self.marks = marks[: sizes[0] // FANOUT]
-        """uint8, one per block of leaves; set before a leaf of the block is stored."""
+        """uint8 [blocks of leaves]: 1 from before a leaf of the block is stored until the next
+        refresh."""
         self.leaves: np.ndarray = self._sums[0][:capacity]
-        """float64 [capacity]; read freely, write through the methods."""
+        """float64 [capacity]. Read it freely, but write only by the methods."""
 
     # --- writing -----------------------------------------------------------------------------
 
     def set(self, slots: np.ndarray, values: np.ndarray | float) -> None:
-        """Store leaves at ``slots`` (int64 [n]); of a slot named twice the last value stays."""
+        """Store leaves at ``slots`` (int64 [n]). If a slot occurs twice, its last value stays."""
         self.marks[slots >> _SHIFT] = 1
         self.leaves[slots] = values
 
     def set_range(self, start: int, stop: int, values: np.ndarray | float) -> None:
-        """Store the leaves ``start`` to ``stop``; one value or ``stop - start`` of them."""
+        """Store leaves at slots ``start`` to ``stop - 1``: one value for all, or ``stop - start``
+        values."""
         self.marks[start >> _SHIFT : ((stop - 1) >> _SHIFT) + 1] = 1
         self.leaves[start:stop] = values
 
@@ -103,7 +106,8 @@ class PriorityTree:
         self.marks[:] = 1
 
     def refresh(self) -> None:
-        """Recompute what was written since the last call. Cost: the blocks touched."""
+        """Recompute the ancestors of leaves written since the last call. The cost grows with their
+        blocks."""
         marked = blocks = np.flatnonzero(self.marks)
         if not blocks.size:
             return
@@ -112,7 +116,7 @@ class PriorityTree:
             self._sums[level][blocks] = np.einsum("ij->i", children)  # half the time of sum(1)
             if level > 1:
                 children = _children(self._minima[level - 1], blocks)
-            # 0: a leaf without a row, or a padding node, which is never computed
+            # 0 is a leaf without a row, or a padding node, which is never computed
             np.putmask(children, children <= 0, np.inf)
             self._minima[level][blocks] = children.min(1)
             parents = blocks >> _SHIFT
@@ -142,8 +146,8 @@ class PriorityTree:
             uniforms: float64 [n] in [0, 1).
 
         Returns:
-            ``(slots, leaves)``, int64 [n] and float64 [n]. A leaf of 0 in the answer (rounding
-            at the edge of a node, about one draw in 1e15) must be drawn again.
+            ``(slots, leaves)``, int64 [n] and float64 [n]. If a leaf in the answer is 0, draw
+            again; rounding at the edge of a node causes this in about one draw in 1e15.
 
         Raises:
             ValueError: all leaves are 0.
@@ -158,7 +162,7 @@ class PriorityTree:
         for level in range(len(self._sums) - 2, -1, -1):
             children = _children(self._sums[level], node)
             running = _cumulative(children)
-            running[:, -1] = np.inf  # the last child, if rounding leaves more than all of them have
+            running[:, -1] = np.inf  # take the last child if rounding left more mass than all have
             child = (running > mass[:, None]).argmax(1)
             mass -= np.where(child > 0, running[row, child - 1], 0.0)
             node = (node << _SHIFT) + child
@@ -172,8 +176,9 @@ class PriorityTree:
             uniforms: float64 [n] in [0, 1).
 
         Returns:
-            ``(slots, leaves, minimum, total)``: int64 [n], float64 [n], and the properties of
-            these names. As in :meth:`draw`, a leaf of 0 must be drawn again.
+            ``(slots, leaves, minimum, total)``: int64 [n], float64 [n], and the values of the
+            properties :attr:`minimum` and :attr:`total`. As in :meth:`draw`, draw again for a leaf
+            of 0.
 
         Raises:
             ValueError: all leaves are 0.
@@ -193,7 +198,7 @@ class _CTree(PriorityTree):
         self._refresh = library.replay_refresh
         self._draw = library.replay_draw
         self._sample = library.replay_sample
-        # a process that shares the buffer has it at another address: tables are per process
+        # per process, because processes that share the buffer have it at different addresses
         self._kept = (
             _addresses(self._sums),
             _addresses(self._minima),
@@ -236,16 +241,16 @@ class _CTree(PriorityTree):
 
 _EMPTY = "cannot draw: no leaf is above 0"
 _UPPER = np.triu(np.ones((FANOUT, FANOUT)))
-_BLAS_ROWS = 256  # more, and BLAS may wake threads for it
+_BLAS_ROWS = 256  # for more rows, BLAS may start threads
 
 
 def _children(level: np.ndarray, nodes: np.ndarray) -> np.ndarray:
-    """A copy [n, 32] of the nodes below ``nodes``, int64 [n]."""
+    """Return a copy [n, 32] of the children of ``nodes``, int64 [n]."""
     return level.reshape(-1, FANOUT).take(nodes, 0)
 
 
 def _cumulative(children: np.ndarray) -> np.ndarray:
-    """Cumulative sums along the rows of [n, 32]; half the time of ``cumsum``."""
+    """Return cumulative sums along the rows of [n, 32], in half the time of ``cumsum``."""
     if len(children) <= _BLAS_ROWS:
         return children @ _UPPER
     running = np.empty_like(children)

@@ -1,1 +1,1 @@
-"""What a row is: its columns, from TensorDicts to arrays and back."""
+"""What a row is: its columns, and how TensorDicts become arrays and arrays TensorDicts."""

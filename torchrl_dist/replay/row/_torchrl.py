@@ -1,6 +1,6 @@
 """All uses of private names of TorchRL's buffers, except for methods that subclasses override.
 
-Seen in torchrl 0.14.1 and tensordict 0.14.3.
+Written for torchrl 0.14.1 and tensordict 0.14.3.
 """
 
 from __future__ import annotations
@@ -38,30 +38,31 @@ def detach(storage: Storage, buffer: Any) -> None:
 
 
 def sampler_of(buffer: Any) -> Any:
-    """The buffer's sampler, or None while the buffer is being built."""
+    """Return the buffer's sampler, or None while the buffer is being built."""
     return getattr(buffer, "_sampler", None)
 
 
 def writer_of(buffer: Any) -> Any:
-    """The buffer's writer, or None while the buffer is being built."""
+    """Return the buffer's writer, or None while the buffer is being built."""
     return getattr(buffer, "_writer", None)
 
 
 def batch_size_of(buffer: Any) -> int | None:
-    """Return the rows per sample, if the buffer was built with a number."""
+    """Return the number of rows per sample, or None if the buffer was built without one."""
     return getattr(buffer, "_batch_size", None)
 
 
 @contextlib.contextmanager
 def locks_given_back(storage: Storage) -> Iterator[None]:
-    """Release this thread's locks of the buffers on the storage, in a context manager.
+    """Return a context manager in which this thread does not hold the locks of the storage's
+    buffers.
 
-    TorchRL's buffers hold their locks while they sample and write. A thread that waits there for
-    another thread of the process to write or sample would otherwise wait for itself.
+    TorchRL's buffers hold their locks while they sample and write. If a thread waits inside such a
+    call until another thread of the process writes or samples, the other thread needs these locks.
     """
     given_back = []
     for buffer in buffers_over(storage):
-        with contextlib.suppress(RuntimeError):  # this thread does not hold it (any more)
+        with contextlib.suppress(RuntimeError):  # this thread does not hold it, or no longer
             while True:
                 buffer._replay_lock.release()
                 given_back.append(buffer._replay_lock)
@@ -73,10 +74,12 @@ def locks_given_back(storage: Storage) -> Iterator[None]:
 
 
 class EntryLock:
-    """A lock attribute of TorchRL's buffers that a holder of the directory's lock cannot take.
+    """A lock attribute of TorchRL's buffers. A thread that holds the directory's lock cannot take
+    it.
 
-    Other threads wait for the directory while they hold the buffer's lock. A signal handler that
-    interrupted a holder of the directory's lock would therefore wait for the buffer's indefinitely.
+    Other threads hold the buffer's lock while they wait for the directory's lock. A signal handler
+    that interrupts a thread with the directory's lock would therefore wait for the buffer's lock
+    indefinitely.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -99,8 +102,8 @@ def check_prefetching(buffer: Any) -> None:
     """Check that this thread may sample. Call it before a sample.
 
     Raises:
-        DirectoryError: in a signal handler. It would wait for a batch that another thread fetches,
-            and that thread waits for the interrupted code.
+        DirectoryError: this is a signal handler. It would wait for a batch that another thread
+            fetches, and that thread waits for the code that the handler interrupted.
     """
     if buffer._prefetch and (buffer._futures_lock._is_owned() or buffer._replay_lock._is_owned()):
         raise DirectoryError(
@@ -112,11 +115,11 @@ def check_prefetching(buffer: Any) -> None:
 def renew_after_fork(buffer: Any) -> None:
     """Give a buffer that a forked child has inherited new, free locks.
 
-    Batches fetched ahead are dropped, because the fetching threads are not in this process. So is
-    the generator of ``set_rng``, whose numbers the parent draws.
+    Batches fetched ahead are dropped, because the fetching threads are not in this process. The
+    generator of ``set_rng`` is dropped, because the parent draws its numbers.
     """
     forget_generator(buffer)
-    attributes = buffer.__dict__  # not through an EntryLock, which checks before it returns a lock
+    attributes = buffer.__dict__  # not by getattr: an EntryLock checks before it returns a lock
     for name in ("_replay_lock", "_futures_lock"):
         if isinstance(attributes.get(name), type(threading.RLock())):
             attributes[name] = threading.RLock()
@@ -140,12 +143,12 @@ def forget_generator(buffer: Any) -> None:
 
 
 def arrive_with(storage: Storage, buffers: list[Any]) -> None:
-    """Attach the buffers that were copied together with their storage, and let them draw anew.
+    """Attach buffers that were copied together with their storage, and let them draw independently.
 
-    They have neither the original's batches drawn ahead, which the original returns, nor its
-    generator. A buffer that is incomplete at this time becomes complete in its ``__setstate__``,
-    whose last call this replaces once. ``copy.copy`` of a storage alone leaves its buffers to the
-    original.
+    They get neither the batches that the original has drawn ahead, because the original will return
+    these, nor its generator. If a buffer is still incomplete, its ``__setstate__`` completes it
+    later; this function replaces the last call in there, once. ``copy.copy`` of a storage alone
+    leaves its buffers to the original.
     """
     for buffer in buffers:
         of = buffer.__dict__.get("_storage", storage)
@@ -162,8 +165,8 @@ def check_copying(storage: Storage) -> None:
     """Check that a storage may be copied with its buffers. Call it before copying.
 
     Raises:
-        ConfigurationError: ``share()`` of such a buffer was called, or a buffer of TorchRL's class
-            with batches drawn ahead is sent to a process being spawned. The batches are sent as
+        ConfigurationError: ``share()`` was called on a buffer, or a buffer of TorchRL's class that
+            has batches drawn ahead is sent to a process being spawned. These batches are sent as
             open files, some of which would be closed in the child.
     """
     for buffer in buffers_over(storage):
@@ -189,29 +192,31 @@ def _draw_for_itself(buffer: Any, *_: Any, **__: Any) -> None:
 
 
 def is_being_built(buffer: Any) -> bool:
-    """Whether the call comes out of ``ReplayBuffer._init``.
+    """Return whether the caller was called by ``ReplayBuffer._init``.
 
-    At its end that method resets the priority of every row already in the storage
-    (``_initialize_prioritized_sampler``). For a process that joins a running job this would wipe
-    the priorities that all the others share, so such calls must have no effect.
+    At its end, that method resets the priorities of all rows in the storage
+    (``_initialize_prioritized_sampler``). In a process that joins a running job, this would destroy
+    the priorities that all processes share. Calls from there must therefore have no effect.
     """
     return getattr(buffer, "_init_storage", None) is not None
 
 
 def initialize(buffer: Any) -> None:
-    """Build the parts of a buffer with ``delayed_init``, as each of its public methods does."""
+    """Build the parts of a buffer with ``delayed_init``. Each public method of the buffer does so,
+    too."""
     if not buffer.initialized:
         buffer._init()
 
 
 def drop_prefetched(buffer: Any) -> None:
-    """Forget the batches that the buffer has drawn ahead, and what went wrong with them."""
+    """Forget the batches that the buffer has drawn ahead, and the errors of these draws."""
     with buffer._futures_lock, giving_up(_fetching_threads(buffer)):
         buffer._clear_prefetch_queue_locked()
 
 
 def drop_waiting(buffer: Any) -> None:
-    """Do the same, except for complete batches, so that no thread keeps waiting for the others."""
+    """Forget batches drawn ahead that are not complete, so that no thread keeps waiting for
+    them."""
     with buffer._futures_lock, giving_up(_fetching_threads(buffer)):
         queue = list(buffer._prefetch_queue)
         for future in queue:
@@ -229,12 +234,12 @@ def _fetching_threads(buffer: Any) -> Iterable[threading.Thread]:
 def forget_drawn_ahead(storage: Storage) -> None:
     """Drop batches drawn ahead by buffers on a storage that was closed or emptied.
 
-    A draw that the close interrupted would keep the buffer, and so the rows' memory, through its
-    traceback. A thread that samples at this moment, or interrupted code that samples, keeps its
-    own.
+    Otherwise a draw that closing interrupted would keep the buffer, and thus the rows' memory,
+    alive through its traceback. If a thread is sampling at this moment, or this call interrupted
+    sampling, the batches stay.
     """
     for buffer in buffers_over(storage):
-        attributes = buffer.__dict__  # as in renew_after_fork
+        attributes = buffer.__dict__  # not by getattr, as in renew_after_fork
         lock, queue = attributes.get("_futures_lock"), attributes.get("_prefetch_queue")
         if not isinstance(queue, deque) or not hasattr(lock, "_is_owned") or lock._is_owned():
             continue
@@ -251,7 +256,7 @@ _CPU = torch.device("cpu")
 
 
 class _InOrder:
-    """What ``ReplayBuffer.query`` asks of a buffer and its storage, answered from given rows."""
+    """Stands for a buffer and its storage in ``ReplayBuffer.query``, and returns given rows."""
 
     _delayed_init = False
     _is_full = False
@@ -271,19 +276,19 @@ class _InOrder:
 
 
 def query_rows(rows: TensorDictBase, buffer: Any, predicate: Any, trajectory_key: Any) -> list[Any]:
-    """TorchRL's ``query`` with the buffer's transforms, of rows that lie in the order of writing,
-    those of a trajectory next to each other."""
+    """Call TorchRL's ``query`` with the buffer's transforms on rows that are in the order of
+    writing. The rows of a trajectory must be neighbours."""
     source: Any = _InOrder(rows, buffer._transform)
     return ReplayBuffer.query(source, predicate, trajectory_key=trajectory_key)
 
 
 def unchecked_tensordict(source: dict[str, Any], batch_size: torch.Size) -> TensorDict:
-    """``TensorDict(source, batch_size, "cpu")`` of values that are known to fit, unchecked.
+    """Return ``TensorDict(source, batch_size, "cpu")`` without checking that the values fit.
 
-    The checks take seven times as long as all the rest.
+    The checks would take seven times as long as everything else.
     """
     data = TensorDict._new_unsafe(source, batch_size=batch_size)
-    data._device = _CPU  # as an argument it costs as much as all else
+    data._device = _CPU  # as an argument it would double the time
     return data
 
 
@@ -291,8 +296,9 @@ def fetch_one_by_one(storage: Storage) -> None:
     """Let each buffer on the storage fetch batches ahead in one thread, in order.
 
     TorchRL's pool has a thread per batch, and ``sample`` waits for the oldest batch. If a rate
-    limiter admits another batch first, there may be no thread left to write the rows that the
-    oldest needs. The first sample of a buffer comes before the pool's first thread.
+    limiter admits a later batch first, the oldest may wait for rows that no thread is left to
+    write. This call comes in time, because the pool starts its first thread in the first sample of
+    a buffer.
     """
     for buffer in buffers_over(storage):
         pool = getattr(buffer, "_prefetch_executor", None)
@@ -301,14 +307,15 @@ def fetch_one_by_one(storage: Storage) -> None:
 
 
 def check_buffer(buffer: Any, storage: Storage) -> None:
-    """Refuse a buffer over shared rows that would lose rows or break the law of sampling.
+    """Refuse a buffer over shared rows that would lose rows or break the sampling law.
 
-    Called by the storage and by the writer while the buffer is being built, and when its parts
-    change; one that is refused while it is being built is forgotten, so that the next one over
-    the storage may be right.
+    Storage and writer call this while the buffer is being built, and when its parts change. A
+    buffer that is refused while it is being built is detached, so that a correct buffer can be
+    built on the storage afterwards.
 
     Raises:
-        ConfigurationError: what is wrong, and the arguments to build the buffer with.
+        ConfigurationError: the buffer is refused. The message says why, and with which arguments to
+            build it.
     """
     try:
         wrong = what_cannot_be_shared(buffer, getattr(storage, "samplers_to_use", {}))
@@ -327,15 +334,17 @@ def check_buffer(buffer: Any, storage: Storage) -> None:
 
 
 class ChecksBuffers:
-    """A storage that refuses a buffer which would go wrong over it, whatever its writer.
+    """A storage that refuses buffers which cannot work with shared rows, whatever their writer.
 
-    ``ReplayBuffer._init`` hands its checkpointer over when storage, sampler, writer and transforms
-    are all there: the one moment at which a storage sees the buffer as it is going to be.
+    ``ReplayBuffer._init`` sets the storage's checkpointer once storage, sampler, writer and
+    transforms are there. This is the only moment at which a storage sees the complete buffer, so
+    the setter checks it.
     """
 
     samplers_to_use: ClassVar[Mapping[str, str]]
-    """In place of TorchRL's classes, by their names, as a user would write it; ``""``: any other.
-    In braces, what is filled in: capacity, alpha and beta."""
+    """For each name of a TorchRL sampler, the code of its replacement, which messages show; ``""``
+    stands for all other samplers. Capacity, alpha and beta are filled in where their names are in
+    braces."""
 
     _checkpointer: Any  # of TorchRL's Storage
 
@@ -351,7 +360,8 @@ class ChecksBuffers:
                 check_buffer(buffer, self)
 
     def check_writers(self) -> None:
-        """Refuse a write of a writer that brings a cursor of its own, put in place later."""
+        """Refuse to write if a writer with a cursor of its own was set after the buffer was
+        built."""
         for buffer in buffers_over(self):
             wrong = _wrong_writer(buffer, self.samplers_to_use)
             if wrong is not None and not is_being_built(buffer):  # by another thread
@@ -359,33 +369,33 @@ class ChecksBuffers:
 
 
 _BUFFERS = (ReplayBuffer, TensorDictReplayBuffer, RemoteTensorDictReplayBuffer)
-"""TorchRL's classes that ask of a storage nothing but rows in given slots."""
+"""TorchRL's classes that only ask a storage for rows in given slots."""
 
 
 _OF_NEIGHBOURS = (
-    "this use of TorchRL's takes neighbouring rows of storage[:] for neighbouring steps, which "
-    "they are not where other processes write: for rb.query() build a SharedReplayBuffer over the "
-    "storage, for slices give it a SharedSliceSampler"
+    "this method of TorchRL assumes that neighbouring rows of storage[:] are neighbouring steps, "
+    "but other processes write rows between them: for rb.query(), build a SharedReplayBuffer over "
+    "the storage; for slices, give the buffer a SharedSliceSampler"
 )
 
 
 class SparseSlots:
-    """In place of what TorchRL's storages derive from their length: rows lie in any slots here, and
-    ``storage[:]`` leaves out rows that are being written."""
+    """Replaces what TorchRL's storages derive from their length. Here rows may lie in any slots,
+    and ``storage[:]`` leaves out rows that are being written."""
 
     max_size: int
     _rng: torch.Generator | None
     generations_of: Callable[[torch.Tensor], torch.Tensor]
 
     supports_conditional_update = False
-    """A slot's version counts any write, so a changed row would no longer be the same one."""
+    """Every write changes a slot's version, so an updated row would count as another row."""
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         rows = self[:]  # type: ignore[index]  # of TorchRL's Storage
         return iter(rows.unbind(0))
 
     def contains(self, item: int | torch.Tensor) -> Any:
-        """Whether there is a row in a slot, or in each of some; ``item in storage``."""
+        """Return whether there is a row in a slot, or in each of several: ``item in storage``."""
         slots = torch.as_tensor(item, device="cpu").long()
         slots = torch.where(slots < 0, slots + self.shape[0], slots)  # type: ignore[attr-defined]
         known = (slots >= 0) & (slots < self.max_size)
@@ -393,7 +403,7 @@ class SparseSlots:
         return found if isinstance(item, torch.Tensor) else bool(found)
 
     def _rand_given_ndim(self, batch_size: int) -> torch.Tensor:
-        """Slots with rows, for samplers of a user's own."""
+        """Return random slots that have rows, for samplers that users have written."""
         slots = (self.generations_of(torch.arange(self.max_size)) >= 0).nonzero()[:, 0]
         return slots[torch.randint(len(slots), (batch_size,), generator=self._rng)]
 
@@ -404,9 +414,10 @@ class SparseSlots:
     _last_cursor = _last_cursor_index
 
     def _bump_mutation_revision(self) -> None:
-        """Refuses: replace whole rows instead, ``buffer[index] = rows``."""
-        # TorchRL calls this after a buffer's set_, set_at_ and update_ have written to what
-        # ``storage[:]`` gave them.
+        """Refuse the change, because it was made to a copy. Replace whole rows: ``buffer[index] =
+        rows``."""
+        # TorchRL calls this after set_, set_at_ and update_ of a buffer have written to the result
+        # of ``storage[:]``.
         raise ConfigurationError(
             "set_, set_at_ and update_ would change a copy of shared rows; replace whole rows "
             "instead: rb[index] = rows"
@@ -414,7 +425,8 @@ class SparseSlots:
 
 
 def _of_torchrl(part: Any, *harmless: type) -> bool:
-    """Whether the part works as one of TorchRL's own classes does."""
+    """Return whether the part is of a TorchRL class, or inherits from one that is not
+    ``harmless``."""
     return any(
         base.__module__.startswith("torchrl.") and base not in harmless
         for base in type(part).__mro__
@@ -422,7 +434,8 @@ def _of_torchrl(part: Any, *harmless: type) -> bool:
 
 
 def _build_with(buffer: Any, samplers_to_use: Mapping[str, str]) -> str:
-    """What to pass to the buffer: the sampler, if it is not right yet, and the writer."""
+    """Return the arguments to build the buffer with: a sampler, if it needs another one, and the
+    writer."""
     parts = []
     sampler = sampler_of(buffer)
     if samplers_to_use and getattr(sampler, "attach", None) is None:
@@ -445,31 +458,31 @@ def _wrong_writer(buffer: Any, samplers_to_use: Mapping[str, str]) -> str | None
         return None
     return (
         f"{type(writer).__name__}, also where no writer= was passed: its cursor belongs to this "
-        "process, and processes would overwrite each other's rows"
+        "process only, so processes would overwrite each other's rows"
         f"{_build_with(buffer, samplers_to_use)}"
     )
 
 
 _SHARED = (
-    "shared=True guards the buffer with a lock that a killed process never releases; leave it out, "
-    "processes share the directory without it; TorchRL's collectors that call "
-    "share() take a SharedReplayBuffer"
+    "shared=True, because its lock would stay taken if a process is killed; leave it out, because "
+    "processes share the directory without it; to collectors of TorchRL that call share(), pass a "
+    "SharedReplayBuffer"
 )
 
 
 def what_cannot_be_shared(buffer: Any, samplers_to_use: Mapping[str, str]) -> str | None:
-    """Why the buffer's parts or options would give wrong samples, lose rows, or hang over rows
-    that others write.
+    """Return why the buffer's parts or options would give wrong samples, lose rows, or hang if
+    other processes write rows.
 
-    None if nothing is wrong, as far as the buffer has its parts by now.
+    Return None if the parts that the buffer already has are right.
     """
     if _of_torchrl(buffer, *_BUFFERS):
         return (
-            f"the methods of {type(buffer).__name__}, which take slots for what this process wrote "
-            "there, or neighbouring ones for steps of one episode: build a SharedReplayBuffer "
-            f"instead{_build_with(buffer, samplers_to_use)}. For hindsight goals relabel each "
-            "episode before extend writes it; a buffer of one process may keep "
-            "storage=LazyMemmapStorage(capacity)"
+            f"the methods of {type(buffer).__name__}, which assume that slots hold what this "
+            "process wrote, or that neighbouring slots hold steps of one episode: build a "
+            f"SharedReplayBuffer instead{_build_with(buffer, samplers_to_use)}. For hindsight "
+            "goals, relabel each episode before extend writes it; a buffer that only one process "
+            "uses may keep storage=LazyMemmapStorage(capacity)"
         )
     wrong_writer = _wrong_writer(buffer, samplers_to_use)
     if wrong_writer is not None:
@@ -477,27 +490,27 @@ def what_cannot_be_shared(buffer: Any, samplers_to_use: Mapping[str, str]) -> st
     sampler = sampler_of(buffer)
     if getattr(sampler, "attach", None) is None and _of_torchrl(sampler, Sampler):
         return (
-            f"{type(sampler).__name__}, also where no sampler= was passed: it keeps count of the "
-            "rows that this process wrote, which others overwrite"
+            f"{type(sampler).__name__}, also where no sampler= was passed: it counts only the rows "
+            "that this process wrote, and other processes overwrite these"
             f"{_build_with(buffer, samplers_to_use)}"
         )
     unit = buffer._sample_unit
     if not isinstance(unit, (Transition, type(None))):
         return (
-            f"sample_unit={type(unit).__name__} looks for neighbouring rows, whichever process "
-            "writes them: use SharedSliceSampler"
+            f"sample_unit={type(unit).__name__}, because other processes write rows between "
+            "neighbouring steps: use SharedSliceSampler"
         )
     if buffer._dim_extend:
         return (
-            f"dim_extend={buffer._dim_extend}: rows lie along one dimension, extend with [n, ...]"
+            f"dim_extend={buffer._dim_extend}: rows lie along one dimension; extend with [n, ...]"
         )
     if buffer.shared:
         return _SHARED
     if getattr(buffer, "_init_compilable", None):
-        return "compilable=True: the lock cannot be taken in compiled code, leave it out"
+        return "compilable=True: compiled code cannot take the lock; leave it out"
     checkpointer = getattr(buffer, "_init_checkpointer", None)
     if checkpointer is not None and checkpointer is not buffer._storage.checkpointer:
-        return "checkpointer: the storage saves rows, priorities and cursor itself, leave it out"
+        return "checkpointer: the storage saves rows, priorities and cursor itself; leave it out"
     return None
 
 
@@ -508,10 +521,10 @@ Path = tuple[str, ...]
 def plain_leaves(
     data: TensorDictBase,
 ) -> tuple[dict[Path, Any], dict[Path, torch.Size]] | None:
-    """The tensors of a plain ``TensorDict`` by path, or None for whatever else ``data`` may be.
+    """Return the tensors of a plain ``TensorDict`` by path, or None for any other ``data``.
 
-    What ``data.items(True, True)`` gives, in a fifth of the time. The second dictionary has the
-    batch sizes of nested TensorDicts that are empty, or whose size is not that of ``data``.
+    These are the items of ``data.items(True, True)``, in a fifth of the time. The second dictionary
+    has the batch sizes of nested TensorDicts that are empty, or whose size is not that of ``data``.
     """
     found: dict[Path, torch.Tensor] = {}
     nodes: dict[Path, torch.Size] = {}
@@ -526,7 +539,8 @@ def _collect(
     size = data.batch_size
     for key, value in data._tensordict.items():
         below = (*path, key)
-        if type(value) is torch.Tensor or isinstance(value, torch.Tensor):  # the first is faster
+        # the first test is faster
+        if type(value) is torch.Tensor or isinstance(value, torch.Tensor):
             found[below] = value
             continue
         if not _collect(value, below, found, nodes):
@@ -537,21 +551,22 @@ def _collect(
 
 
 def names_in(data: Any) -> Iterable[Any]:
-    """``data.keys()``, in a tenth of the time for a plain ``TensorDict``."""
+    """Return ``data.keys()``, in a tenth of the time for a plain ``TensorDict``."""
     return data._tensordict if type(data) is TensorDict else data.keys()
 
 
 def value_of(data: TensorDictBase, key: Any) -> Any:
-    """``data.get(key, None)``, in a tenth of the time for a plain ``TensorDict``."""
+    """Return ``data.get(key, None)``, in a tenth of the time for a plain ``TensorDict``."""
     if type(data) is TensorDict and type(key) is str:
         return data._tensordict.get(key)
     return data.get(key, None)
 
 
 def add_columns(data: TensorDictBase, columns: dict[str, Any]) -> None:
-    """Set one value per row under each name, as ``TensorDictReplayBuffer.sample`` does.
+    """Add columns with one value per row, as ``TensorDictReplayBuffer.sample`` does.
 
-    Values of the batch's own shape and device go into a plain TensorDict without its checks.
+    If values have the batch's shape and device, they are added to a plain TensorDict without its
+    checks.
     """
     plain, device = type(data) is TensorDict and not data.is_locked, data.device
     with contextlib.nullcontext() if plain else data.unlock_():

@@ -16,26 +16,26 @@ _SIZES = 16
 
 
 def _first_with(references: int, blocks: list[np.ndarray]) -> np.ndarray | None:
-    """Return the first block with this ``sys.getrefcount``."""
+    """Return the first block whose ``sys.getrefcount`` is ``references``."""
     for block in blocks:
         if sys.getrefcount(block) == references:
             return block
     return None
 
 
-# Its value for a block that only the pool's list refers to. Python 3.14 counts fewer of the
-# references that a function's local variables hold.
+# The ``sys.getrefcount`` of a block to which only the pool's list refers. It is measured, because
+# Python 3.14 counts fewer of the references from local variables.
 _UNUSED = next(n for n in range(1, 9) if _first_with(n, [np.empty(0)]) is not None)
 
 
 class BatchMemory:
     """Return arrays over blocks that have no other references. Thread-safe.
 
-    An array, or a tensor made from it, keeps its block alive as long as the array, a view of it, or
-    a batch with either exists. The block's reference count therefore shows exactly when it is free.
-    A thread that checks a block refers to it, so at most one of several threads finds it free. No
-    lock is needed, which a signal handler or a forked child could find taken. Simultaneous changes
-    to the table of sizes may get lost, and such blocks go back to the allocator.
+    As long as an array, a view of it, or a tensor made from it exists, it refers to its block. The
+    block's reference count therefore shows exactly when the block is free. A thread that checks a
+    block refers to it, too, so at most one of several threads finds it free. Therefore no lock is
+    needed, which a signal handler or a forked child could find taken. Simultaneous changes to the
+    table of sizes may get lost; their blocks return to the allocator.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class BatchMemory:
             return np.empty(shape, dtype)
         # the most recently used sizes come last
         blocks = self._blocks[size] = self._blocks.pop(size, [])
-        for oldest in list(self._blocks)[:-_SIZES]:  # blocks in use stay alive in their arrays
+        for oldest in list(self._blocks)[:-_SIZES]:  # arrays keep blocks that are in use alive
             self._blocks.pop(oldest, None)
         block = _first_with(_UNUSED, blocks)
         if block is None:

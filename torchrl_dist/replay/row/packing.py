@@ -1,5 +1,5 @@
-"""Rows as a message takes them: what is small as arrays, which travel inside its bytes, and what is
-large as tensors, whose memory is sent as it is (``runtime/wire.py``)."""
+"""Pack rows for a message: small columns as arrays, which become part of the message's bytes, and
+large ones as tensors, whose memory is sent without a copy (``runtime/wire.py``)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Part = np.ndarray | torch.Tensor
 
 
 def pack(arrays: Sequence[np.ndarray], *, copy: bool) -> list[Part]:
-    """The same arrays, to be sent.
+    """Return the arrays in a form that can be sent.
 
     Args:
-        arrays: as ``tensors.array_of`` gives them.
-        copy: for a caller that may change them before that.
+        arrays: as ``tensors.array_of`` returns them.
+        copy: whether the caller may change the arrays before they are sent.
     """
     found: list[Part] = []
     for array in arrays:
@@ -35,11 +35,11 @@ def pack(arrays: Sequence[np.ndarray], *, copy: bool) -> list[Part]:
 
 
 def unpack(packed: Sequence[Part]) -> list[np.ndarray]:
-    """The arrays that :func:`pack` was given."""
+    """Return the arrays that :func:`pack` got."""
     return [part if isinstance(part, np.ndarray) else part.numpy() for part in packed]
 
 
 @functools.lru_cache(maxsize=64)
 def spec_from_text(text: str) -> RowSpec:
-    """The spec with this ``text``; the same object each time."""
+    """Return the spec with this ``text``, as the same object each time."""
     return RowSpec.from_json(json.loads(text))

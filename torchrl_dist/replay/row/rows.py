@@ -1,5 +1,5 @@
-"""Between TensorDicts and the flat columns of a row: checked on the way in, built on the way out.
-What is not a tensor is in ``text``."""
+"""Convert TensorDicts into the flat columns of a row, with checks, and back. ``text`` handles
+values that are not tensors."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ from torchrl_dist.replay.row.text import (
 from torchrl_dist.tensors import array_of
 
 SAMPLING_KEYS = frozenset({"index", "index_generation", "priority_weight"})
-"""What a buffer adds to a sample. They describe the draw, not the row, and are not stored."""
+"""The keys that a buffer adds to a sample. They describe the draw, not the row, so they are not
+stored."""
 
 
 # --- from TensorDicts ----------------------------------------------------------------------------
 
 
 class _Parts(NamedTuple):
-    """A batch taken apart: columns, and the nodes that do not follow from them, by path."""
+    """The parts of a batch, by path: columns, and the nodes that do not follow from columns."""
 
     columns: dict[Path, torch.Tensor | Text]
     nodes: dict[Path, tuple[torch.Size, str]]
@@ -55,9 +56,10 @@ class _Parts(NamedTuple):
 
 
 def _parts_of(data: Any) -> _Parts:
-    """
+    """Take a batch apart.
+
     Raises:
-        ConfigurationError: if ``data`` holds something that cannot be stored.
+        ConfigurationError: ``data`` holds something that cannot be stored.
     """
     plain = _torchrl.plain_leaves(data)
     if plain is not None:
@@ -79,18 +81,19 @@ def _parts_of(data: Any) -> _Parts:
 
 
 def _leave_out_draw(parts: _Parts) -> None:
-    """Drop what a sample says of its draw, out of rows that come from one.
+    """If the rows come from a sample, drop the columns that describe its draw.
 
     Raises:
-        ConfigurationError: it is a column of the user's own, which no sample would show.
+        ConfigurationError: the rows have a column of the user's own under such a name, so no sample
+            could show it.
     """
     found = {path[0] for path in (*parts.columns, *parts.nodes) if path} & SAMPLING_KEYS
     if "index" not in found or len(found) == 1:
         name = min(found)
         raise ConfigurationError(
-            f"the rows have a column {name!r}, a name under which a sample says which rows it "
-            f"drew: rename it, rows.rename_key_({name!r}, 'row_{name}'); if it came with the rows "
-            f"out of another buffer, leave it out, rows.exclude({name!r})"
+            f"the rows have a column {name!r}, but a sample uses this name to say which rows it "
+            f"drew: rename it, rows.rename_key_({name!r}, 'row_{name}'); if the rows are a sample "
+            f"of another buffer, leave it out, rows.exclude({name!r})"
         )
     for kept in (parts.columns, parts.nodes):
         for path in [path for path in kept if path and path[0] in found]:
@@ -98,15 +101,15 @@ def _leave_out_draw(parts: _Parts) -> None:
 
 
 def _take_apart(data: Any, path: Path, rows: torch.Size, parts: _Parts) -> None:
-    """:func:`_torchrl.plain_leaves` for any kind of tensor collection."""
+    """Do what :func:`_torchrl.plain_leaves` does, for any kind of tensor collection."""
     size, kind = data.batch_size, ""
     if is_tensorclass(data):
         kind = class_name(data)
         odd = [name for name, value in data._non_tensordict.items() if value is not None]
         if odd:
             raise ConfigurationError(
-                f"field {odd[0]!r} of a {type(data).__name__} is neither a tensor nor kept as "
-                "one of its TensorDict's values"
+                f"field {odd[0]!r} of a {type(data).__name__} is neither a tensor nor stored in "
+                "its TensorDict; make it a tensor or text, or drop it"
             )
         data = data._tensordict
     keys = list(data.keys())
@@ -116,7 +119,8 @@ def _take_apart(data: Any, path: Path, rows: torch.Size, parts: _Parts) -> None:
         extra = {key for each in data.tensordicts for key in each.keys()}.difference(keys)
         if extra:
             raise ConfigurationError(
-                f"keys {sorted(map(str, extra))} are in some of the stacked rows only"
+                f"keys {sorted(map(str, extra))} are in some of the stacked rows only; give all "
+                "rows the same keys"
             )
     for key in keys:
         below = (*path, key)
@@ -124,7 +128,7 @@ def _take_apart(data: Any, path: Path, rows: torch.Size, parts: _Parts) -> None:
             value = data.get(key)
         except RuntimeError as error:  # a stack of tensors of several shapes
             raise ConfigurationError(
-                f"key {shown(below)!r} has another shape in some rows: {error}"
+                f"key {shown(below)!r} has another shape in some rows; pad it to one shape: {error}"
             ) from error
         if isinstance(value, torch.Tensor):
             parts.columns[below] = value
@@ -133,11 +137,13 @@ def _take_apart(data: Any, path: Path, rows: torch.Size, parts: _Parts) -> None:
         elif is_tensor_collection(value):
             _take_apart(value, below, rows, parts)
         else:
-            raise ConfigurationError(f"key {shown(below)!r} holds a {type(value).__name__}")
+            raise ConfigurationError(
+                f"key {shown(below)!r} holds a {type(value).__name__}; make it a tensor, or drop it"
+            )
 
 
 def spec_of(data: TensorDictBase) -> RowSpec:
-    """The row spec of a batch ``[n, ...]``: what follows the first dimension."""
+    """Return the spec of the rows of a batch ``[n, ...]``."""
     parts = _parts_of(data)
     return RowSpec(
         tuple(_column_spec(path, value) for path, value in sorted(parts.columns.items())),
@@ -155,10 +161,10 @@ def _column_spec(path: Path, value: torch.Tensor | Text) -> ColumnSpec:
 def matching_columns(
     data: TensorDictBase, spec: RowSpec, stream: Callable[[], int] = int
 ) -> list[np.ndarray]:
-    """The columns of a batch in the order of the spec, as :func:`array_of` gives them.
+    """Return the columns of a batch in the order of the spec, as :func:`array_of` returns them.
 
     Args:
-        stream: gives the number for ``spec.STREAM``, where rows have it.
+        stream: returns the number for ``spec.STREAM``, if rows have this column.
 
     Raises:
         ConfigurationError: naming every key that is missing, unknown, or of another shape or
@@ -170,8 +176,8 @@ def matching_columns(
     ordered = []
     rows = data.batch_size[0]
     for column in spec.columns:
-        if column.key == STREAM.key and column == STREAM:  # the first is faster
-            found[column.key] = torch.empty(0)  # whatever came out of another buffer
+        if column.key == STREAM.key and column == STREAM:  # comparing keys is faster
+            found[column.key] = torch.empty(0)  # replaces the number from another buffer
             ordered.append(np.full(rows, stream()))
             continue
         value = found.get(column.key)
@@ -227,7 +233,7 @@ def _node_text(node: NodeSpec | None) -> str:
 
 
 def tensors(columns: list[np.ndarray], spec: RowSpec) -> list[torch.Tensor]:
-    """The inverse of :func:`array_of` for the columns of a batch; no copy."""
+    """Invert :func:`array_of` for the columns of a batch, without a copy."""
     return [
         value if value.dtype == column.dtype else value.view(column.dtype)
         for value, column in zip(map(torch.from_numpy, columns), spec.columns, strict=True)
@@ -236,7 +242,7 @@ def tensors(columns: list[np.ndarray], spec: RowSpec) -> list[torch.Tensor]:
 
 @dataclass
 class _Node:
-    """A TensorDict of a row, with the numbers of its columns and its nodes, by name."""
+    """A TensorDict of a row: the numbers of its columns, and the TensorDicts inside it, by name."""
 
     batch_dims: tuple[int, ...]
     tensorclass: str = ""
@@ -265,16 +271,16 @@ class _Node:
 def build(
     columns: Sequence[torch.Tensor], spec: RowSpec, batch: tuple[int, ...], *, raw: bool = False
 ) -> TensorDict:
-    """A TensorDict, or tensorclass, of the columns, with batch size ``(*batch, *spec.batch_dims)``.
+    """Return a TensorDict or tensorclass of the columns, of size ``(*batch, *spec.batch_dims)``.
 
     Args:
-        raw: whether to build TensorDicts of tensors only, even if the rows hold something else, for
-            rows that may be torn or will not be used.
+        raw: whether to leave texts undecoded and use plain TensorDicts instead of tensorclasses.
+            Use it for rows that may be torn or are not used.
 
     Raises:
-        ConfigurationError: rows of a tensorclass that this process has not imported.
+        ConfigurationError: the rows have a tensorclass that this process has not imported.
     """
-    plan = spec.__dict__.get("_plan")  # a cache: specs are few, and compared by their fields
+    plan = spec.__dict__.get("_plan")  # cached on the spec, because there are few specs
     if plan is None:
         plan = spec.__dict__["_plan"] = _Node.of(spec)
     return _built(plan, columns, spec, batch, raw)
@@ -298,8 +304,8 @@ def _built(
 
 
 def fitted(arrays: list[np.ndarray], spec: RowSpec, own: RowSpec) -> list[np.ndarray]:
-    """Columns of rows with ``spec`` for a buffer whose rows have ``own``; fields for text may
-    differ in size.
+    """Convert columns of rows with ``spec`` for a buffer whose rows have ``own``. Only the sizes of
+    fields for text may differ.
 
     Raises:
         ConfigurationError: naming what does not match. Nothing was written then.
@@ -323,7 +329,7 @@ def fitted(arrays: list[np.ndarray], spec: RowSpec, own: RowSpec) -> list[np.nda
             if resized is None:
                 problems.append(
                     f"{shown(column.key)!r} takes more than the {column.shape[-1]} bytes of text "
-                    "that the first rows of the buffer made it: write the longest first"
+                    "that the first rows of the buffer allow: write the longest text first"
                 )
             else:
                 ordered.append(resized)

@@ -1,4 +1,4 @@
-"""What a row holds: the dtype, shape and place of each of its tensors, as JSON too."""
+"""What a row holds: the dtype, shape and place of each of its tensors. Can be stored as JSON."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import torch
 
 from torchrl_dist.errors import ConfigurationError
 
-_LONGEST_NAME = 251  # 255 bytes are what file systems take
+_LONGEST_NAME = 251  # file systems allow 255 bytes, suffix included
 
 
 def data_file(key: Sequence[str]) -> str:
-    """Name of the file with a column's rows."""
+    """Return the name of the file that holds a column."""
     name = ",".join(quote(part, safe="") for part in key)
-    if len(name) > _LONGEST_NAME:  # "=" is in no other name
+    if len(name) > _LONGEST_NAME:  # no other name contains "="
         digest = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
         name = f"{name[: _LONGEST_NAME - 33]}={digest}"
     return name + ".bin"
@@ -31,10 +31,11 @@ def data_file(key: Sequence[str]) -> str:
 class ColumnSpec:
     """One tensor of a row: where it sits in the TensorDict, its dtype and shape.
 
-    ``text``: stands for a value that is not a tensor, as JSON in UTF-8; the last dimension holds
-    its bytes, with zeros behind them. ``stack``: the number of frames in the first dimension that
-    are stored once each, see ``node.frames``; 0 if the value is stored as it is. It is no part of
-    what a row means, so specs with and without it are equal.
+    If ``text`` is true, the column stores values that are not tensors, as JSON in UTF-8. Its last
+    dimension holds the bytes of a text, padded with zeros.
+
+    If ``stack`` is not 0, the values are stacks of that many frames, each of which is stored once,
+    see ``node.frames``. Specs that differ only in this are equal, because rows mean the same.
     """
 
     key: tuple[str, ...]
@@ -99,16 +100,16 @@ class ColumnSpec:
 
 
 STREAM = ColumnSpec(("_torchrl_dist_stream",), torch.int64, ())
-"""A column that no user sees, in buffers whose slices end at flags: rows in neighbouring slots with
-the same number, not 0, were written one after the other by one thread of one process."""
+"""A hidden column of buffers whose slices end at flags. Rows in neighbouring slots that have the
+same number, other than 0, were written one after the other by one thread of one process."""
 
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """A TensorDict inside a row; with an empty ``key`` the row.
+    """A TensorDict inside a row, or, if ``key`` is empty, the row itself.
 
-    ``batch_dims``: its dimensions behind that of the rows. ``tensorclass``: its class, as
-    ``module:name``; empty for a TensorDict.
+    ``batch_dims`` are its batch dimensions after the dimension of the rows. ``tensorclass`` is its
+    class, as ``module:name``, or empty for a plain TensorDict.
     """
 
     key: tuple[str, ...]
@@ -133,8 +134,8 @@ class RowSpec:
     Attributes:
         columns: its tensors.
         batch_dims: leading dimensions that all columns of a row share.
-        nodes: TensorDicts in it that do not follow from the columns: with other dimensions, without
-            a column, or of a tensorclass; sorted by key.
+        nodes: the TensorDicts of a row that do not follow from the columns, because they have other
+            batch dimensions, no column, or a tensorclass. Sorted by key.
     """
 
     columns: tuple[ColumnSpec, ...]
@@ -154,7 +155,7 @@ class RowSpec:
 
     @functools.cached_property
     def text(self) -> str:
-        """:meth:`as_json` as a string, for messages."""
+        """The result of :meth:`as_json` as a string, for messages."""
         return json.dumps(self.as_json())
 
     @classmethod
@@ -167,10 +168,10 @@ class RowSpec:
 
 
 def checked_spec(entry: Any) -> RowSpec:
-    """:meth:`RowSpec.from_json` of what may be damaged.
+    """Call :meth:`RowSpec.from_json` with an entry that may be damaged.
 
     Raises:
-        ValueError: it is not a spec.
+        ValueError: the entry is not a spec.
     """
     try:
         spec = RowSpec.from_json(entry)

@@ -1,6 +1,6 @@
-"""What is not a tensor in a row, as a column; and tensorclasses by their names.
+"""Columns for values of a row that are not tensors, and names for tensorclasses.
 
-A value is stored as text: JSON in a field of fixed size, so that it is shared, sent, saved and
+A value is stored as text: JSON in a field of fixed size. It is therefore shared, sent, saved and
 checked like any other column, and reading it runs no code.
 """
 
@@ -21,19 +21,20 @@ from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.row.spec import ColumnSpec
 
 _SHORTEST = 256
-"""Bytes of a field for text. Longer texts in the first rows make it longer, with room to spare."""
+"""Least bytes of a field for text. If the first rows have longer texts, the field is longer, with
+room to spare."""
 
 Path = tuple[str, ...]
 
 
 def shown(path: Path) -> str:
-    """The path in messages."""
+    """Return how messages show a path."""
     return path[0] if len(path) == 1 else str(path)
 
 
 @dataclass(frozen=True)
 class Text:
-    """Values that are not tensors, encoded: one per cell of ``shape``, [n, ...]."""
+    """Encoded values that are not tensors, one per cell of ``shape`` [n, ...]."""
 
     cells: list[bytes]
     shape: tuple[int, ...]
@@ -44,20 +45,21 @@ class Text:
 
     @property
     def width(self) -> int:
-        """Bytes of a field for such texts."""
+        """The bytes of a field that has room for these texts."""
         return max(_SHORTEST, 1 << (2 * self.longest - 1).bit_length())
 
     def as_array(self, width: int) -> np.ndarray:
-        """uint8 [n, ..., width]."""
+        """Return the texts as uint8 [n, ..., width]."""
         return np.array(self.cells, dtype=f"S{width}").view(np.uint8).reshape(*self.shape, width)
 
 
 def encoded(value: Any, path: Path) -> Text:
-    """
+    """Encode values that are not tensors.
+
     Raises:
-        ConfigurationError: a value that would not come back from JSON as it is.
+        ConfigurationError: JSON would change a value.
     """
-    known: dict[int, bytes] = {}  # most values of a batch are one and the same object
+    known: dict[int, bytes] = {}  # by id, because most values of a batch are the same object
     cells = []
     for each in _values(value):
         text = known.get(id(each))
@@ -72,7 +74,7 @@ def encoded(value: Any, path: Path) -> Text:
 
 
 def _values(value: Any) -> list[Any]:
-    """Of a NonTensorData or a stack of some, the objects in the order of the cells."""
+    """Return the objects of a NonTensorData, or of a stack of them, in the order of the cells."""
     if isinstance(value, LazyStackedTensorDict):
         return [each for part in value.unbind(0) for each in _values(part)]
     return [value.data] * value.numel()
@@ -92,12 +94,14 @@ def _check_plain(value: Any, path: Path) -> None:
         return
     raise ConfigurationError(
         f"key {shown(path)!r} holds a {kind.__name__}; a row can hold tensors, text, "
-        "numbers, None, and lists and dictionaries by name of these; encode it as one, or drop it"
+        "numbers, None, and lists of these and dictionaries with string keys; encode it as one, or "
+        "drop it"
     )
 
 
 def decoded(field_: torch.Tensor) -> Any:
-    """Inverse of ``Text.as_array``, as the stack that TorchRL's storages give."""
+    """Invert ``encoded`` and ``Text.as_array``. The result is a stack, as from TorchRL's
+    storages."""
     array = np.ascontiguousarray(field_.numpy())
     *shape, width = array.shape
     if not math.prod(shape):
@@ -119,24 +123,26 @@ def _stacked(values: list[Any], shape: Sequence[int]) -> Any:
 
 
 def text_problem(value: torch.Tensor | Text, column: ColumnSpec, rows: int) -> str | None:
-    """Why the values of a column of ``rows`` rows cannot be stored where one of them is text."""
+    """Return why values cannot be stored in a column of ``rows`` rows, if either of these is
+    text."""
     name = shown(column.key)
     if not isinstance(value, Text):
-        return f"{name!r} is a tensor, stored as a value that is not one"
+        return f"{name!r} is a tensor, stored as a value that is not a tensor"
     if not column.text:
         return f"{name!r} is not a tensor, stored as {column.dtype} {list(column.shape)}"
     if value.shape != (rows, *column.shape[:-1]):
         return f"{name!r} has batch size {list(value.shape)}, stored as {list(column.shape[:-1])}"
     if value.longest > column.shape[-1]:
         return (
-            f"{name!r} takes {value.longest} bytes as text, and the first rows of the buffer made "
-            f"that {column.shape[-1]}: write the longest first, or encode it as a tensor"
+            f"{name!r} takes {value.longest} bytes as text, but the first rows of the buffer made "
+            f"that {column.shape[-1]} at most: write the longest text first, or encode it as a "
+            "tensor"
         )
     return None
 
 
 def in_width(array: np.ndarray, width: int) -> np.ndarray | None:
-    """A field for text with another size; None if something does not fit."""
+    """Resize fields for text. Return None if a text does not fit."""
     if array[..., width:].any():
         return None
     resized = np.zeros((*array.shape[:-1], width), np.uint8)
@@ -148,7 +154,7 @@ def in_width(array: np.ndarray, width: int) -> np.ndarray | None:
 # --- tensorclasses -------------------------------------------------------------------------------
 
 _classes: dict[str, type] = {}
-"""Tensorclasses of which this process wrote rows, by name; they may be local to a function."""
+"""The tensorclasses of rows that this process wrote, by name. They may be local to a function."""
 
 
 def class_name(data: Any) -> str:
@@ -160,10 +166,11 @@ def class_name(data: Any) -> str:
 
 
 def class_named(name: str) -> type[Any]:
-    """
+    """Return the tensorclass of this name.
+
     Raises:
-        ConfigurationError: this process does not have it. It is not imported: a name in a file must
-            not run code.
+        ConfigurationError: this process has no such tensorclass. Its module is not imported here,
+            because a name in a file must not run code.
     """
     found: Any = _classes.get(name)
     if found is None:

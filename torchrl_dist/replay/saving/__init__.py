@@ -1,1 +1,1 @@
-"""Checkpoints: what is saved of a buffer, and how it gets to disk and back."""
+"""Checkpoints: what is saved of a buffer, and how it is written to disk and read again."""

@@ -1,4 +1,4 @@
-"""A saved buffer on disk, whole at every instant.
+"""A saved buffer on disk, which is complete at every instant.
 
 ::
 
@@ -7,11 +7,11 @@
                         extra/: tensors of the buffer's transforms and random generator
     .torchrl_dist-rows  while a checkpoint is written: the folders that were made here
 
-A new checkpoint is written to its own folder and synced. One rename of ``checkpoint.json`` then
-makes it the valid one, and the earlier folder is removed. The next checkpoint removes the remains
-of a crash, which the last file names. Only folders named there or in ``checkpoint.json`` are
-removed. Numbers are stored as in memory, little-endian. Nothing is pickled, and reading runs no
-code.
+A new checkpoint is written to its own folder and synced. Then renaming one file to
+``checkpoint.json`` makes it the valid one, and the earlier folder is removed. After a crash, the
+next checkpoint removes what is left of the interrupted one, because ``.torchrl_dist-rows`` names
+its folder. Only folders that this file or ``checkpoint.json`` names are removed. Numbers are stored
+as in memory, little-endian. Nothing is pickled, and reading runs no code.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _FOLDER = "rows-"
 _MADE_HERE = ".torchrl_dist-rows"
 _PRIORITY, _RUNS = "priority.bin", "runs.bin"
 _TENSOR = "tensor of the extra folder"
-_MOST = 1 << 28  # bytes of a manifest, which has a checksum per column and 256 KiB or so of rows
+_MOST = 1 << 28  # bytes of a manifest, which has checksums per column for every 256 KiB or so
 
 
 @contextlib.contextmanager
@@ -52,12 +52,12 @@ def writing(path: Path) -> Iterator[DumpWriter]:
     """Write a checkpoint. Unless it is committed, the earlier one stays.
 
     Args:
-        path: folder of the checkpoint; made if need be. One writer at a time.
+        path: folder of the checkpoint, which is made if it does not exist. One writer at a time.
 
     Raises:
-        CheckpointError: another process is writing there, another user could change the
-            folder, or the files cannot be written, because the disk is full or for another reason.
-            What was written is removed.
+        CheckpointError: another process is writing there, another user could change the folder, or
+            the files cannot be written, for example because the disk is full. What this call has
+            written is removed.
     """
     path = Path(os.path.abspath(path))
     try:
@@ -70,20 +70,20 @@ def writing(path: Path) -> Iterator[DumpWriter]:
             finally:
                 writer.remove_unless_valid()
     except (TimeoutError, ConnectionError):
-        raise  # of a shard, not of the disk
+        raise  # an error of a shard, not of the disk
     except own_files.NotOurs as error:
         raise CheckpointError(
             f"could not write the checkpoint {path}: {error}; choose another folder"
         ) from error
     except OSError as error:
         raise CheckpointError(
-            f"could not write the checkpoint {path}: {error}; an earlier one there is as it was. "
+            f"could not write the checkpoint {path}: {error}; an earlier one there is unchanged. "
             "Free space, or choose another folder"
         ) from error
 
 
 class DumpWriter:
-    """The files of one checkpoint; made by :func:`writing`."""
+    """The files of one checkpoint. :func:`writing` creates it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -100,7 +100,8 @@ class DumpWriter:
             raise
 
     def _note_folders(self) -> None:
-        """Note the folders before they exist, so that they can be removed after a crash."""
+        """Write down the names of the folders before they exist, so that a crash cannot hide
+        them."""
         made = [self._folder.name] + ([] if self._earlier is None else [self._earlier])
         text = "\n".join(made).encode()
         own_files.atomic_write(
@@ -112,7 +113,7 @@ class DumpWriter:
 
     @contextlib.contextmanager
     def shard(self, number: int, head: Head) -> Iterator[ShardFiles]:
-        """The files of one shard; synced at the end, removed if that is not reached."""
+        """Write the files of one shard: synced at the end of the block, or removed if it raises."""
         folder = self._folder / f"shard-{number}"
         folder.mkdir(0o700)
         try:
@@ -128,11 +129,11 @@ class DumpWriter:
         """Make this the checkpoint.
 
         Args:
-            shards: :meth:`ShardFiles.entry` of each, None for those that are missing.
-            extra: values that JSON can hold, and tensors, nested in dictionaries and lists.
+            shards: :meth:`ShardFiles.entry` of each shard, or None if the shard is missing.
+            extra: dictionaries and lists of tensors and of values that JSON can hold.
 
         Raises:
-            ConfigurationError: ``extra`` holds something else.
+            ConfigurationError: ``extra`` holds another kind of value.
         """
         tensors: list[torch.Tensor] = []
         manifest = {
@@ -164,7 +165,7 @@ class DumpWriter:
         for number, tensor in enumerate(tensors):
             column = ColumnSpec((str(number),), tensor.dtype, tuple(tensor.shape))
             with open(own_files.open_new(folder / column.file_name), "wb") as file:
-                # a copy, so that the written bytes are the summed ones even if the tensor changes
+                # a copy, so that bytes and checksum agree even if the tensor changes meanwhile
                 content = _bytes_of(np.array(array_of(tensor), order="C"))
                 file.write(content)
                 file.flush()
@@ -180,21 +181,22 @@ class DumpWriter:
 
 
 def _file_of(column: ColumnSpec, folder: Path) -> Path:
-    """A column of this name must not take a shard's own file."""
+    """Return a column's file. A column called like one of the shard's own files gets another
+    name."""
     name = column.file_name
     return folder / (f"={name}" if name in (_PRIORITY, _RUNS) else name)
 
 
 class RowFiles:
-    """A shard's rows, a file per column: for any process that sees the folder.
+    """A shard's rows, in a file per column. Any process that can access the folder may write them.
 
     Attributes:
-        sums: CRC-32 of the rows written last, per column.
+        sums: for each column, the CRC-32 of the rows written last.
 
     Args:
-        steps: closes the files.
-        flags: of ``os.open``. By default files are not made: those of a checkpoint that was given
-            up stay gone.
+        steps: the files are closed when it is closed.
+        flags: for ``os.open``. By default the files must exist, so that those of an abandoned
+            checkpoint are not made again.
     """
 
     def __init__(
@@ -207,20 +209,21 @@ class RowFiles:
         self.sums: tuple[int, ...] = ()
 
     def write(self, row: int, arrays: list[np.ndarray]) -> None:
-        """Write rows, [n, ...] per column, after the first ``row`` ones."""
+        """Write rows, [n, ...] per column, from row ``row`` of the files on."""
         for (fd, row_bytes), array in zip(self._columns, arrays, strict=True):
             _write_at(fd, row * row_bytes, array)
         self.sums = tuple(map(_sum, arrays))
 
     def end(self, rows: int) -> None:
-        """Keep this many rows, since changed ones were written again, and sync them."""
+        """Keep the first ``rows`` rows and sync them. A chunk that was written again may have
+        become shorter."""
         for fd, row_bytes in self._columns:
             os.ftruncate(fd, rows * row_bytes)
             os.fsync(fd)
 
 
 class ShardFiles:
-    """The sink for one shard's rows; made by :meth:`DumpWriter.shard`."""
+    """The sink for one shard's rows. :meth:`DumpWriter.shard` creates it."""
 
     def __init__(self, folder: Path, head: Head, steps: contextlib.ExitStack) -> None:
         self.folder: Path | None = folder.resolve()
@@ -245,7 +248,7 @@ class ShardFiles:
         self._rows += chunk.leaf.size
 
     def sync(self) -> None:
-        """Everything is on the disk afterwards."""
+        """Wait until everything is on the disk."""
         _write_at(self._runs_file, 0, self._all_runs())
         self._columns.end(self._rows)
         for fd in (self._runs_file, self._priority):
@@ -255,7 +258,7 @@ class ShardFiles:
         return np.concatenate([np.empty((0, 3), np.int64), *self._runs])
 
     def entry(self) -> dict[str, Any]:
-        """What the manifest says about the shard."""
+        """Return the entry of the shard in the manifest."""
         return {
             "rows": self._rows,
             "runs": len(self._all_runs()),
@@ -264,7 +267,7 @@ class ShardFiles:
             "checksums": {
                 "runs": _sum(self._all_runs()),
                 "priority": self._masses_sum,
-                "rows": self._sums,  # of each part: how many, and a sum per column
+                "rows": self._sums,  # for each part, the number of rows and a sum per column
             },
         }
 
@@ -272,15 +275,15 @@ class ShardFiles:
 def read_dump(
     path: Path, *, check_rows: bool = True
 ) -> tuple[list[SavedShard | None], dict[str, Any]]:
-    """The checkpoint in a folder, ``(shards, extra)``; its rows are mapped, not read.
+    """Return the checkpoint in a folder, ``(shards, extra)``. Its rows are mapped, not read.
 
-    It stays usable while a new checkpoint takes its place.
+    The result stays usable after a new checkpoint has replaced this one.
 
     Args:
-        check_rows: read the rows once, to compare their checksums.
+        check_rows: whether to read all rows once, to compare their checksums.
 
     Raises:
-        CheckpointError: there is none, of another format, or damaged.
+        CheckpointError: there is no checkpoint, or it has another format or is damaged.
     """
     for _ in range(10):
         manifest = read_manifest(path)
@@ -299,17 +302,19 @@ def read_dump(
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise CheckpointError(f"checkpoint {path} is damaged: {error!r}") from error
-        if _folder_of(path) == folder.name:  # else a new one has replaced it meanwhile
+            raise CheckpointError(
+                f"checkpoint {path} is damaged: {error!r}; use another one"
+            ) from error
+        if _folder_of(path) == folder.name:  # otherwise a new checkpoint has replaced it
             break
     raise CheckpointError(f"checkpoint {path} is damaged: {missing}; use another one")
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """What :data:`MANIFEST` in the folder says.
+    """Return the content of :data:`MANIFEST` in the folder.
 
     Raises:
-        CheckpointError: there is none, of another format, or damaged.
+        CheckpointError: there is no manifest, or it has another format or is damaged.
     """
     file = Path(path, MANIFEST)
     try:
@@ -319,14 +324,14 @@ def read_manifest(path: Path) -> dict[str, Any]:
             f"{path} holds no checkpoint of a replay buffer: there is no {MANIFEST}"
         ) from error
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is damaged: {error}") from error
+        raise CheckpointError(f"{file} is damaged: {error}; use another checkpoint") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{file} was not written by a replay buffer of torchrl_dist")
     version = manifest.get("format_version")
     if type(version) is int and version != FORMAT_VERSION:
         raise CheckpointError(
             f"{path} has format version {version}, this torchrl_dist reads {FORMAT_VERSION}: use "
-            "the version that wrote it"
+            "the torchrl_dist version that wrote it"
         )
     sound = (
         version == FORMAT_VERSION
@@ -337,7 +342,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
         and isinstance(manifest.get("unix_time_s"), int | float)
     )
     if not sound:
-        raise CheckpointError(f"{file} is damaged: its checksum or content is wrong")
+        raise CheckpointError(
+            f"{file} is damaged: its checksum or content is wrong; use another checkpoint"
+        )
     return manifest
 
 
@@ -362,7 +369,9 @@ def _read_shard(folder: Path, entry: dict[str, Any], check_rows: bool) -> SavedS
                 _compare(_file_of(each, folder), array[row : row + size], wanted)
             row += size
         if row != count:
-            raise CheckpointError(f"checkpoint {folder} is damaged: checksums of {row} rows")
+            raise CheckpointError(
+                f"checkpoint {folder} is damaged: its checksums are for {row} rows; use another one"
+            )
     return shard
 
 
@@ -386,7 +395,7 @@ def _read_tensors(folder: Path, entries: list[dict[str, Any]]) -> list[torch.Ten
 
 
 def _without_tensors(value: Any, where: str, tensors: list[torch.Tensor]) -> Any:
-    """``value`` as JSON can hold it; ``{_TENSOR: i}`` stands for ``tensors[i]``."""
+    """Return ``value`` in a form that JSON can hold. ``{_TENSOR: i}`` stands for ``tensors[i]``."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return {_TENSOR: len(tensors) - 1}
@@ -399,8 +408,8 @@ def _without_tensors(value: Any, where: str, tensors: list[torch.Tensor]) -> Any
     if isinstance(value, list | tuple):
         return [_without_tensors(item, f"{where}[{i}]", tensors) for i, item in enumerate(value)]
     raise ConfigurationError(
-        f"{where} is a {type(value).__name__}; a checkpoint holds tensors, numbers, strings, "
-        "lists, and dictionaries with names"
+        f"{where} is a {type(value).__name__}, but a checkpoint can hold only tensors, numbers, "
+        "strings, and lists and dictionaries (with string keys) of these; convert it"
     )
 
 
@@ -430,12 +439,12 @@ def _read(file: Path, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
             )
         if not size:
             return np.empty(shape, dtype)
-        # copy on write: torch wants arrays that could be written
+        # copy on write, because torch expects writable arrays
         return np.asarray(np.memmap(opened, dtype, "c", shape=shape))
 
 
 def _folder_of(path: Path) -> str | None:
-    """The folder that the manifest names, None if there is no manifest."""
+    """Return the folder that the manifest names, or None if there is no manifest."""
     return read_manifest(path)["folder"] if (path / MANIFEST).exists() else None
 
 
@@ -444,7 +453,7 @@ def _is_our_name(name: Any) -> bool:
 
 
 def _noted(path: Path) -> list[str]:
-    """Folders that an earlier writer made, or was about to make, and had no time to remove."""
+    """Return the folders that an interrupted writer made, or was about to make."""
     try:
         text = own_files.read_ours(path / _MADE_HERE)
         return [line for line in text.splitlines() if _is_our_name(line)]
@@ -453,7 +462,7 @@ def _noted(path: Path) -> list[str]:
 
 
 def _remove_folder(folder: Path) -> None:
-    """Remove the rows of a checkpoint. A foreign file in the folder stays, with the folder."""
+    """Remove the rows of a checkpoint. If the folder has other files, these and the folder stay."""
     if folder.is_symlink() or not folder.is_dir():
         return
     for part in folder.iterdir():
@@ -500,13 +509,13 @@ def _write_at(fd: int, offset: int, array: np.ndarray) -> None:
 
 @contextlib.contextmanager
 def _only_writer(path: Path) -> Iterator[None]:
-    # a folder; and not for forked children
+    # of the folder itself; forked children do not keep it
     fd = open_lock_file(path, os.O_DIRECTORY, access=os.O_RDONLY)
     try:
         if not own_files.lock_folder(fd):
             raise CheckpointError(
                 f"another process or thread is writing a checkpoint to {path}: write to another "
-                "folder, or one after the other"
+                "folder, or wait until it has finished"
             )
         yield
     finally:
@@ -514,7 +523,7 @@ def _only_writer(path: Path) -> Iterator[None]:
 
 
 def sync_folder(path: Path) -> None:
-    """Have the names in the folder on the disk."""
+    """Wait until the names in the folder are on the disk."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

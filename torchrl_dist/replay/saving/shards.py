@@ -1,4 +1,4 @@
-"""Saving and restoring a buffer of one or more shards, wherever these are."""
+"""Save and restore a buffer of one or more shards, in any processes."""
 
 from __future__ import annotations
 
@@ -27,39 +27,43 @@ Arrays = list[np.ndarray]
 
 
 class Sink(Protocol):
-    """Where the rows of a shard go.
+    """Takes the rows of a shard.
 
     Attributes:
-        folder: the folder of their files. A process that has the rows may write them there with
-            :class:`disk.RowFiles`, and then only :meth:`append`. None: rows must be sent.
+        folder: the folder of the rows' files. A process that has the rows may write them there
+            itself with :class:`disk.RowFiles`; the caller then only calls :meth:`append`. If it is
+            None, the rows must be sent.
     """
 
     folder: Path | None
 
     def write(self, arrays: Arrays) -> None:
-        """The rows of the next chunk; again, if some of them changed: the last call counts."""
+        """Take the rows of the next chunk. If rows changed, it is called again; the last call
+        counts."""
 
     def append(self, chunk: Chunk) -> None:
-        """What goes with the rows written last."""
+        """Take slots and masses of the rows written last."""
 
 
 class Shard(Protocol):
-    """One directory, here or at another process. Every method blocks for a bounded time."""
+    """One directory, of this process or another. Every method blocks for a bounded time."""
 
     def head(self) -> Head:
         """Return the state without the rows, at this instant."""
 
     def save(self, head: Head, sink: Sink) -> None:
-        """All rows that were there at the head's instant and still are, the oldest first."""
+        """Write to ``sink`` all rows of the head's instant that are still there, the oldest
+        first."""
 
     def row_spec(self, spec: RowSpec) -> RowSpec:
-        """Of the rows that are there, or are there once rows with ``spec`` have come."""
+        """Return the spec of the shard's rows. If it has none yet, rows with ``spec`` would set
+        it."""
 
     def make_room(self, spec: RowSpec) -> None:
-        """Have the files of rows: a restore that fails for want of room has changed nothing yet."""
+        """Make the files of rows, so that a lack of space shows before anything is changed."""
 
     def begin_restore(self, head: Head) -> int:
-        """As :func:`snapshot.begin_restore`."""
+        """Do what :func:`snapshot.begin_restore` does."""
 
     def restore_rows(
         self,
@@ -70,7 +74,7 @@ class Shard(Protocol):
         alpha: float | None,
         arrays: Arrays,
     ) -> None:
-        """As :func:`snapshot.restore_rows`."""
+        """Do what :func:`snapshot.restore_rows` does."""
 
 
 class DirectoryShard:
@@ -140,11 +144,12 @@ class MemorySink:
 
 
 Lost = Callable[[int, Exception], None]
-"""``lost(shard, error)``: a shard did not answer; raises if too few are left."""
+"""``lost(shard, error)`` is called if a shard did not answer. It raises if too few shards are
+left."""
 
 
 def save_in_memory(shards: Sequence[Shard | None], lost: Lost) -> list[SavedShard | None]:
-    """A copy of all rows; None for shards that do not answer."""
+    """Return a copy of all rows, with None for shards that do not answer."""
 
     def save(number: int, shard: Shard) -> SavedShard:
         sink = MemorySink(head := shard.head())
@@ -157,13 +162,13 @@ def save_in_memory(shards: Sequence[Shard | None], lost: Lost) -> list[SavedShar
 def save_to_disk(
     path: Path, shards: Sequence[Shard | None], lost: Lost, extra: Mapping[str, Any] | None = None
 ) -> None:
-    """Write all rows to a folder; see :func:`disk.writing`. Writers may go on meanwhile.
+    """Write all rows to a folder (see :func:`disk.writing`), while processes may continue to write.
 
     Shards that do not answer are left out, and the checkpoint says so.
 
     Raises:
-        CheckpointError: the disk is full or cannot be written, or the shards hold rows of
-            different kinds, which could not be loaded; an earlier checkpoint stays.
+        CheckpointError: the disk is full or cannot be written, or the shards hold rows of different
+            specs, which could not be loaded. An earlier checkpoint stays.
     """
     specs: dict[int, RowSpec] = {}
 
@@ -181,7 +186,8 @@ def save_to_disk(
             if specs[number] != specs[min(specs)]:
                 raise CheckpointError(
                     f"shards {min(specs)} and {number} hold rows of different kinds: "
-                    f"{specs[min(specs)]} and {specs[number]}; an earlier checkpoint stays"
+                    f"{specs[min(specs)]} and {specs[number]}; an earlier checkpoint stays. Empty "
+                    "the buffer, and write rows of one kind"
                 )
         writer.commit(entries, extra or {})
 
@@ -189,7 +195,7 @@ def save_to_disk(
 def _for_each(
     shards: Sequence[Shard | None], function: Callable[[int, Shard], Any], lost: Lost
 ) -> list[Any]:
-    """The results, in the order of the shards; those of several shards are made in parallel."""
+    """Return the results in the order of the shards. Several shards are processed in parallel."""
     if len(shards) == 1:
         assert shards[0] is not None
         return [function(0, shards[0])]
@@ -209,21 +215,21 @@ def _for_each(
 
 
 def restore(shards: Sequence[Shard], capacity: int, saved: Sequence[SavedShard | None]) -> None:
-    """Replace what the shards hold, for all processes. Others may write meanwhile.
+    """Replace the contents of the shards, for all processes. Other processes may write meanwhile.
 
     Args:
         capacity: of each shard.
-        saved: of any number of shards of any capacity; see :func:`snapshot.deal`.
+        saved: any number of saved shards of any capacity; see :func:`snapshot.deal`.
 
     Warns:
-        UserWarning: there is no room for all rows: how many were left out.
+        UserWarning: there is no room for all rows. The message says how many were left out.
 
     Raises:
-        ConfigurationError: rows of another spec; nothing was changed.
-        CheckpointError: what was saved is damaged; nothing was changed.
-        DirectoryError: a disk has no room for the rows; no row was changed.
-        DeadlineError, PeerLostError: a shard did not answer, or others kept writing some slots: it
-            is restored in part.
+        ConfigurationError: the saved rows have another spec. Nothing was changed.
+        CheckpointError: the saved data are damaged. Nothing was changed.
+        DirectoryError: a disk has no room for the rows. No row was changed.
+        DeadlineError, PeerLostError: a shard did not answer, or other processes kept writing some
+            of its slots. It is restored in part.
     """
     for each in saved:
         if each is not None:
@@ -232,7 +238,9 @@ def restore(shards: Sequence[Shard], capacity: int, saved: Sequence[SavedShard |
     targets, left_out = snapshot.deal(saved, len(shards), capacity)
     specs = [head.spec for each in saved if each is not None and (head := each.head).spec]
     if any(spec != specs[0] for spec in specs):
-        raise CheckpointError("the saved shards hold rows of different kinds")
+        raise CheckpointError(
+            "the saved shards hold rows of different kinds; use another checkpoint"
+        )
     fitting = [_fitting(shard, saved, specs[0]) if specs else saved for shard in shards]
     for shard in shards:
         if specs:
@@ -242,7 +250,7 @@ def restore(shards: Sequence[Shard], capacity: int, saved: Sequence[SavedShard |
     if left_out:
         warnings.warn(
             f"the checkpoint has {left_out} rows more than the {capacity * len(shards)} that this "
-            "buffer can hold: the oldest ones were left out",
+            "buffer can hold; the oldest rows were left out",
             stacklevel=4,
         )
 
@@ -250,7 +258,7 @@ def restore(shards: Sequence[Shard], capacity: int, saved: Sequence[SavedShard |
 def _fitting(
     shard: Shard, saved: Sequence[SavedShard | None], spec: RowSpec
 ) -> Sequence[SavedShard | None]:
-    """Rows with ``spec`` as the shard's are, or are going to be."""
+    """Convert saved rows with ``spec`` to the spec that the shard's rows have or will have."""
     own = shard.row_spec(spec)
     snapshot.require_same(own, spec)
     if own == spec:
@@ -276,29 +284,30 @@ def _restore_shard(
 
 
 class SavedStorage:
-    """What storages over one or more directories have in common: saving and restoring.
+    """The part that storages over one or more directories have in common: saving and restoring.
 
-    A checkpoint can be given to a buffer of any number of shards and any capacity. The same number
-    and capacity give every row its slot and generation back; else see :func:`snapshot.deal`.
+    A checkpoint can be loaded into a buffer with any number of shards and any capacity. If both are
+    the same as before, every row gets its slot and generation again. Otherwise see
+    :func:`snapshot.deal`.
     """
 
     max_size: int
 
     def shards(self) -> Sequence[Shard | None]:
-        """The directories; None for one that does not answer."""
+        """Return the shards, with None for a shard that does not answer."""
         raise NotImplementedError
 
     def shard_lost(self, number: int, error: Exception) -> None:
-        """A shard did not answer: note it, or raise if too few are left."""
+        """Note that a shard did not answer, or raise if too few are left."""
         raise error
 
     def snapshot(self) -> list[SavedShard | None]:
-        """A copy of all rows, with slots, generations and priorities. Others may write meanwhile:
-        each row is whole, and no instant is common to all."""
+        """Return a copy of all rows, with slots, generations and priorities. Other processes may
+        write meanwhile, so each row is whole, but rows may be from different instants."""
         return save_in_memory(self.shards(), self.shard_lost)
 
     def restore(self, saved: Sequence[SavedShard | None]) -> None:
-        """Replace the content, for all processes, by a snapshot; see :func:`restore`."""
+        """Replace the content by a snapshot, for all processes; see :func:`restore`."""
         restore(shards := self._all_shards(), self.max_size // len(shards), saved)
 
     def _all_shards(self) -> list[Shard]:
@@ -306,23 +315,23 @@ class SavedStorage:
         for number, shard in enumerate(self.shards()):
             if shard is None:
                 raise PeerLostError(
-                    f"replay shard {number} does not answer: rows can be restored when all do"
+                    f"replay shard {number} does not answer; restore when all shards answer"
                 )
             shards.append(shard)
         return shards
 
     def dumps(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> None:
-        """Write all rows to a folder, as a checkpoint that takes the place of an earlier one.
+        """Write all rows to a folder, as a checkpoint that replaces an earlier one.
 
-        Blocks for as long as the disk takes; others sample and write meanwhile. Saved are the rows
-        with tickets before the cursor at the start, except rows that were overwritten before their
-        turn came; each is whole, with a priority that it had. A crash leaves the earlier
-        checkpoint. Shards that do not answer are warned about, left out, and the checkpoint names
-        them.
+        Blocks for as long as the disk takes. Other processes sample and write meanwhile. The
+        checkpoint has the rows that were there at the start, except rows that were overwritten
+        before they could be copied. Each row is whole, with a priority that it had meanwhile. A
+        crash leaves the earlier checkpoint. Shards that do not answer are left out with a warning,
+        and the checkpoint says which they are.
 
         Args:
-            path: made if need be.
-            extra: what a buffer adds; see :meth:`disk.DumpWriter.commit`.
+            path: the folder, which is made if it does not exist.
+            extra: values that the buffer adds; see :meth:`disk.DumpWriter.commit`.
 
         Raises:
             CheckpointError: the disk is full or cannot be written, or another process is writing
@@ -331,19 +340,19 @@ class SavedStorage:
         save_to_disk(Path(path), self.shards(), self.shard_lost, extra)
 
     def loads(self, path: str | os.PathLike[str]) -> None:
-        """Restore what :meth:`dumps` wrote; see :func:`restore`.
+        """Restore the checkpoint that :meth:`dumps` wrote; see :func:`restore`.
 
         Raises:
-            CheckpointError: there is no checkpoint, or it is damaged; nothing was changed.
+            CheckpointError: there is no checkpoint, or it is damaged. Nothing was changed.
         """
         self.restore(read_dump(Path(path))[0])
 
     def state_dict(self) -> dict[str, Any]:
-        """:meth:`snapshot` as tensors and plain values."""
+        """Return :meth:`snapshot` as tensors and plain values."""
         return as_state(self.snapshot())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """:meth:`restore` what :meth:`state_dict` gave."""
+        """Restore the result of :meth:`state_dict`; see :meth:`restore`."""
         self.restore(from_state(state_dict))
 
 
@@ -351,7 +360,7 @@ class SavedStorage:
 
 
 def as_state(saved: Sequence[SavedShard | None]) -> dict[str, Any]:
-    """Tensors and plain values only."""
+    """Return saved shards as tensors and plain values."""
     return {"shards": [None if each is None else _shard_state(each) for each in saved]}
 
 
@@ -369,13 +378,13 @@ def from_state(state: dict[str, Any]) -> list[SavedShard | None]:
     """Inverse of :func:`as_state`.
 
     Raises:
-        CheckpointError: it is something else, such as the state of a storage of TorchRL's.
+        CheckpointError: it is something else, such as the state of a TorchRL storage.
     """
     if not isinstance(state, Mapping) or "shards" not in state:
         found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
         raise CheckpointError(
-            f"expected what state_dict() of a shared storage gave, got {found}: the state of a "
-            "storage of TorchRL's goes into one of the same kind, whose rows extend() takes"
+            f"expected the state_dict() of a shared storage, got {found}; load the state of a "
+            "TorchRL storage into one of its kind, and pass that storage's rows to extend()"
         )
     try:
         return [None if each is None else _saved_shard(each) for each in state["shards"]]

@@ -1,16 +1,17 @@
 """Save and restore a replay directory in chunks, while other processes continue.
 
-Slots are visited in the order in which the ring will overwrite them: the *position* of a slot is
-its distance ahead of the cursor, ``(slot - cursor) % capacity``, 0 for the oldest row. Writers go
-the same way round, so whatever they have reserved since the cursor was noted is a first part of the
-positions, and one comparison with the cursor distinguishes earlier rows from later ones.
+Slots are visited in the order in which the ring will overwrite them. The *position* of a slot is
+its distance ahead of the cursor at the start, ``(slot - cursor) % capacity``, which is 0 for the
+oldest row. Writers reserve slots in the same order. The slots that they have reserved since the
+start are therefore the first positions, and one comparison with the present cursor distinguishes
+old rows from new ones.
 
 - Saving: a chunk's rows are copied without the lock, and their versions compared afterwards. Each
-  saved row is whole and has a priority that it had. Rows whose slot was reserved meanwhile are
-  missing, and so are rows that were being written.
-- Restoring: the buffer is emptied and its cursor set, then chunk after chunk is claimed, written
-  and published like any rows. Where writers came first, their newer rows stay. No generation goes
-  back.
+  saved row is whole, with a priority that it had meanwhile. Rows whose slots were reserved in the
+  meantime are missing, and so are rows that were being written.
+- Restoring: the buffer is emptied and its cursor is set. Then chunk after chunk is claimed, written
+  and published, as all rows are. If a writer has reserved a slot first, its newer row stays. No
+  generation becomes smaller.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _CHUNK_ROWS = 2**16  # number of versions and priorities that are copied while t
 _ATTEMPTS = 3 if ORDERED_LOADS else 0
 _LARGEST_BLOCK = 1024
 
-# columns of runs, int64 [n, 3]: neighbouring slots, written equally often
+# columns of runs, int64 [n, 3]. A run has neighbouring slots with equal versions
 RUN_SLOT, RUN_VERSION, RUN_COUNT = range(3)
 
 _WHOLE_NUMBERS = ("capacity", "cursor", "high", "length", "write_count")  # of a head
@@ -45,11 +46,11 @@ _WHOLE_NUMBERS = ("capacity", "cursor", "high", "length", "write_count")  # of a
 
 @dataclass(frozen=True)
 class Head:
-    """A directory without its rows, at one instant.
+    """The state of a directory at one instant, without its rows.
 
-    ``max_priority`` (before alpha), ``alpha`` and ``eps`` are None where none was set yet, ``spec``
-    before the first row. ``length`` counts the rows that were published. ``limiter``: of a limited
-    directory ``gate.state()``.
+    ``max_priority`` (before alpha), ``alpha`` and ``eps`` are None if they were not set yet, and
+    ``spec`` is None before the first row. ``length`` counts published rows. ``limiter`` is
+    ``gate.state()`` if the directory has a limiter.
     """
 
     capacity: int
@@ -67,12 +68,12 @@ class Head:
 
     @property
     def max_times_sampled(self) -> int:
-        """The limit, or 0 without one."""
+        """The limit, or 0 if there is none."""
         return int(sum((self.limiter or [])[3:4]))
 
     @classmethod
     def of(cls, directory: ReplayDirectory) -> Head:
-        """Blocks for the directory's lock."""
+        """Return the state of a directory. Blocks for the directory's lock."""
         with directory.lock():
             words = directory.words
             highest = directory.get_float(Word.MAX_PRIORITY)
@@ -94,24 +95,29 @@ class Head:
             )
 
     def check(self) -> None:
-        """Raises CheckpointError if these values cannot have been a directory's."""
+        """Raise CheckpointError if a directory cannot have had these values."""
         whole = {name: vars(self)[name] for name in _WHOLE_NUMBERS}
         whole |= {f"the counter {name}": value for name, value in self.counters.items()}
         for name, value in whole.items():
             most = self.capacity if name in ("high", "length") else LARGEST_COUNT
             if type(value) is not int or not (name == "capacity") <= value <= most:
-                raise CheckpointError(f"the checkpoint is damaged: {name} is {value!r}")
+                raise CheckpointError(
+                    f"the checkpoint is damaged: {name} is {value!r}; use another one"
+                )
         limiter = self.limiter or []
         for value in (self.alpha, self.eps, self.max_priority, *limiter):
             if value is not None and not (isinstance(value, int | float) and 0 <= value < math.inf):
                 raise CheckpointError(
-                    f"the checkpoint is damaged: it has {value!r} for a number from 0 on"
+                    f"the checkpoint is damaged: it has {value!r} for a finite number >= 0; use "
+                    "another one"
                 )
         if (self.alpha is None) != (self.eps is None):
-            raise CheckpointError("the checkpoint is damaged: alpha without eps")
+            raise CheckpointError(
+                "the checkpoint is damaged: it has only one of alpha and eps; use another one"
+            )
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the state as plain values."""
         return vars(self) | {"spec": None if self.spec is None else self.spec.as_json()}
 
     @classmethod
@@ -119,22 +125,24 @@ class Head:
         """Inverse of :meth:`as_json`.
 
         Raises:
-            CheckpointError: it is damaged.
+            CheckpointError: the entry is damaged.
         """
         try:
             spec = entry["spec"]
             head = cls(**entry | {"spec": None if spec is None else checked_spec(spec)})
             head.counters.keys()
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"the checkpoint is damaged: {error!r}") from error
+            raise CheckpointError(
+                f"the checkpoint is damaged: {error!r}; use another one"
+            ) from error
         head.check()
         return head
 
     def chunks(
         self, most_bytes: Callable[[], int] = lambda: CHUNK_BYTES
     ) -> Iterator[tuple[int, int]]:
-        """Ranges of slots ``(start, stop)`` that cover the ring, the oldest first; none with more
-        bytes than ``most_bytes()`` when it is its turn."""
+        """Yield ranges of slots ``(start, stop)`` that cover the ring, the oldest first. Each has
+        at most ``most_bytes()`` bytes, asked before the range is yielded."""
         if self.spec is None:
             return
         first = self.cursor % self.capacity
@@ -148,13 +156,13 @@ class Head:
 
 @dataclass(frozen=True)
 class SavedShard:
-    """Rows of one directory, the oldest first, and what goes with them.
+    """The rows of one directory, the oldest first, with their slots, versions and masses.
 
     Attributes:
-        head: the directory when saving began.
+        head: the state of the directory when saving began.
         runs: int64 [k, 3], slots and versions of the rows; see :attr:`slots`.
         leaf: float64 [n], mass of each row in the tree.
-        arrays: the rows, [n, ...] per column of the spec, as ``tensors.array_of`` gives them.
+        arrays: the rows, [n, ...] per column of the spec, as ``tensors.array_of`` returns them.
     """
 
     head: Head
@@ -163,11 +171,11 @@ class SavedShard:
     arrays: list[np.ndarray]
 
     def check(self) -> None:
-        """Raises CheckpointError unless a directory can have held these rows."""
+        """Raise CheckpointError if a directory cannot have had these rows."""
         self.head.check()
         problem = self._problem()
         if problem is not None:
-            raise CheckpointError(f"the checkpoint is damaged: {problem}")
+            raise CheckpointError(f"the checkpoint is damaged: {problem}; use another one")
 
     def _problem(self) -> str | None:
         runs, leaf, capacity = self.runs, self.leaf, self.head.capacity
@@ -176,11 +184,11 @@ class SavedShard:
         slot, version, count = runs.T
         if runs.size:
             if count.min() < 1 or count.max() > capacity or count.sum() != leaf.size:
-                return f"the runs are not of {leaf.size} rows"
+                return f"the runs do not have {leaf.size} rows"
             if slot.min() < 0 or slot.max() >= capacity or (slot + count).max() > capacity:
                 return f"rows are in slots that a ring of {capacity} does not have"
             if version.min() < 1 or version.max() > LARGEST_COUNT or (version & 1).any():
-                return "rows have versions that no published row has"
+                return "rows have versions that a published row cannot have"
             position = (slot - self.head.cursor) % capacity
             if (position + count > np.append(position[1:], capacity)).any():
                 return "rows share a slot, or are not in the order of their age"
@@ -192,7 +200,7 @@ class SavedShard:
             return "its priorities are not finite or below 0"
         columns = self.head.spec.columns if self.head.spec is not None else ()
         if len(columns) != len(self.arrays) or (leaf.size and self.head.spec is None):
-            return f"a row has {len(columns)} tensors, there are {len(self.arrays)}"
+            return f"a row has {len(columns)} tensors, but there are {len(self.arrays)}"
         for each, array in zip(columns, self.arrays, strict=True):
             kind = array_of(torch.empty(0, dtype=each.dtype)).dtype
             if array.shape != (leaf.size, *each.shape) or array.dtype != kind:
@@ -201,19 +209,19 @@ class SavedShard:
 
     @property
     def slots(self) -> np.ndarray:
-        """int64 [n]."""
+        """The slots of the rows, int64 [n]."""
         first, count = self.runs[:, RUN_SLOT], self.runs[:, RUN_COUNT]
         begin = np.cumsum(count) - count
         return np.repeat(first - begin, count) + np.arange(count.sum())
 
     @property
     def versions(self) -> np.ndarray:
-        """int64 [n]; twice the generation."""
+        """The versions of the rows, int64 [n], which are twice the generations."""
         return np.repeat(self.runs[:, RUN_VERSION], self.runs[:, RUN_COUNT])
 
     @property
     def overwritten(self) -> int:
-        """Rows that were there when saving began, and are missing."""
+        """How many rows were there when saving began, but are missing."""
         return max(0, self.head.length - self.leaf.size)
 
 
@@ -223,7 +231,7 @@ class SavedShard:
 class Chunk(NamedTuple):
     """Slots and masses of rows that were saved; see :class:`SavedShard`.
 
-    ``sums``: CRC-32 of the rows per column, from the process that wrote them to files.
+    ``sums`` has the CRC-32 of the rows per column, if another process wrote them to files.
     """
 
     runs: np.ndarray
@@ -233,7 +241,7 @@ class Chunk(NamedTuple):
 
 class _Found(NamedTuple):
     keep: np.ndarray
-    """bool: published rows from before the cursor was noted."""
+    """bool: whether the slot has a published row from before saving began."""
     versions: np.ndarray
     leaf: np.ndarray
 
@@ -246,15 +254,15 @@ def save_chunk(
     stop: int,
     write: Callable[[list[np.ndarray]], None],
 ) -> Chunk:
-    """Save the rows in the slots ``start`` to ``stop``, those with tickets before ``cursor``.
+    """Save the rows in slots ``start`` to ``stop - 1`` whose tickets are before ``cursor``.
 
-    Blocks for the directory's lock, which it holds for a copy of versions and masses; of the rows
-    only after other processes changed the chunk several times in a row.
+    Blocks for the directory's lock, and holds it to copy versions and masses. It copies rows under
+    the lock only if other processes have changed the chunk several times in a row.
 
     Args:
-        alpha: the exponent when saving began; masses are given as they are under it.
-        write: takes the rows, [n, ...] per column; the arrays may be shared memory. Called again
-            with fewer rows if some changed meanwhile: the last call counts.
+        alpha: the exponent when saving began. Masses are returned for this exponent.
+        write: takes the rows, [n, ...] per column. The arrays may be shared memory. If rows changed
+            meanwhile, it is called again with fewer rows; the last call counts.
     """
     for _ in range(_ATTEMPTS):
         with directory.lock():
@@ -272,7 +280,7 @@ def save_chunk(
 def _look(
     directory: ReplayDirectory, cursor: int, alpha: float | None, start: int, stop: int
 ) -> _Found:
-    """Called under the lock."""
+    """Find the rows to keep. Call it under the lock."""
     versions = directory.versions[start:stop].copy()
     leaf = directory.tree.leaves[start:stop].copy()
     now = directory.get_float(Word.ALPHA)
@@ -285,7 +293,7 @@ def _look(
 
 
 def _copies(directory: ReplayDirectory, found: _Found, start: int, stop: int) -> list[np.ndarray]:
-    """The rows to keep: slices of the shared memory where that is all of them."""
+    """Return the rows to keep, as slices of the shared memory if all are kept."""
     if found.keep.all():
         return directory.read(slice(start, stop))
     return directory.read(start + np.flatnonzero(found.keep))
@@ -309,7 +317,7 @@ def _runs(slots: np.ndarray, versions: np.ndarray) -> np.ndarray:
 
 
 class Piece(NamedTuple):
-    """Rows ``row ... row + count`` of a saved shard, for slots from ``slot`` on."""
+    """``count`` rows of a saved shard, from ``row`` on, for the slots from ``slot`` on."""
 
     shard: int
     row: int
@@ -328,21 +336,22 @@ class Target(NamedTuple):
 def deal(
     shards: Sequence[SavedShard | None], count: int, capacity: int
 ) -> tuple[list[Target], int]:
-    """Which rows go where, when ``shards`` are given to ``count`` directories of ``capacity``.
+    """Decide which rows go where, if ``shards`` are loaded into ``count`` directories of
+    ``capacity``.
 
-    Into as many shards of the same capacity every row gets back to its slot, with its generation;
-    a shard that was not saved (None) is empty. Otherwise rows are dealt
-    in blocks of neighbours, evenly and the oldest first, so that trajectories stay together except
-    at the edges of blocks; slots are new then, and generations larger than all saved ones, so that
-    no handle from before names another row. Of more rows than there is room for the newest are
-    taken, by their distance from their shard's cursor.
+    If number and capacity are those of the saved shards, every row gets its slot and its generation
+    again, and a shard that was not saved (None) is empty. Otherwise rows are dealt in blocks of
+    neighbours, evenly and the oldest first, so that trajectories stay together except at the edges
+    of blocks. Rows then get new slots, and generations larger than all saved ones, so that a slot
+    and generation from before never name another row. If there is not enough room, the newest rows
+    are taken, by their distance from their shard's cursor.
 
     Returns:
-        A target per directory, and how many rows were left out.
+        A target per directory, and the number of rows that were left out.
     """
     known = [shard for shard in shards if shard is not None]
     if not known:
-        raise CheckpointError("none of the saved shards holds anything")
+        raise CheckpointError("the checkpoint has no shard; use another one")
     if len(shards) == count and all(shard.head.capacity == capacity for shard in known):
         return [
             Target(_without_rows(known[0].head), [])
@@ -373,7 +382,7 @@ def deal(
 
 
 def _without_rows(head: Head) -> Head:
-    """Of a shard of the same buffer that was lost."""
+    """Return the head for a shard that was not saved, from that of another shard of the buffer."""
     counters = dict.fromkeys(head.counters, 0)
     return replace(head, cursor=0, high=0, length=0, write_count=0, counters=counters, limiter=None)
 
@@ -388,7 +397,7 @@ def _pieces_as_saved(number: int, shard: SavedShard) -> list[Piece]:
 
 
 def _blocks(shards: Sequence[SavedShard | None], size: int) -> list[tuple[int, int, int]]:
-    """``(shard, first row, rows)`` of runs of at most ``size`` rows, the oldest first."""
+    """Return ``(shard, first row, rows)`` of blocks of at most ``size`` rows, the oldest first."""
     found = []
     for number, shard in enumerate(shards):
         if shard is None:
@@ -402,7 +411,7 @@ def _blocks(shards: Sequence[SavedShard | None], size: int) -> list[tuple[int, i
 
 
 def _dealt_heads(heads: list[Head], count: int, capacity: int, quotas: list[int]) -> list[Head]:
-    """Of all shards together: sums go to the first one, or evenly."""
+    """Return the new heads. Write counts are divided evenly; other sums go to the first head."""
     highest = [head.max_priority for head in heads if head.max_priority is not None]
     with_alpha = next((head for head in heads if head.alpha is not None), heads[0])
     written = sum(head.write_count for head in heads)
@@ -427,7 +436,8 @@ def _dealt_heads(heads: list[Head], count: int, capacity: int, quotas: list[int]
 
 
 def _limiter_of_all(heads: list[Head], *, first: bool) -> list[float] | None:
-    """The limiter that all heads have, and the sums of their counts for the first target."""
+    """Return the limiter that all heads have, for the first target with the sums of their
+    counts."""
     states = [head.limiter for head in heads if head.limiter is not None]
     if len(states) < len(heads) or any(each[:-2] != states[0][:-2] for each in states):
         return None
@@ -438,10 +448,10 @@ def _limiter_of_all(heads: list[Head], *, first: bool) -> list[float] | None:
 def require_same(own: RowSpec, saved: RowSpec) -> None:
     """Refuse to restore rows of another spec.
 
-    Streams may be unknown, and fields for text may have other sizes.
+    Only the stream column may be missing, and fields for text may have other sizes.
 
     Raises:
-        ConfigurationError: naming every column that differs.
+        ConfigurationError: the specs differ. The message names every column that differs.
     """
     if own == saved:
         return
@@ -472,11 +482,11 @@ def _column_text(column: Any) -> str:
 
 
 def with_one_alpha(shards: Sequence[SavedShard | None]) -> list[SavedShard | None]:
-    """The same rows, with masses for the alpha of the first shard that has one: a change of alpha
-    that was under way had not reached all.
+    """Convert all masses to the alpha of the first shard that has one. Shards differ if alpha was
+    changed while they were saved.
 
     Raises:
-        ConfigurationError: that makes masses too large.
+        ConfigurationError: the conversion makes masses too large.
     """
     known = [each.head.alpha for each in shards if each is not None and each.head.alpha]
     return [_under(each, known[0]) if each is not None and known else each for each in shards]
@@ -492,7 +502,7 @@ def _under(shard: SavedShard, alpha: float) -> SavedShard:
 
 
 def begin_restore(cursor: SharedCursor, head: Head) -> int:
-    """Empty the directory and restore the saved state without the rows, for all processes.
+    """Empty the directory and restore the saved state except the rows, for all processes.
 
     Returns:
         The cursor, for :func:`restore_rows`.
@@ -507,7 +517,7 @@ def begin_restore(cursor: SharedCursor, head: Head) -> int:
     if head.alpha is not None:
         assert head.eps is not None
         values[Word.ALPHA] = head.alpha
-        if not directory.words[Word.ALPHA_SET]:  # else processes agreed on these
+        if not directory.words[Word.ALPHA_SET]:  # otherwise processes agreed on these
             values |= {Word.EPS: head.eps, Word.MAX_WITHIN: head.max_within, Word.ALPHA_SET: 1}
     return cursor.start_over(head.cursor, head.high, values, head.limiter, head.length)
 
@@ -521,13 +531,14 @@ def restore_rows(
     alpha: float | None,
     arrays: Sequence[np.ndarray],
 ) -> None:
-    """Publish saved rows in the slots from ``slot`` on, but where the ring has been since.
+    """Publish saved rows in the slots from ``slot`` on, except slots that were reserved since.
 
-    Blocks while others write these slots.
+    Blocks while other processes write these slots.
 
     Args:
-        since: from :func:`begin_restore`.
-        version: of all these rows; one that the directory has not had is taken if it has passed.
+        since: the result of :func:`begin_restore`.
+        version: the version of all these rows. If the directory has already passed it, a new one is
+            taken.
         leaf: float64 [n], masses under ``alpha``.
         arrays: [n, ...] per column of the spec.
 
@@ -562,7 +573,7 @@ def restore_rows(
 
 
 def pieces_in_chunks(target: Target) -> Iterator[Piece]:
-    """The pieces, none larger than a chunk."""
+    """Yield the pieces, divided so that none is larger than a chunk."""
     spec = target.head.spec
     if spec is None:
         return
