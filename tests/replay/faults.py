@@ -39,7 +39,6 @@ from torchrl.data import TensorDictReplayBuffer
 
 import torchrl_dist.replay
 from torchrl_dist.replay import (
-    RateLimiter,
     SharedCursorWriter,
     SharedMemmapStorage,
     SharedPrioritizedSampler,
@@ -88,31 +87,27 @@ def priority_of(keys: torch.Tensor) -> torch.Tensor:
 
 def attach(
     folder: Path,
-    capacity: int,
+    capacity: int = 64,
     *,
+    sampler: Any = None,
     uniform: bool = False,
     alpha: float = 0.6,
-    timeout_s: float = 30.0,
+    beta: float = 0.4,
+    kind: Any = TensorDictReplayBuffer,
     batch_size: int = 64,
-    limiter: RateLimiter | None = None,
-    kind: type[TensorDictReplayBuffer] = TensorDictReplayBuffer,
     **more: Any,
-) -> TensorDictReplayBuffer:
+) -> Any:
+    """A buffer over the rows in the folder. ``more`` is for the buffer, or for its storage."""
+    of_storage = ("job_id", "keep", "timeout_s", "limiter", "resume", "gather_threads")
+    options = {name: more.pop(name) for name in of_storage if name in more}
+    options = {"job_id": "test", "keep": True, "timeout_s": 30.0} | options
+    if sampler is None and uniform:
+        sampler = SharedRandomSampler()
     return kind(
-        storage=SharedMemmapStorage(
-            capacity,
-            scratch_dir=folder,
-            job_id="test",
-            keep=True,
-            timeout_s=timeout_s,
-            limiter=limiter,
-        ),
-        sampler=SharedRandomSampler()
-        if uniform
-        else SharedPrioritizedSampler(capacity, alpha=alpha, beta=0.4),
+        storage=SharedMemmapStorage(capacity, scratch_dir=folder, **options),
+        sampler=sampler or SharedPrioritizedSampler(capacity, alpha, beta),
         writer=SharedCursorWriter(),
         batch_size=batch_size,
-        priority_key="td_error",
         **more,
     )
 
@@ -126,7 +121,7 @@ def published(directory: ReplayDirectory) -> np.ndarray:
 
 
 def assert_lock_is_free(directory: ReplayDirectory) -> None:
-    """Nobody but this process holds turnstile or mutex."""
+    """No other process holds the turnstile or the mutex."""
     assert not is_held(directory.lock_fd, 0, 2)
 
 

@@ -47,10 +47,10 @@ from torchrl_dist.replay.law.placement import largest_reservation
 pytestmark = pytest.mark.timeout(300)
 BETA, EPS = 0.5, 1e-8
 SMALLEST = sys.float_info.min
-TIMEOUT_S = 0.02  # of waits for the limiter, which in here nobody ends
+TIMEOUT_S = 0.02  # of waits for the limiter, which no other process ends
 
 
-# --- who works on the buffer ---------------------------------------------------------------------
+# --- users of the buffer -------------------------------------------------------------------------
 
 
 class Actor:
@@ -71,7 +71,7 @@ class Actor:
             else SharedPrioritizedSampler(case.capacity, case.alpha, BETA, EPS),
             batch_size=case.batch_size,
         )
-        self.rb.set_rng(torch.Generator().manual_seed(0))  # an example is to repeat itself
+        self.rb.set_rng(torch.Generator().manual_seed(0))  # an example must repeat itself
         self.saved: dict[int, Any] = {}
         self.uniform = uniform
 
@@ -89,7 +89,7 @@ class Actor:
         self.rb[torch.tensor(slots)] = _rows(ids, None)
 
     def begin_write(self, count: int) -> None:
-        """Reserve slots. In another thread: one that begins a write again has given up the last."""
+        """Reserve slots in another thread, because a thread's next write abandons its last one."""
 
         def reserve() -> None:
             self.reservation = self.rb.storage._cursor.reserve(count)
@@ -508,7 +508,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def update_priorities(self, data: st.DataObject) -> None:
-        """Of rows of now and of before, of none (-1), and several times of one."""
+        """Of present and earlier rows, of no row (-1), and several times of one."""
         chosen = data.draw(st.lists(st.sampled_from(self.handles), max_size=12))
         values = data.draw(st.lists(priorities, min_size=len(chosen), max_size=len(chosen)))
         slots, stamps = [slot for slot, _ in chosen], [stamp for _, stamp in chosen]
@@ -568,7 +568,7 @@ class Machine(RuleBasedStateMachine):
             self.attach(1)
 
     @invariant()
-    def everybody_sees_the_model(self) -> None:
+    def every_actor_sees_the_model(self) -> None:
         model = getattr(self, "model", None)
         if model is None:
             return
@@ -602,14 +602,14 @@ class Machine(RuleBasedStateMachine):
         shutil.rmtree(self.disk, ignore_errors=True)
 
 
-def _run(who: tuple[Any, Any]) -> None:
+def _run(users: tuple[Any, Any], examples: int = 30) -> None:
     class Here(Machine):
-        actors = who
+        actors = users
 
     run_state_machine_as_test(
         Here,
         settings=settings(
-            max_examples=int(os.environ.get("FUZZ_EXAMPLES", "30")),
+            max_examples=int(os.environ.get("FUZZ_EXAMPLES", examples)),
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=list(HealthCheck),
@@ -634,4 +634,4 @@ def test_two_buffers_of_one_process_do_as_the_model() -> None:
 
 def test_two_processes_do_as_the_model() -> None:
     with elsewhere(2) as actors:
-        _run(actors)
+        _run(actors, 15)

@@ -105,7 +105,7 @@ def test_a_buffer_passes_the_number_without_harm(
     assert_sound(rb)
 
 
-@pytest.mark.parametrize("start", [2**31, 2**32, 2**53, 2**60])
+@pytest.mark.parametrize("start", [2**31, 2**53])
 def test_claims_beyond_the_number_are_kept_apart_and_taken_over(
     make_buffer: Callable[..., TensorDictReplayBuffer], start: int
 ) -> None:

@@ -1,7 +1,7 @@
-"""kill -9 while rows and tables are copied, at any time, and of all at once: the others go on.
+"""kill -9 while rows and tables are copied, and while directories come and go: the others go on.
 
-``test_stores`` kills between any two stores to the tables. With ``TORCHRL_DIST_LONG_TESTS=1`` there
-are many times as many kills.
+``test_stores`` kills between any two stores to the tables, ``test_soak`` at any time. With
+``TORCHRL_DIST_LONG_TESTS=1`` there are many times as many kills.
 """
 
 from __future__ import annotations
@@ -27,16 +27,12 @@ from tests.replay.faults import (
     at_step,
     attach,
     die_on_store,
-    forked,
-    is_stopped,
     kill_self,
     priority_of,
     rows_of,
     run_forked,
     torn_rows,
-    wait_until,
 )
-from tests.spawn import stop_self
 from torchrl_dist.replay import SharedMemmapStorage
 from torchrl_dist.replay.law.kernel import find_kernel
 from torchrl_dist.replay.node.tables import CLAIM_COUNT, Word
@@ -71,12 +67,6 @@ def refill(rb: TensorDictReplayBuffer) -> None:
     rb.update_priority(index, priority_of(rb[index]["key"]))
     assert len(rb) == capacity
     assert not rb.storage.directory.claims[:, CLAIM_COUNT].any()
-
-
-def update(rb: TensorDictReplayBuffer) -> None:
-    batch = rb.sample()
-    batch["td_error"] = priority_of(batch["key"] + 1)
-    rb.update_tensordict_priority(batch)
 
 
 @dataclass
@@ -176,113 +166,6 @@ def test_killed_in_the_middle_of_an_update_the_others_go_on(folder: Path, kernel
             assert (after.versions == before.versions).all()
             assert_sound(rb)
             assert torn_rows(rb.sample()) == 0
-
-
-# --- at any time, several at once ----------------------------------------------------------------
-
-
-def _work(folder: Path, capacity: int, first: int) -> None:
-    rb = attach(folder, capacity)
-    for at in range(first, first + 10**6, 20):
-        rb.extend(rows_of(range(at, at + 20)))
-        update(rb)
-        rb.storage.set(torch.tensor([at % capacity]), rows_of(range(at, at + 1)))
-
-
-def test_killed_at_any_time_the_others_go_on(folder: Path, request) -> None:
-    capacity, kills = 256, 1000 if LONG else 50
-    rb = attach(folder, capacity)
-    refill(rb)
-    directory = rb.storage.directory
-    randomness = random.Random(0)
-    with contextlib.ExitStack() as stack:
-        workers = [
-            stack.enter_context(forked(_work, folder, capacity, 10**7 * k)) for k in range(2)
-        ]
-        for kill in range(kills):
-            before = rb.write_count
-            wait_until(lambda before=before: rb.write_count > before + 60)
-            time.sleep(randomness.random() * 0.01)
-            at = kill % 2
-            os.kill(workers[at], signal.SIGKILL)
-            os.waitpid(workers[at], 0)
-            if randomness.random() < 0.5:  # the other one has to repair
-                after = rb.write_count
-                wait_until(lambda after=after: rb.write_count > after + 20)
-            assert torn_rows(rb.sample()) == 0
-            workers[at] = stack.enter_context(forked(_work, folder, capacity, 10**7 * (kill + 2)))
-    assert_lock_is_free(directory)
-    assert_sound(rb)
-    refill(rb)
-    assert_sound(rb)
-    assert directory.live_members() == [directory.member]
-    rb.storage.close()
-    request.node.user_properties.append(("kills", kills))
-
-
-class _StopsOnStore(np.ndarray):
-    """Stops the process at the first store, after half of the rows."""
-
-    def __setitem__(self, where: slice, rows: np.ndarray) -> None:
-        half = len(rows) // 2
-        np.asarray(self)[where.start : where.start + half] = rows[:half]
-        stop_self()
-
-
-def test_all_killed_and_restarted_every_published_row_is_back(folder: Path, request) -> None:
-    capacity = 256
-
-    def first_life() -> None:
-        refill(attach(folder, capacity))
-
-    assert run_forked(first_life) == 0
-
-    def tables() -> tuple[np.ndarray, np.ndarray]:
-        return (
-            np.fromfile(folder / "versions.bin", np.int64, capacity),
-            np.fromfile(folder / "tree.bin", np.float64, capacity),
-        )
-
-    def stop_in_the_middle_of_a_copy() -> None:
-        rb = attach(folder, capacity)
-        arrays = rb.storage.directory.arrays
-        arrays[0] = arrays[0].view(_StopsOnStore)
-        rb.extend(rows_of(range(20)))
-
-    def next_life(versions: np.ndarray, leaves: np.ndarray, keys: np.ndarray) -> None:
-        rb = attach(folder, capacity)
-        now = State.of(rb)
-        visible = (versions & 1 == 0) & (versions > 0)
-        assert now.visible[visible].all()
-        assert (now.versions[visible] == versions[visible]).all()
-        assert (now.keys[visible] == keys[visible]).all()
-        known = visible & (leaves > 0)
-        assert (now.leaves[known] == leaves[known]).all()
-        assert_sound(rb)
-        assert rb.storage.directory.counters["repairs"] > 0
-        refill(rb)
-        assert_sound(rb)
-
-    randomness = random.Random(0)
-    lives = 200 if LONG else 8
-    for life in range(lives):
-        with (
-            forked(_work, folder, capacity, 10**7 * (2 * life + 1)) as first,
-            forked(_work, folder, capacity, 10**7 * (2 * life + 2)) as second,
-        ):
-            before = tables()[0].sum()
-            wait_until(lambda before=before: tables()[0].sum() > before + 400)
-            time.sleep(randomness.random() * 0.01)
-            with forked(stop_in_the_middle_of_a_copy) as stopped:
-                wait_until(lambda stopped=stopped: is_stopped(stopped))
-                for pid in (first, second):  # before its slots are theirs to take over
-                    os.kill(pid, signal.SIGKILL)
-                    os.waitpid(pid, 0)
-        versions, leaves = tables()
-        assert (versions & 1).any()
-        keys = np.fromfile(folder / "data" / "key.bin", np.int64)
-        assert run_forked(next_life, versions, leaves, keys) == 0
-    request.node.user_properties.append(("kills", 3 * lives))
 
 
 def test_a_child_of_a_killed_holder_does_not_keep_the_lock(rb) -> None:
