@@ -405,7 +405,7 @@ def test_killed_anywhere_the_earlier_or_the_new_checkpoint_is_whole(
             saver.dumps(target)
 
     while True:
-        step += randomness.randint(1, 1 if LONG else 15)
+        step += randomness.randint(1, 1 if LONG else 30)
         fill(rb, at, 20)
         at += 20
         after = sorted(rb[:]["key"].tolist())

@@ -62,7 +62,7 @@ def fill(buffer: HostedReplayBuffer, extends: int) -> None:
 def law(buffer: HostedReplayBuffer) -> dict[int, float]:
     """The mass of each row, from many draws: weights are (p / p_min) ** -beta."""
     found: dict[int, float] = {}
-    for _ in range(400):
+    for _ in range(100):
         batch = buffer.sample()
         found |= dict(zip(batch["id"].tolist(), batch["priority_weight"].tolist(), strict=True))
     return found

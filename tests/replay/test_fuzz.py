@@ -33,6 +33,7 @@ from hypothesis.stateful import (
 )
 from tensordict import TensorDict
 
+from tests.replay.faults import start_at
 from torchrl_dist.errors import RateLimitError
 from torchrl_dist.replay import (
     RateLimiter,
@@ -74,6 +75,9 @@ class Actor:
         self.rb.set_rng(torch.Generator().manual_seed(0))  # an example must repeat itself
         self.saved: dict[int, Any] = {}
         self.uniform = uniform
+
+    def start_at(self, count: int) -> int:
+        return start_at(self.rb.storage.directory, count)
 
     def close(self) -> None:
         self.rb.storage.close()
@@ -238,6 +242,7 @@ class Model:
     limiter: RateLimiter | None
     rows: dict[int, Row] = field(default_factory=dict)
     generation: dict[int, int] = field(default_factory=dict)  # of the last write, also if gone
+    first_generation: int = 0
     cursor: int = 0
     base: int = 0
     write_count: int = 0
@@ -271,7 +276,7 @@ class Model:
 
     def write(self, slot: int, key: int, priority: float | None) -> None:
         largest = 1.0 if self.largest is None else self.largest
-        self.generation[slot] = self.generation.get(slot, 0) + 1
+        self.generation[slot] = self.generation.get(slot, self.first_generation) + 1
         self.rows[slot] = Row(key, self.leaf_of(largest if priority is None else priority))
         self.write_count += 1
         self.inserts += 1
@@ -338,7 +343,8 @@ class Model:
         self.base = self.cursor - high
         self.rows = copy.deepcopy(saved.rows)
         for slot, row in self.rows.items():
-            self.generation[slot] = max(self.generation.get(slot, 0) + 1, saved.generation[slot])
+            following = self.generation.get(slot, self.first_generation) + 1
+            self.generation[slot] = max(following, saved.generation[slot])
             if not self.used_up(row):
                 row.times = 0
         for name in ("write_count", "inserts", "samples", "largest", "alpha", "stale"):
@@ -383,15 +389,19 @@ class Machine(RuleBasedStateMachine):
         alpha=alphas,
         limiter=st.sampled_from(LIMITERS),
         uniform=st.booleans(),
+        start=st.sampled_from([0, *(2**power - 40 for power in (31, 32, 53, 60))]),
     )
     def build(
-        self, capacity: int, alpha: float, limiter: RateLimiter | None, uniform: bool
+        self, capacity: int, alpha: float, limiter: RateLimiter | None, uniform: bool, start: int
     ) -> None:
+        """The counts of the buffer pass 0 or a larger number."""
         batch_size = limiter.min_size_to_sample if limiter else 4
         self.case = Case(capacity, alpha, batch_size, limiter)
         self.uniform = uniform
-        self.model = Model(capacity, alpha, limiter)
+        self.model = Model(capacity, alpha, limiter, first_generation=start, write_count=start)
         self.attach(0)
+        if start:
+            self.model.cursor = self.model.base = self.actors[0].start_at(start)
         self.attach(1)
 
     def attach(self, which: int) -> None:

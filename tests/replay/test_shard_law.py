@@ -150,7 +150,7 @@ def test_a_uniform_buffer_is_the_case_of_the_length_as_mass() -> None:
 def test_two_draws_of_one_batch_are_independent_in_shard_and_row(believed: list[float]) -> None:
     """The table of (row of draw a, row of draw b) over many batches is the product of the laws."""
     shards = Shards([np.array([4.0, 1.0]), np.array([1.0, 2.0, 3.0])])
-    batches = np.stack([shards.sample(3, believed=np.array(believed)) for _ in range(8_000)])
+    batches = np.stack([shards.sample(3, believed=np.array(believed)) for _ in range(3_000)])
     assert shards.second_rounds > 0  # their rows are part of what is tested
     code = np.full(2 * CAPACITY, -1)
     code[[0, 1, 8, 9, 10]] = np.arange(5)
@@ -167,7 +167,7 @@ def test_whether_a_draw_kept_its_shard_says_nothing_about_its_row() -> None:
     shards = Shards([np.array([4.0, 1.0]), np.array([1.0, 3.0])])
     believed = np.array([1.0, 20.0])
     table = np.zeros((2, 2))  # (kept, row) of the draws that end in shard 0
-    for _ in range(3000):
+    for _ in range(1500):
         shards.known.masses = believed
         request = shards.known.plan(16, shards.random.random)
         final = request.correct(shards.masses, shards.random.random)
@@ -177,18 +177,18 @@ def test_whether_a_draw_kept_its_shard_says_nothing_about_its_row() -> None:
         mine = final == 0
         kept = (request.shards[mine] == 0).astype(int)
         np.add.at(table, (kept, reply[row[mine]]), 1)
-    assert table.min() > 200
+    assert table.min() > 100
     assert chi2_contingency(table).pvalue > 1e-4
 
 
-@pytest.mark.parametrize("shard_count", [2, 4, 8])
+@pytest.mark.parametrize("shard_count", [2, 8])
 @pytest.mark.parametrize("step", [0.0, 0.0005, 0.02], ids=["still", "slow", "fast"])
 def test_a_second_round_is_rare_while_masses_drift(shard_count: int, step: float) -> None:
     """Masses walk at random, by ``step`` of themselves per batch: spare rows keep up."""
     random = np.random.default_rng(shard_count)
     masses, known = np.full(shard_count, 1e5), KnownMasses(shard_count)
     known.learn(masses)
-    batches, second_rounds, asked = 3000, 0, 0
+    batches, second_rounds, asked = 1500, 0, 0
     for _ in range(batches):
         request = known.plan(256, random.random)
         asked += request.rows.sum()
