@@ -39,8 +39,3 @@ def release(buffer: HostedReplayBuffer) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # this process has a directory of its node still open
         buffer.release()
-
-
-def settle(buffer: Any) -> None:
-    """Wait until the hosts, if there are any, have stored what was written."""
-    getattr(buffer.storage, "flush", lambda: None)()

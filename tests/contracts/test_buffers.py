@@ -17,9 +17,10 @@ from torchrl.data import LazyTensorStorage, RandomSampler, TensorDictReplayBuffe
 from torchrl.data.replay_buffers.writers import TensorDictRoundRobinWriter
 from torchrl.envs import DoubleToFloat
 
-from tests.contracts.conftest import release, settle
+from tests.contracts.conftest import release
 from tests.replay.conftest import make_rows
 from tests.replay.faults import attach
+from tests.replay.hosted_helpers import settle
 from tests.replay.test_rows import agents_rows, check_agents_rows
 from torchrl_dist import (
     RemoteStorage,

@@ -60,6 +60,7 @@ from torchrl.trainers.algorithms import DQNTrainer
 from torchrl.trainers.algorithms.offline_to_online import OfflineToOnlineReplayBufferHook
 
 from tests.collect.envs import Counter
+from tests.replay.hosted_helpers import settle
 from torchrl_dist import (
     RemoteStorage,
     RPCBatchedCollector,
@@ -122,9 +123,7 @@ class Parts:
     def settle(self, *buffers: Any) -> None:
         """Wait until the hosts have stored what was written."""
         for buffer in buffers:
-            flush = getattr(buffer.storage, "flush", None)
-            if flush is not None:
-                flush()
+            settle(buffer)
 
 
 class Ours(Parts):

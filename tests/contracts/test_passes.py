@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare, hypergeom
 
-from tests.contracts.conftest import HOSTED, KINDS, settle
+from tests.contracts.conftest import HOSTED, KINDS
 from tests.replay.conftest import make_rows
 from tests.replay.faults import attach
-from tests.replay.hosted_helpers import sample_times
+from tests.replay.hosted_helpers import sample_times, settle
 from torchrl_dist import (
     ConfigurationError,
     HostedReplayBuffer,

@@ -14,9 +14,9 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from tests.contracts.conftest import KINDS, release, settle
+from tests.contracts.conftest import KINDS, release
 from tests.replay.faults import attach
-from tests.replay.hosted_helpers import write_trajectories
+from tests.replay.hosted_helpers import settle, write_trajectories
 from tests.replay.test_slices import OPTIONS, assert_slices, trajectory
 from torchrl_dist import (
     ConfigurationError,

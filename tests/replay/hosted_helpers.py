@@ -23,6 +23,11 @@ from torchrl_dist.replay.hosts.messages import Reply, Request
 from torchrl_dist.runtime import current_session
 
 
+def settle(buffer: Any) -> None:
+    """Wait until the hosts, if there are any, have stored what was written."""
+    getattr(buffer.storage, "flush", lambda: None)()
+
+
 def slow_down(delay_s: float, calls: int | None = None) -> None:
     """Runs in an owner: its next calls, or all from now on, take that long."""
     serve = ReplayHost.serve
@@ -122,7 +127,7 @@ def write_until(buffer: HostedReplayBuffer, rows: int, extend: int) -> int:
     data["next"] = TensorDict({"obs": data["obs"] + 0.5}, [extend])
     for _ in range(0, rows, extend):
         buffer.extend(TensorDict(data, [extend]))
-    getattr(buffer, "flush", bool)()
+    settle(buffer)
     return rows // extend
 
 
@@ -131,7 +136,7 @@ def sample_times(buffer: HostedReplayBuffer, times: int) -> list[int]:
     found = []
     for _ in range(times):
         found += buffer.sample()["id"].tolist()
-    getattr(buffer, "flush", bool)()
+    settle(buffer)
     return found
 
 

@@ -15,11 +15,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torchrl.data import TensorDictReplayBuffer
 
 from tests import warm
 from tests.replay.conftest import make_rows
-from tests.replay.faults import attach, end_of, forked, kill_self, run_forked, start, wait_until
+from tests.replay.faults import (
+    attach,
+    end_of,
+    forked,
+    in_thread,
+    kill_self,
+    run_forked,
+    start,
+    wait_until,
+)
 from torchrl_dist.errors import ConfigurationError, RateLimitError
 from torchrl_dist.replay import (
     RateLimiter,
@@ -36,33 +44,6 @@ def shared(
 ) -> SharedReplayBuffer:
     options = {"kind": SharedReplayBuffer, "batch_size": 16, "limiter": limiter, **more}
     return attach(folder, capacity, **options)
-
-
-class InThread:
-    """A call in another thread; ``result`` waits for it."""
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self._function = function
-        self._found: Any = None
-        self._error: BaseException | None = None
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._found = self._function()
-        except BaseException as error:
-            self._error = error
-
-    def is_waiting(self, rb: TensorDictReplayBuffer, waits: int = 1) -> bool:
-        return rb.storage.directory.counters["limiter_waits"] >= waits and self.thread.is_alive()
-
-    def result(self, timeout_s: float = 30.0) -> Any:
-        self.thread.join(timeout_s)
-        assert not self.thread.is_alive(), "the call still waits"
-        if self._error is not None:
-            raise self._error
-        return self._found
 
 
 # --- waiting and being woken ---------------------------------------------------------------------
@@ -172,10 +153,11 @@ def test_emptying_starts_the_counts_anew(make_buffer: Callable) -> None:
     rb = make_buffer(limiter=RateLimiter(8, samples_per_insert=1.0, error_buffer=16))
     rb.extend(make_rows(range(24)))
     rb.sample()
-    waiting = InThread(lambda: [rb.extend(make_rows(range(24))) for _ in range(2)])
-    wait_until(lambda: waiting.is_waiting(rb))
+    waiting = in_thread(lambda: [rb.extend(make_rows(range(24))) for _ in range(2)])
+    wait_until(lambda: rb.storage.directory.counters["limiter_waits"] >= 1)
+    assert not waiting.done()
     rb.empty()
-    waiting.result()
+    waiting.result(30)
     assert rb.storage.limiter_counts == (24, 0, 24)
 
 

@@ -37,7 +37,7 @@ from torchrl_dist.replay import SharedMemmapStorage
 from torchrl_dist.replay.law.kernel import find_kernel
 from torchrl_dist.replay.node.tables import CLAIM_COUNT, Word
 
-_STRIDE = 1 if LONG else 20
+_STRIDE = 1 if LONG else 30
 """Mean distance of the steps at which a victim dies."""
 _CAPACITY = 80
 

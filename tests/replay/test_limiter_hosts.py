@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -16,14 +16,13 @@ from tensordict import TensorDict
 from torchrl.data import TensorDictReplayBuffer
 
 from tests.replay.conftest import make_rows
-from tests.replay.faults import attach, wait_until
+from tests.replay.faults import attach, in_thread, wait_until
 from tests.replay.hosted_helpers import (
     sample_times,
     sample_until_refused,
     slow_down,
     write_until,
 )
-from tests.replay.test_gate import InThread
 from torchrl_dist import (
     ConfigurationError,
     DeadlineError,
@@ -60,12 +59,12 @@ def test_a_sample_waits_until_the_minimum_size_is_there(
     make: Make, cluster: Session, shards: int, prefetch: int
 ) -> None:
     buffer = make(shards, prefetch=prefetch, limiter=RateLimiter(60))
-    waiting = InThread(buffer.sample)
+    waiting = in_thread(buffer.sample)
     writer = cluster.of_role("owner")[2]
     cluster.call(writer, write_until, buffer, 56, 28)
-    assert not buffer.can_sample() and waiting.thread.is_alive()
+    assert not buffer.can_sample() and not waiting.done()
     cluster.call(writer, write_until, buffer, 8, 8)
-    assert len(waiting.result()) == 16
+    assert len(waiting.result(30)) == 16
     assert buffer.can_sample()
     assert buffer.storage.limiter_counts == (64, 16, 64)
 
@@ -75,12 +74,12 @@ def test_a_write_waits_until_enough_was_sampled(make: Make, shards: int) -> None
     limiter = RateLimiter(8, samples_per_insert=2.0, error_buffer=16)
     buffer = make(shards, limiter=limiter)
     buffer.extend(make_rows(range(32)))
-    waiting = InThread(lambda: buffer.extend(make_rows(range(8))))
+    waiting = in_thread(lambda: buffer.extend(make_rows(range(8))))
     buffer.sample()
-    waiting.thread.join(0.2)
-    assert waiting.thread.is_alive() and buffer.storage.write_count == 32
+    wait([waiting], 0.2)
+    assert not waiting.done() and buffer.storage.write_count == 32
     buffer.sample()
-    waiting.result()
+    waiting.result(30)
     assert buffer.storage.limiter_counts == (40, 32, 40)
 
 
@@ -95,12 +94,12 @@ def test_a_sample_never_counts_twice(
 
     def count_and_look(index: torch.Tensor) -> None:
         count_samples(index)
-        looks.append(InThread(buffer.storage.gate.counts))
-        looks[-1].thread.join(0.2)
+        looks.append(in_thread(buffer.storage.gate.counts))
+        wait([looks[-1]], 0.2)
 
     monkeypatch.setattr(client, "count_samples", count_and_look)
     buffer.sample()
-    assert [look.result().samples for look in looks] == [16]
+    assert [look.result(30).samples for look in looks] == [16]
 
 
 @pytest.mark.parametrize("shards", [0, 1, 2])
@@ -114,14 +113,14 @@ def test_one_reader_and_one_writer_are_exact(make: Make, cluster: Session, shard
         while not done.is_set():
             seen.append(limiter.difference(buffer.storage.limiter_counts))
 
-    watching = InThread(watch)
-    writing = InThread(
+    watching = in_thread(watch)
+    writing = in_thread(
         lambda: cluster.call(cluster.of_role("owner")[2], write_until, buffer, 320, 8)
     )
     sample_times(buffer, 37)  # to 48, of 40 at least
-    writing.result()
+    writing.result(30)
     done.set()
-    watching.result()
+    watching.result(30)
     seen.append(limiter.difference(buffer.storage.limiter_counts))
     started = [difference for difference in seen if difference > limiter.range[0]]
     assert seen[-1] == 2 * 320 - 37 * 16
@@ -164,10 +163,10 @@ def test_a_killed_writer_is_an_error_at_the_deadline(make: Make, cluster: Sessio
     buffer = make(1, limiter=RateLimiter(40), timeout_s=2.0)
     writer = cluster.of_role("owner")[2]
     cluster.call(writer, write_until, buffer, 8, 8)
-    waiting = InThread(buffer.sample)
+    waiting = in_thread(buffer.sample)
     os.kill(cluster.pid_of(writer), signal.SIGKILL)
     with pytest.raises(RateLimitError, match="32 more rows to be written.*Are the processes gone"):
-        waiting.result()
+        waiting.result(30)
 
 
 def sample_all(buffer: HostedReplayBuffer, batch_size: int = 16) -> collections.Counter:
@@ -270,11 +269,11 @@ def test_the_stock_buffer_holds_no_lock_while_it_waits(make: Make, cluster: Sess
         writer=SharedCursorWriter(),
         batch_size=16,
     )
-    waiting = InThread(buffer.sample)
+    waiting = in_thread(buffer.sample)
     wait_until(lambda: buffer.storage.gate is not None)
     buffer.extend(make_rows(range(12)))
     buffer.extend(make_rows(range(12)))
-    assert len(waiting.result()) == 16
+    assert len(waiting.result(30)) == 16
 
 
 def test_on_the_owners_node_its_counters_are_used(

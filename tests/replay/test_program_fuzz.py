@@ -205,13 +205,13 @@ class Program:
 
     def run_beside(self) -> None:
         """Operations of a process that will not die, because they move the watched tables."""
-        self.run(30, self.common() | {self.fork: 8, self.close: 3})
+        self.run(20, self.common() | {self.fork: 8, self.close: 3})
 
     def run_with_others(self) -> None:
-        self.run(30, self.common())
+        self.run(20, self.common())
 
     def run_alone(self) -> None:
-        self.run(30, self.common() | {self.refused: 6})
+        self.run(20, self.common() | {self.refused: 6})
 
     def change_alpha(self) -> None:
         for _ in range(40):  # a dozen stores each
@@ -279,7 +279,7 @@ def test_programs_leave_whole_rows_with_their_mass(
         def dying(seed: int, kind: int = kind, folder: Path = folder, texts: bool = texts) -> None:
             program = Program(folder, seed, texts)
             stores.watch(program.rb.storage.directory)
-            with stores.dying_at(seeds.randint(1, 400 if kind == 2 else 1500)):
+            with stores.dying_at(seeds.randint(1, 400 if kind == 2 else 1000)):
                 (program.run_with_others, program.run_alone, program.change_alpha)[kind]()
 
         def beside(seed: int, folder: Path = folder, texts: bool = texts) -> None:

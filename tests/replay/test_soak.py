@@ -399,9 +399,9 @@ def test_soak(folder: Path, driver: Driver, limiter: RateLimiter | None, request
     }
     print(f"seed {seed}: {json.dumps(figures)}")
     request.node.user_properties += list(figures.items())
-    assert driver.counts["kills"] > SECONDS / 2 and driver.counts["pauses"] > SECONDS / 4
+    assert driver.counts["kills"] > LIVES * len(driver.workers) and driver.counts["pauses"]
     assert counters["repairs"] >= LIVES
-    assert min(found) > CAPACITY // 2 and (log.progress > 10).all()
+    assert min(found) > CAPACITY // 2 and (log.progress > 2).all()
     rb.storage.close()
 
 
@@ -533,5 +533,5 @@ def test_soak_of_a_buffer_that_others_keep(folder: Path, fork_server, shards: in
     request.node.user_properties += list(service.counts.items())
     counts = service.counts
     assert counts["kills"] == LIVES * 3 + (LIVES - 1) * shards
-    assert counts["checkpoints"] > 0 and counts["pauses"] > SECONDS / 2
+    assert counts["checkpoints"] > 0 and counts["pauses"] > 0
     assert not list(folder.iterdir())  # the last job ended in order
