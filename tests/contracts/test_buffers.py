@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, RandomSampler, ReplayBuffer, TensorDictReplayBuffer
-from torchrl.data.replay_buffers.writers import RoundRobinWriter, TensorDictRoundRobinWriter
+from torchrl.data import LazyTensorStorage, RandomSampler, TensorDictReplayBuffer
+from torchrl.data.replay_buffers.writers import TensorDictRoundRobinWriter
 from torchrl.envs import DoubleToFloat
 
-from tests.replay.conftest import folder, make_rows  # noqa: F401
+from tests.contracts.conftest import release
+from tests.replay.conftest import make_rows
+from tests.replay.faults import attach
+from tests.replay.hosted_helpers import settle
 from tests.replay.test_rows import agents_rows, check_agents_rows
 from torchrl_dist import (
     RemoteStorage,
     RPCPrioritizedSampler,
     Session,
     SharedCursorWriter,
-    SharedMemmapStorage,
-    SharedPrioritizedSampler,
-    SharedRandomSampler,
     SharedReplayBuffer,
     host_replay,
-    local_cluster,
     replay_buffer,
 )
 from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.runtime import ForkServer
 
 CAPACITY = 24
 
@@ -41,21 +41,11 @@ HOSTED = ["owner by RPC", "owner by RPC, stock class", "owner on this node"]
 SHARDED = ["shards by RPC", "uniform shards by RPC", "shards on this node", "pickled shards"]
 
 
-@pytest.fixture(scope="module")
-def job(fork_server: ForkServer) -> Iterator[Session]:
-    """One for all tests: each builds its buffer there, and gives it back."""
-    with local_cluster({"learner": 1, "owner": 2}, fork_server=fork_server, timeout_s=20) as job:
-        yield job
-
-
 @pytest.fixture(params=[*LOCAL, *HOSTED, *SHARDED])
-def buffer(
-    request: pytest.FixtureRequest,
-    folder: Path,  # noqa: F811
-    job: Session,
-) -> Iterator[TensorDictReplayBuffer]:
+def buffer(request: pytest.FixtureRequest, folder: Path) -> Iterator[TensorDictReplayBuffer]:
     if request.param in HOSTED + SHARDED:
-        yield from hosted_buffer(request.param, folder, job)
+        job, where = (request.getfixturevalue(name) for name in ("job", "where"))
+        yield from hosted_buffer(request.param, job, where(request.param))
         return
     if request.param == "torchrl":
         yield TensorDictReplayBuffer(
@@ -65,30 +55,15 @@ def buffer(
             batch_size=8,
         )
         return
-    uniform = request.param == "shared uniform"
     kind = SharedReplayBuffer if request.param == "exact" else TensorDictReplayBuffer
-    rb = kind(
-        storage=SharedMemmapStorage(CAPACITY, scratch_dir=folder, job_id="test"),
-        sampler=SharedRandomSampler() if uniform else SharedPrioritizedSampler(CAPACITY, 0.6, 0.4),
-        writer=SharedCursorWriter(),
-        batch_size=8,
-    )
+    uniform = request.param == "shared uniform"
+    rb = attach(folder, CAPACITY, uniform=uniform, kind=kind, keep=False, batch_size=8)
     yield pickle.loads(pickle.dumps(rb)) if request.param == "attached by pickle" else rb
     rb.storage.close()
 
 
-def hosted_buffer(
-    form: str,
-    folder: Path,  # noqa: F811
-    job: Session,
-) -> Iterator[TensorDictReplayBuffer]:
-    """Kept by one or two other processes; this one writes to the first of them."""
-    shards = 2 if form in SHARDED else 1
-    where = {
-        "hosts": job.of_role("owner")[:shards],
-        "shortcut": "on this node" in form,
-        "scratch_dir": folder,
-    }
+def hosted_buffer(form: str, job: Session, where: dict) -> Iterator[TensorDictReplayBuffer]:
+    """One or two other processes keep the rows; this one writes to the first of them."""
     if "stock" in form:
         owner = host_replay(job, CAPACITY, **where)
         rb = TensorDictReplayBuffer(
@@ -101,27 +76,12 @@ def hosted_buffer(
         rb.storage.close()
         owner.release()
         return
-    rb = replay_buffer(
-        job,
-        capacity=shards * CAPACITY,
-        batch_size=8,
-        prefetch=0,
-        uniform="uniform" in form,
-        **where,
-    )
+    options = {"uniform": "uniform" in form, "batch_size": 8, "prefetch": 0, **where}
+    rb = replay_buffer(job, capacity=len(where["hosts"]) * CAPACITY, **options)
     used = pickle.loads(pickle.dumps(rb)) if "pickled" in form else rb
     yield used
     used.close()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # this process has a directory of its node still open
-        rb.release()
-
-
-def settle(buffer: TensorDictReplayBuffer) -> None:
-    """Wait until another process has taken over what was written, where there is one."""
-    flush = getattr(buffer.storage, "flush", None)
-    if flush is not None:
-        flush()
+    release(rb)
 
 
 def ids(rows: TensorDict) -> list[int]:
@@ -167,6 +127,8 @@ def test_a_write_advances_the_generation_of_its_slots_only(buffer) -> None:
     buffer.extend(make_rows(range(5)))
     after = buffer.writer.generations_of(torch.arange(CAPACITY))
     assert (after - before).tolist() == [1] * 5 + [0] * (CAPACITY - 5)
+    square = torch.arange(4).reshape(2, 2)
+    assert buffer.writer.generations_of(square).tolist() == after[square].tolist()
 
 
 def test_single_rows_slices_lists_and_tensors_index_alike(buffer) -> None:
@@ -309,7 +271,9 @@ def test_rows_are_read_and_replaced_by_indices_of_any_shape(buffer) -> None:
     storage[square] = make_rows(range(51, 55)).reshape(2, 2)
     assert ids(storage[square]) == [[51, 52], [53, 54]]
     storage[square] = make_rows([60])[0]
-    assert ids(buffer[:10]) == [0, 60, 60, 60, 60, 5, 6, 7, 8, 9]
+    storage[-1] = make_rows([61])[0]
+    assert ids(buffer[:10]) == [0, 60, 60, 60, 60, 5, 6, 7, 8, 61]
+    assert ids(storage.get(torch.tensor([1, 9], dtype=torch.int32))) == [60, 61]
     one = storage[torch.tensor(7)]
     assert one.batch_size == () and one["id"] == 7
     assert torch.equal(storage.get("id"), buffer[:]["id"])
@@ -319,58 +283,17 @@ def test_rows_are_read_and_replaced_by_indices_of_any_shape(buffer) -> None:
 
 
 @pytest.mark.parametrize("buffer", OURS, indirect=True)
-def test_a_row_is_added_with_its_priority(buffer) -> None:
+def test_rows_are_added_and_extended_with_their_priorities(buffer) -> None:
     rows = make_rows(range(8))
     rows["td_error"] = torch.tensor([100.0] + 7 * [0.01])
-    for row in rows:
+    for row in rows[:4]:
         buffer.add(row)
+    buffer.extend(rows[4:])
     settle(buffer)
     (saved, *_) = (each for each in buffer.storage.snapshot() if each.leaf.size)
     if hasattr(buffer.sampler, "alpha"):
         assert saved.leaf[0] == pytest.approx(100**0.6, 1e-4)
         assert saved.leaf[1:] == pytest.approx(0.01**0.6, 1e-4)
-
-
-@pytest.mark.parametrize("buffer", OURS, indirect=True)
-def test_what_is_no_row_or_no_slot_is_refused_and_changes_nothing(buffer) -> None:
-    buffer.extend(make_rows(range(10)))
-    settle(buffer)
-    storage, row, beyond = buffer.storage, make_rows([50]), torch.tensor([buffer.storage.max_size])
-    refused = [
-        (IndexError, "capacity|must be in|beyond", lambda: storage.get(beyond)),
-        (IndexError, "capacity|must be in|beyond", lambda: storage.set(beyond, row)),
-        (IndexError, "must be in", lambda: storage.write_at(torch.tensor([-1]), row)),
-        (
-            ConfigurationError,
-            "1 rows for 2 slots",
-            lambda: storage.write_at(torch.tensor([1, 2]), row),
-        ),
-        (ConfigurationError, "batch of rows", lambda: storage.append(row[0])),
-        (ConfigurationError, "rows are TensorDicts", lambda: storage.set(3, "a row")),
-        (ConfigurationError, "'obs'", lambda: buffer.extend(row.exclude("obs"))),
-        (ConfigurationError, "", lambda: buffer.extend(TensorDict({}, [3]))),
-    ]
-    if hasattr(buffer.sampler, "alpha"):
-        one, two = torch.tensor([1]), torch.ones(2)
-        update = buffer.sampler.update_priority
-        refused += [
-            (ConfigurationError, "prior", lambda: update(one, two, storage=storage)),
-            (ConfigurationError, ">= 0", lambda: update(one, -two[:1], storage=storage)),
-            (IndexError, "capacity", lambda: update(beyond, 1.0, storage=storage)),
-            (
-                ConfigurationError,
-                "generation",
-                lambda: update(one, 1.0, storage=storage, generation=torch.tensor([2, 2])),
-            ),
-        ]
-    handles = storage.generations_of(torch.arange(10)).tolist()
-    for error, words, call in refused:
-        with pytest.raises(error, match=words):
-            call()
-    settle(buffer)
-    assert ids(buffer[:10]) == list(range(10)) and len(buffer) == buffer.write_count == 10
-    assert storage.generations_of(torch.arange(10)).tolist() == handles
-    assert set(ids(buffer.sample())) <= set(range(10))
 
 
 def test_rows_keep_nested_batch_sizes_empty_nodes_and_text(buffer, tmp_path: Path) -> None:
@@ -388,27 +311,109 @@ def test_rows_keep_nested_batch_sizes_empty_nodes_and_text(buffer, tmp_path: Pat
         check_agents_rows(buffer[:], text=not torchrls)
 
 
-@pytest.mark.parametrize("kind", ["torchrl", "shared"])
-def test_prefetch_and_a_plain_replay_buffer(kind: str, folder: Path) -> None:  # noqa: F811
-    shared = kind == "shared"
-    buffer = ReplayBuffer(
-        storage=SharedMemmapStorage(CAPACITY, scratch_dir=folder, job_id="test")
-        if shared
-        else LazyTensorStorage(CAPACITY),
-        sampler=SharedPrioritizedSampler(CAPACITY, 0.6, 0.4) if shared else RandomSampler(),
-        writer=SharedCursorWriter() if shared else RoundRobinWriter(track_generations=True),
-        batch_size=8,
-        prefetch=3,
-    )
-    buffer.extend([row for row in make_rows(range(10))])
-    buffer.add(make_rows(range(10, 11))[0])
-    for _ in range(10):
-        batch, info = buffer.sample(return_info=True)
-        assert ids(batch) == info["index"].tolist()
-        assert (info["index_generation"] == buffer.writer.generations_of(info["index"])).all()
-        assert not shared or info["priority_weight"].shape == (8,)
-    buffer.shutdown()
-    buffer.empty()
-    assert len(buffer) == 0
-    if shared:
-        buffer.storage.close()
+@pytest.mark.parametrize("buffer", OURS, indirect=True)
+def test_rows_that_require_grad_are_stored_without_it(buffer) -> None:
+    rows = make_rows(range(8))
+    rows["obs"] = rows["obs"].requires_grad_() * 1.0
+    buffer.extend(rows)
+    settle(buffer)
+    buffer.storage.write_at(torch.tensor([3, 1]), rows[:2])
+    assert not buffer.sample()["obs"].requires_grad
+    assert ids(buffer[:8]) == [0, 1, 2, 0, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("buffer", OURS, indirect=True)
+def test_equal_seeds_draw_different_batches(buffer) -> None:
+    buffer.extend(make_rows(range(CAPACITY)))
+    settle(buffer)
+    copied = pickle.loads(pickle.dumps(buffer))
+    drawn = []
+    for each in (buffer, copied):
+        torch.manual_seed(0)
+        np.random.seed(0)
+        drawn.append(ids(each.sample(64)))
+    assert drawn[0] != drawn[1]
+    copied.storage.close()
+
+
+PRIORITIZED = [kind for kind in OURS if "uniform" not in kind]
+
+
+@pytest.mark.parametrize("buffer", PRIORITIZED, indirect=True)
+def test_alpha_changes_for_every_user(buffer) -> None:
+    rows = make_rows(range(4)).set("td_error", torch.tensor([1.0, 4.0, 9.0, 16.0]))
+    buffer.extend(rows)
+    settle(buffer)
+    other = pickle.loads(pickle.dumps(buffer))
+    assert len(buffer.sample()) == len(other.sample()) == 8
+    for user, alpha in ((buffer, 0.5), (other, 0.0), (buffer, 1.0)):
+        user.sampler.alpha = alpha
+        settle(user)
+        (saved, *_) = (each for each in buffer.storage.snapshot() if each.leaf.size)
+        # the exponent 0 makes all priorities 1, which stay
+        assert saved.leaf == pytest.approx([1, 2, 3, 4] if alpha == 0.5 else 1, 1e-5)
+        for each in (buffer, other):
+            assert each.sample()["priority_weight"].min() > 0
+            assert each.sampler.alpha == each.sampler.state_dict()["_alpha"] == alpha
+    other.storage.close()
+
+
+def row_with(**changes: Any) -> TensorDict:
+    return make_rows([50]).set("td_error", torch.ones(1)).update(changes)
+
+
+REFUSED_ROWS = {
+    "missing 'obs'": row_with().exclude("obs"),
+    "unknown 'extra'": row_with(extra=torch.zeros(1)),
+    "'obs' is torch.float32": row_with().exclude("obs").update({"obs": torch.zeros(1, 4)}),
+    r"\[5\] per row": row_with().exclude("obs").update({"obs": torch.zeros(1, 5).double()}),
+    "name": row_with().set_non_tensor("name", "x"),
+    "": TensorDict({}, [3]),
+}
+
+
+@pytest.mark.parametrize("buffer", OURS, indirect=True)
+def test_wrong_rows_slots_and_priorities_are_refused_and_change_nothing(buffer) -> None:
+    buffer.extend(make_rows(range(10)).set("td_error", torch.ones(10)))
+    settle(buffer)
+    storage, row, beyond = buffer.storage, row_with(), torch.tensor([buffer.storage.max_size])
+    one, refused = torch.tensor([1]), []
+
+    def refuse(words: str, call: Any, *arguments: Any, error: Any = ConfigurationError, **named):
+        refused.append((error, words, lambda: call(*arguments, **named)))
+
+    for words, rows in REFUSED_ROWS.items():
+        refuse(words, buffer.extend, rows)
+    for place in (beyond, -beyond - 1):
+        refuse("capacity|must be in|beyond|before", storage.get, place, error=IndexError)
+        refuse("capacity|must be in|beyond|before", storage.set, place, row, error=IndexError)
+    for place in (torch.tensor([1.9]), [0.0, 1.0], 2.5):
+        refuse("whole numbers, got torch.float32", storage.get, place, error=IndexError)
+        refuse("whole numbers", storage.write_at, place, row, error=IndexError)
+    refuse("must be in|got -1", storage.write_at, -one, row, error=IndexError)
+    refuse("1 rows for 2 slots", storage.write_at, torch.tensor([1, 2]), row)
+    refuse("batch of rows", storage.append, row[0])
+    refuse("rows are TensorDicts", storage.set, 3, "a row")
+    if hasattr(buffer.sampler, "alpha"):
+        update, two = buffer.sampler.update_priority, torch.ones(2)
+        refuse("prior", update, one, two, storage=storage)
+        for bad in (-1.0, math.nan, math.inf):
+            refuse(">= 0", update, one, torch.tensor([bad]), storage=storage)
+            if type(buffer) is not TensorDictReplayBuffer:  # which writes the rows first
+                refuse("finite", buffer.extend, row_with(td_error=torch.tensor([bad])))
+        refuse("capacity", update, beyond, 1.0, storage=storage, error=IndexError)
+        refuse("whole numbers", update, torch.tensor([1.9]), 3.0, storage=storage, error=IndexError)
+        refuse("mask", update, torch.arange(8) == 5, 9.0, storage=storage, error=IndexError)
+        wrong = torch.tensor([2, 2])
+        refuse("generation", update, one, 1.0, storage=storage, generation=wrong)
+    handles = storage.generations_of(torch.arange(10)).tolist()
+    for error, words, call in refused:
+        with pytest.raises(error, match=words):
+            call()
+            settle(buffer)
+    assert ids(buffer[:10]) == list(range(10)) and len(buffer) == buffer.write_count == 10
+    assert storage.generations_of(torch.arange(10)).tolist() == handles
+    assert set(ids(buffer.sample())) <= set(range(10))
+    index = buffer.extend(row)
+    settle(buffer)
+    assert ids(buffer[index]) == [50]

@@ -65,7 +65,7 @@ def test_an_exception_names_peer_and_host_and_shows_where_it_was_raised(peer) ->
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("inf")])
-def test_a_deadline_that_is_none_is_refused(peer, timeout_s: float) -> None:
+def test_a_deadline_that_is_not_positive_and_finite_is_refused(peer, timeout_s: float) -> None:
     job, there = peer
     with pytest.raises(ConfigurationError, match="timeout_s"):
         job.call(there, len, "abc", timeout_s=timeout_s)

@@ -25,59 +25,27 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-import torchrl_dist
+import torchrl_dist as td
 from tests.learn.losses import make_loss
-from torchrl_dist import (
-    CollectReport,
-    DistributedLoss,
-    DriftError,
-    FirstReady,
-    Peer,
-    Preempt,
-    Quorum,
-    RateLimiter,
-    RemoteError,
-    RemoteStorage,
-    RPCBatchedCollector,
-    RPCPrioritizedSampler,
-    RPCPrioritizedSliceSampler,
-    RPCRandomSampler,
-    RPCSamplerWithoutReplacement,
-    RPCSliceSampler,
-    Session,
-    SharedCursorWriter,
-    SharedMemmapStorage,
-    SharedPrioritizedSampler,
-    SharedPrioritizedSliceSampler,
-    SharedRandomSampler,
-    SharedReplayBuffer,
-    SharedSamplerWithoutReplacement,
-    SharedSliceSampler,
-    WaitAll,
-    World,
-    host_replay,
-    replay_buffer,
-    session,
-)
 
 pytestmark = pytest.mark.timeout(180)
 
 CAPACITY = 100
 BY_NAME = ("anneal_beta", "host_replay", "local_cluster", "replay_buffer", "session")
 VALUES: dict[str, Callable[[], Any]] = {
-    "__version__": lambda: torchrl_dist.__version__,
-    "CollectReport": lambda: CollectReport(frames=3, episode_returns=(1.0,)),
-    "FirstReady": FirstReady,
-    "Peer": lambda: Peer("learner", 0, 0, "host"),
-    "Preempt": lambda: Preempt(0.6),
-    "Quorum": lambda: Quorum(2, timeout_s=1.0),
-    "RateLimiter": lambda: RateLimiter(8, samples_per_insert=2.0, error_buffer=32.0),
-    "WaitAll": WaitAll,
-    "World": World.from_env,
+    "__version__": lambda: td.__version__,
+    "CollectReport": lambda: td.CollectReport(frames=3, episode_returns=(1.0,)),
+    "FirstReady": td.FirstReady,
+    "Peer": lambda: td.Peer("learner", 0, 0, "host"),
+    "Preempt": lambda: td.Preempt(0.6),
+    "Quorum": lambda: td.Quorum(2, timeout_s=1.0),
+    "RateLimiter": lambda: td.RateLimiter(8, samples_per_insert=2.0, error_buffer=32.0),
+    "WaitAll": td.WaitAll,
+    "World": td.World.from_env,
 }
 ERRORS: dict[str, Callable[[], BaseException]] = {
     **{
-        name: getattr(torchrl_dist, name)
+        name: getattr(td, name)
         for name in (
             "CheckpointError",
             "ConfigurationError",
@@ -88,8 +56,8 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
             "TorchRLDistError",
         )
     },
-    "DriftError": lambda *text: DriftError(*text, names=("weight",)),
-    "RemoteError": lambda *text: RemoteError(*text, peer="a", host="b", remote_traceback="c"),
+    "DriftError": lambda *text: td.DriftError(*text, names=("weight",)),
+    "RemoteError": lambda *text: td.RemoteError(*text, peer="a", host="b", remote_traceback="c"),
 }
 
 
@@ -99,7 +67,7 @@ def _rows(count: int) -> TensorDict:
     return TensorDict(rows, [count])
 
 
-# how an object is used; ``near`` is what it needs beside itself
+# how an object is used; ``near`` is what it needs in addition
 def _sample(buffer: Any, near: Any) -> None:
     assert (buffer.sample()["id"] < 50).all()
 
@@ -119,7 +87,7 @@ def _read(storage: Any, near: Any) -> None:
 
 
 def _open(owner: Any, near: Any) -> None:
-    _read(RemoteStorage(owner), near)
+    _read(td.RemoteStorage(owner), near)
 
 
 def _call(remote: Any, near: Any) -> None:
@@ -140,7 +108,7 @@ def _check(loss: Any, near: Any) -> None:
 
 @dataclass
 class Subject:
-    """An object, how it is used, and what is to come of it where that is an error.
+    """An object, how it is used, and the errors that are expected.
 
     Attributes:
         copied: of pickling and copying it.
@@ -166,17 +134,17 @@ _WAS_CLOSED = "ConfigurationError: this buffer was closed in this process"
 
 def _shared(folder: Path) -> Iterator[Subject]:
     samplers: list[Any] = [
-        SharedRandomSampler(),
-        SharedPrioritizedSampler(CAPACITY, 0.6, 0.4),
-        SharedSamplerWithoutReplacement(),
-        SharedSliceSampler(slice_len=2, traj_key="episode"),
-        SharedPrioritizedSliceSampler(CAPACITY, 0.6, 0.4, slice_len=2, traj_key="episode"),
+        td.SharedRandomSampler(),
+        td.SharedPrioritizedSampler(CAPACITY, 0.6, 0.4),
+        td.SharedSamplerWithoutReplacement(),
+        td.SharedSliceSampler(slice_len=2, traj_key="episode"),
+        td.SharedPrioritizedSliceSampler(CAPACITY, 0.6, 0.4, slice_len=2, traj_key="episode"),
     ]
     for number, sampler in enumerate(samplers):
-        storage = SharedMemmapStorage(
+        storage = td.SharedMemmapStorage(
             CAPACITY, scratch_dir=folder / str(number), job_id="test", timeout_s=20
         )
-        buffer = SharedReplayBuffer(storage=storage, sampler=sampler, batch_size=4, prefetch=2)
+        buffer = td.SharedReplayBuffer(storage=storage, sampler=sampler, batch_size=4, prefetch=2)
         buffer.extend(_rows(50))
         buffer.sample()
         yield Subject(sampler, _draw, storage, closed=_CLOSED)
@@ -186,9 +154,9 @@ def _shared(folder: Path) -> Iterator[Subject]:
             yield Subject(buffer.writer, _write, closed=_CLOSED)
 
 
-def _hosted(job: Session, folder: Path) -> Iterator[Subject]:
-    owner = host_replay(job, CAPACITY, scratch_dir=folder, shortcut=False)
-    storage = RemoteStorage(owner)
+def _hosted(job: td.Session, folder: Path) -> Iterator[Subject]:
+    owner = td.host_replay(job, CAPACITY, scratch_dir=folder, shortcut=False)
+    storage = td.RemoteStorage(owner)
     storage.append(_rows(50))
     storage.flush()
     there: dict[str, Any] = {"forked": _FORKED, "elsewhere": _NOT_IN}
@@ -196,16 +164,16 @@ def _hosted(job: Session, folder: Path) -> Iterator[Subject]:
     yield Subject(storage, _read, closed=_WAS_CLOSED, **there)
     slices: dict[str, Any] = {"slice_len": 2, "traj_key": "episode", "owner": owner}
     for sampler in (
-        RPCRandomSampler(owner=owner),
-        RPCPrioritizedSampler(CAPACITY, 0.6, 0.4, owner=owner),
-        RPCSamplerWithoutReplacement(owner=owner),
-        RPCSliceSampler(**slices),
-        RPCPrioritizedSliceSampler(CAPACITY, 0.6, 0.4, **slices),
+        td.RPCRandomSampler(owner=owner),
+        td.RPCPrioritizedSampler(CAPACITY, 0.6, 0.4, owner=owner),
+        td.RPCSamplerWithoutReplacement(owner=owner),
+        td.RPCSliceSampler(**slices),
+        td.RPCPrioritizedSliceSampler(CAPACITY, 0.6, 0.4, **slices),
     ):
         yield Subject(sampler, _draw, storage, closed=_WAS_CLOSED, **there)
     options: dict[str, Any] = {"capacity": CAPACITY, "batch_size": 4, "scratch_dir": folder}
-    far = replay_buffer(job, "far", shortcut=False, **options)
-    near = replay_buffer(job, "near", **options)
+    far = td.replay_buffer(job, "far", shortcut=False, **options)
+    near = td.replay_buffer(job, "near", **options)
     for buffer in (far, near):
         buffer.extend(_rows(50))
         buffer.flush()
@@ -221,8 +189,8 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Subje
     folder = tmp_path_factory.mktemp("handover")
     refused = "ConfigurationError: a .* cannot be copied or pickled, because"
     with ExitStack() as stack:
-        job = stack.enter_context(session(timeout_s=20))
-        collector = stack.enter_context(RPCBatchedCollector("CartPole-v1", frames_per_batch=8))
+        job = stack.enter_context(td.session(timeout_s=20))
+        collector = stack.enter_context(td.RPCBatchedCollector("CartPole-v1", frames_per_batch=8))
         next(iter(collector))
         shared = list(_shared(folder / "shared"))
         for each in shared:
@@ -235,7 +203,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Subje
                 Subject(
                     collector, _collect, copied=refused, forked=_FORKED, closed="was shut down"
                 ),
-                Subject(DistributedLoss(make_loss("dqn")), _check, copied=refused),
+                Subject(td.DistributedLoss(make_loss("dqn")), _check, copied=refused),
             ],
             stack,
         )
@@ -247,10 +215,10 @@ def subjects(stage: tuple[list[Subject], ExitStack]) -> list[Subject]:
 
 
 def _storage_of(thing: Any, near: Any) -> Any:
-    """Of a buffer, a storage, a sampler with the storage beside it, or a writer."""
-    if isinstance(thing, SharedReplayBuffer):
+    """Of a buffer, a storage, a sampler with its storage, or a writer."""
+    if isinstance(thing, td.SharedReplayBuffer):
         return thing.storage
-    if isinstance(thing, SharedCursorWriter):
+    if isinstance(thing, td.SharedCursorWriter):
         return thing._storage
     return thing if near is None else near
 
@@ -290,14 +258,14 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 def test_every_public_name_is_placed(subjects: list[Subject]) -> None:
     names = {base.__name__ for each in subjects for base in type(each.thing).__mro__}
     placed = {*BY_NAME, *VALUES, *ERRORS, "DistributedLoss"}
-    missing = set(torchrl_dist.__all__) - placed - names
+    missing = set(td.__all__) - placed - names
     assert not missing, f"say in this file what becomes of {missing} that is copied or closed"
 
 
 @pytest.mark.parametrize("how", COPIES)
 def test_copies_of_values_and_errors_are_equal(how: str) -> None:
     for name in BY_NAME:
-        function = getattr(torchrl_dist, name)
+        function = getattr(td, name)
         assert COPIES[how](function) is function
     for value in (make() for make in VALUES.values()):
         made = COPIES[how](value)
@@ -305,7 +273,7 @@ def test_copies_of_values_and_errors_are_equal(how: str) -> None:
     for name, make in ERRORS.items():
         error = make("what went wrong")
         made = COPIES[how](error)
-        assert type(made) is getattr(torchrl_dist, name)
+        assert type(made) is getattr(td, name)
         assert (str(made), vars(made)) == (str(error), vars(error))
 
 
@@ -314,19 +282,19 @@ def vars_of(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("how", COPIES)
-def test_a_copy_of_what_is_in_use_works_or_is_refused(how: str, subjects: list[Subject]) -> None:
+def test_a_copy_of_an_object_in_use_works_or_is_refused(how: str, subjects: list[Subject]) -> None:
     def use_copy(each: Subject) -> None:
         thing, near = COPIES[how]((each.thing, each.near))
         each.use(thing, near)
         storage = _storage_of(thing, near)
-        if type(storage) is SharedMemmapStorage:
+        if type(storage) is td.SharedMemmapStorage:
             storage.close()
 
     outcomes = [_outcome(lambda each=each: use_copy(each)) for each in subjects]
     _compare(subjects, outcomes, [each.copied for each in subjects])
 
 
-def test_another_thread_may_use_it_or_is_told(subjects: list[Subject]) -> None:
+def test_another_thread_can_use_it_or_gets_an_error(subjects: list[Subject]) -> None:
     """A collector's envs live in the thread that built it."""
     outcomes: list[str] = []
 
@@ -336,11 +304,11 @@ def test_another_thread_may_use_it_or_is_told(subjects: list[Subject]) -> None:
     thread = threading.Thread(target=use)
     thread.start()
     thread.join(60)
-    told = [isinstance(each.thing, RPCBatchedCollector) for each in subjects]
+    told = [isinstance(each.thing, td.RPCBatchedCollector) for each in subjects]
     _compare(subjects, outcomes, ["was built in" if each else None for each in told])
 
 
-def test_a_forked_child_may_use_it_or_is_told(subjects: list[Subject]) -> None:
+def test_a_forked_child_can_use_it_or_gets_an_error(subjects: list[Subject]) -> None:
     read, write = os.pipe()
     pid = os.fork()
     if not pid:
@@ -368,7 +336,7 @@ def _use_there(pipe: Any, things: list[Any], packed: list[bytes]) -> None:
     pipe.send(outcomes)
 
 
-def test_a_spawned_process_gets_it_or_is_told(subjects: list[Subject]) -> None:
+def test_a_spawned_process_can_use_it_or_gets_an_error(subjects: list[Subject]) -> None:
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     arrive = [each for each in subjects if each.copied is None and each.elsewhere is None]
@@ -390,11 +358,11 @@ def test_a_spawned_process_gets_it_or_is_told(subjects: list[Subject]) -> None:
             _compare([each], [_outcome(refused.start)], [each.copied])
 
 
-def test_what_was_closed_says_so(subjects: list[Subject]) -> None:
+def test_closed_objects_say_so(subjects: list[Subject]) -> None:
     """This and the next come last."""
     closed = [each for each in subjects if each.closed is not None]
     for each in closed:
-        if isinstance(each.thing, RPCBatchedCollector):
+        if isinstance(each.thing, td.RPCBatchedCollector):
             each.thing.shutdown()
         else:
             _storage_of(each.thing, each.near).close()
@@ -407,12 +375,12 @@ def test_what_was_closed_says_so(subjects: list[Subject]) -> None:
         assert re.search(each.copied or each.closed or "", got) or (of_hosts and not got)
 
 
-def test_what_belongs_to_a_session_says_that_it_has_ended(
+def test_objects_of_a_session_say_that_it_has_ended(
     stage: tuple[list[Subject], ExitStack],
 ) -> None:
     subjects, stack = stage
     stack.close()
-    left = [each for each in subjects if not isinstance(each.thing, DistributedLoss)]
+    left = [each for each in subjects if not isinstance(each.thing, td.DistributedLoss)]
     used = [_outcome(lambda e=e: e.use(e.thing, e.near)) for e in left]
     ended = [_NOT_IN, _WAS_CLOSED, "was closed in this process", "session is closed", "shut down"]
     _compare(left, used, ["|".join(ended)] * len(left))

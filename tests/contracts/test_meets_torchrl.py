@@ -60,6 +60,7 @@ from torchrl.trainers.algorithms import DQNTrainer
 from torchrl.trainers.algorithms.offline_to_online import OfflineToOnlineReplayBufferHook
 
 from tests.collect.envs import Counter
+from tests.replay.hosted_helpers import settle
 from torchrl_dist import (
     RemoteStorage,
     RPCBatchedCollector,
@@ -120,11 +121,9 @@ class Parts:
         return kind(storage=self.storage(), writer=self.writer(), **options)
 
     def settle(self, *buffers: Any) -> None:
-        """Wait until what was written has come to who keeps it."""
+        """Wait until the hosts have stored what was written."""
         for buffer in buffers:
-            flush = getattr(buffer.storage, "flush", None)
-            if flush is not None:
-                flush()
+            settle(buffer)
 
 
 class Ours(Parts):
@@ -557,7 +556,7 @@ def test_ours_refuse_storages_of_torchrl() -> None:
         rb.sample()
 
 
-def test_buffers_of_torchrl_that_look_at_neighbouring_slots(ours: Ours) -> None:
+def test_buffers_of_torchrl_that_look_at_neighboring_slots(ours: Ours) -> None:
     with pytest.raises(ConfigurationError, match="relabel each episode before extend"):
         ours.buffer(HERReplayBuffer, reward_fn=print)
     storage = ours.storage()
@@ -616,14 +615,14 @@ def test_collectors_that_share_a_buffer_with_their_processes(local: Ours) -> Non
             rb.storage.__getstate__()
 
 
-# --- query beside writers ------------------------------------------------------------------------
+# --- query while others write --------------------------------------------------------------------
 
 
 def pieces(rb: Any) -> list[tuple[int, list[int]]]:
     return [(int(each.episode[0]), each.id.tolist()) for each in rb.query()]
 
 
-@pytest.mark.parametrize(("total", "taken"), [(31, 1), (31, 3), (27, 2), (24, 5), (40, 11)])
+@pytest.mark.parametrize(("total", "taken"), [(31, 1), (24, 5), (40, 11)])
 def test_query_gives_whole_trajectories_while_rows_are_being_written(
     total: int, taken: int, local: Ours
 ) -> None:

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare, hypergeom
 
-from tests.replay.conftest import folder, make_rows  # noqa: F401
-from tests.replay.hosted_helpers import sample_times
+from tests.contracts.conftest import HOSTED, KINDS
+from tests.replay.conftest import make_rows
+from tests.replay.faults import attach
+from tests.replay.hosted_helpers import sample_times, settle
 from torchrl_dist import (
     ConfigurationError,
     HostedReplayBuffer,
@@ -21,50 +23,32 @@ from torchrl_dist import (
     RemoteStorage,
     RPCSamplerWithoutReplacement,
     Session,
-    SharedMemmapStorage,
     SharedReplayBuffer,
     SharedSamplerWithoutReplacement,
     host_replay,
-    local_cluster,
 )
-from torchrl_dist.runtime import ForkServer
 
 CAPACITY = 64
-HOSTED = ["owner by RPC", "owner on this node", "shards by RPC", "shards on this node"]
-KINDS = ["local", *HOSTED]
-
-
-@pytest.fixture(scope="module")
-def job(fork_server: ForkServer) -> Iterator[Session]:
-    with local_cluster({"learner": 1, "owner": 2}, fork_server=fork_server, timeout_s=20) as job:
-        yield job
 
 
 @pytest.fixture
-def make(folder: Path, job: Session) -> Iterator[Callable[..., SharedReplayBuffer]]:  # noqa: F811
+def make(folder: Path, job: Session, where) -> Iterator[Callable[..., SharedReplayBuffer]]:
     built: list[Callable[[], Any]] = []
 
     def build(kind: str, batch_size: int, limiter: Any = None, **options: Any):
         if kind == "local":
-            storage: Any = SharedMemmapStorage(CAPACITY, scratch_dir=folder, limiter=limiter)
             sampler: Any = SharedSamplerWithoutReplacement(**options)
-            built.append(storage.close)
-        else:
-            shards = 2 if "shards" in kind else 1
-            owner = host_replay(
-                job,
-                shards * CAPACITY,
-                hosts=job.of_role("owner")[:shards],
-                scratch_dir=folder,
-                write_to="all",
-                shortcut="on this node" in kind,
-                limiter=limiter,
-            )
-            storage = RemoteStorage(owner)
-            built.extend((owner.release, storage.close))
-            sampler = RPCSamplerWithoutReplacement(owner=owner, **options)
-        buffer = SharedReplayBuffer if kind == "local" else HostedReplayBuffer
-        return buffer(storage=storage, sampler=sampler, batch_size=batch_size)
+            kinds = {"sampler": sampler, "kind": SharedReplayBuffer, "keep": False}
+            buffer = attach(folder, CAPACITY, batch_size=batch_size, limiter=limiter, **kinds)
+            built.append(buffer.storage.close)
+            return buffer
+        place = where(kind)
+        capacity = len(place["hosts"]) * CAPACITY
+        owner = host_replay(job, capacity, write_to="all", limiter=limiter, **place)
+        storage = RemoteStorage(owner)
+        built.extend((owner.release, storage.close))
+        sampler = RPCSamplerWithoutReplacement(owner=owner, **options)
+        return HostedReplayBuffer(storage=storage, sampler=sampler, batch_size=batch_size)
 
     yield build
     with warnings.catch_warnings():
@@ -73,16 +57,14 @@ def make(folder: Path, job: Session) -> Iterator[Callable[..., SharedReplayBuffe
             built.pop()()
 
 
-def settle(buffer: SharedReplayBuffer) -> None:
-    getattr(buffer.storage, "flush", lambda: None)()
-
-
 def one_pass(buffer: SharedReplayBuffer) -> list[int]:
     return [number for batch in buffer for number in batch["id"].tolist()]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_pass_has_each_row_once_and_ends_and_the_next_has_the_new_ones(make, kind) -> None:
+def test_a_pass_has_each_row_once_and_ends_and_the_next_has_the_new_ones(
+    make, kind, tmp_path
+) -> None:
     rb = make(kind, 8)
     assert not rb.can_sample()
     with pytest.raises(RuntimeError, match="empty storage"):
@@ -112,6 +94,10 @@ def test_a_pass_has_each_row_once_and_ends_and_the_next_has_the_new_ones(make, k
         rb.sample()
     rb.extend(make_rows(range(50, 60)))
     settle(rb)
+    assert sorted(one_pass(rb)) == list(range(50, 60))
+    rb.sample()
+    rb.dumps(tmp_path)
+    rb.loads(tmp_path)  # begins a new pass
     assert sorted(one_pass(rb)) == list(range(50, 60))
 
 

@@ -5,18 +5,16 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import TensorDictReplayBuffer
 
-from torchrl_dist.replay import (
-    SharedCursorWriter,
-    SharedMemmapStorage,
-    SharedPrioritizedSampler,
-    SharedRandomSampler,
-)
+from tests.replay.faults import attach
+from torchrl_dist import HostedReplayBuffer, Session, local_cluster, own_files, replay_buffer
+from torchrl_dist.replay.node.leftovers import find
+from torchrl_dist.runtime import ForkServer
 
 
 @pytest.fixture
@@ -42,38 +40,33 @@ def make_rows(values: torch.Tensor | range, width: int = 4) -> TensorDict:
 
 
 @pytest.fixture
-def make_buffer(folder: Path) -> Iterator[Callable[..., TensorDictReplayBuffer]]:
-    built: list[TensorDictReplayBuffer] = []
+def make_buffer(folder: Path) -> Iterator[Callable[..., Any]]:
+    """As ``faults.attach``, in a folder that the last buffer removes."""
+    built: list[Any] = []
 
-    def make(
-        capacity: int = 64,
-        *,
-        uniform: bool = False,
-        alpha: float = 0.6,
-        beta: float = 0.4,
-        kind: type[TensorDictReplayBuffer] = TensorDictReplayBuffer,
-        **kwargs,
-    ) -> TensorDictReplayBuffer:
-        storage_arguments = {
-            name: kwargs.pop(name)
-            for name in ("resume", "keep", "timeout_s", "gather_threads", "limiter")
-            if name in kwargs
-        }
-        buffer = kind(
-            storage=SharedMemmapStorage(
-                capacity, scratch_dir=folder, job_id="test", **storage_arguments
-            ),
-            sampler=SharedRandomSampler()
-            if uniform
-            else SharedPrioritizedSampler(capacity, alpha=alpha, beta=beta),
-            writer=SharedCursorWriter(),
-            batch_size=kwargs.pop("batch_size", 16),
-            priority_key=kwargs.pop("priority_key", "td_error"),
-            **kwargs,
-        )
-        built.append(buffer)
-        return buffer
+    def make(capacity: int = 64, **options: Any) -> Any:
+        built.append(attach(folder, capacity, **{"keep": False, "batch_size": 16, **options}))
+        return built[-1]
 
     yield make
     for buffer in built:
         buffer.storage.close()
+
+
+@pytest.fixture
+def cluster(folder: Path, fork_server: ForkServer) -> Iterator[Session]:
+    with local_cluster({"learner": 1, "owner": 3}, timeout_s=20, fork_server=fork_server) as job:
+        yield job
+    # also where a host was killed; in a folder of the user's, its rows are for a later job
+    assert not [each for each in find(own_files.user_folders()) if each.job_id == job.world.job_id]
+
+
+@pytest.fixture
+def make_hosted(cluster: Session, folder: Path) -> Callable[..., HostedReplayBuffer]:
+    """A buffer that the first owners keep, used by RPC."""
+
+    def make(shards: int = 1, **options: Any) -> HostedReplayBuffer:
+        where = {"hosts": cluster.of_role("owner")[:shards], "scratch_dir": folder}
+        return replay_buffer(cluster, **{"batch_size": 16, "shortcut": False, **where, **options})
+
+    return make

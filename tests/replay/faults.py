@@ -25,9 +25,11 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -39,7 +41,6 @@ from torchrl.data import TensorDictReplayBuffer
 
 import torchrl_dist.replay
 from torchrl_dist.replay import (
-    RateLimiter,
     SharedCursorWriter,
     SharedMemmapStorage,
     SharedPrioritizedSampler,
@@ -88,31 +89,27 @@ def priority_of(keys: torch.Tensor) -> torch.Tensor:
 
 def attach(
     folder: Path,
-    capacity: int,
+    capacity: int = 64,
     *,
+    sampler: Any = None,
     uniform: bool = False,
     alpha: float = 0.6,
-    timeout_s: float = 30.0,
+    beta: float = 0.4,
+    kind: Any = TensorDictReplayBuffer,
     batch_size: int = 64,
-    limiter: RateLimiter | None = None,
-    kind: type[TensorDictReplayBuffer] = TensorDictReplayBuffer,
     **more: Any,
-) -> TensorDictReplayBuffer:
+) -> Any:
+    """A buffer over the rows in the folder. ``more`` is for the buffer, or for its storage."""
+    of_storage = ("job_id", "keep", "timeout_s", "limiter", "resume", "gather_threads")
+    options = {name: more.pop(name) for name in of_storage if name in more}
+    options = {"job_id": "test", "keep": True, "timeout_s": 30.0} | options
+    if sampler is None and uniform:
+        sampler = SharedRandomSampler()
     return kind(
-        storage=SharedMemmapStorage(
-            capacity,
-            scratch_dir=folder,
-            job_id="test",
-            keep=True,
-            timeout_s=timeout_s,
-            limiter=limiter,
-        ),
-        sampler=SharedRandomSampler()
-        if uniform
-        else SharedPrioritizedSampler(capacity, alpha=alpha, beta=0.4),
+        storage=SharedMemmapStorage(capacity, scratch_dir=folder, **options),
+        sampler=sampler or SharedPrioritizedSampler(capacity, alpha, beta),
         writer=SharedCursorWriter(),
         batch_size=batch_size,
-        priority_key="td_error",
         **more,
     )
 
@@ -126,7 +123,7 @@ def published(directory: ReplayDirectory) -> np.ndarray:
 
 
 def assert_lock_is_free(directory: ReplayDirectory) -> None:
-    """Nobody but this process holds turnstile or mutex."""
+    """No other process holds the turnstile or the mutex."""
     assert not is_held(directory.lock_fd, 0, 2)
 
 
@@ -151,6 +148,15 @@ def assert_sound(rb: TensorDictReplayBuffer) -> None:
             assert count <= directory.capacity and member > 0
     rows = rb.storage.get(torch.from_numpy(np.flatnonzero(visible)))
     assert torn_rows(rows) == 0
+
+
+def start_at(directory: ReplayDirectory, count: int) -> int:
+    """As if that many rows had been written before, each slot that often; the first ticket."""
+    words, ticket = directory.words, count // directory.capacity * directory.capacity
+    words[Word.CURSOR] = words[Word.BASE] = ticket
+    words[Word.WRITE_COUNT] = words[Word.INSERT_BASE] = count
+    directory.versions[:] = 2 * count + 1
+    return ticket
 
 
 def own_claims(directory: ReplayDirectory) -> int:
@@ -226,6 +232,20 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true in time"
         time.sleep(1e-3)
+
+
+def in_thread(function: Callable[[], Any]) -> Future:
+    """Call it in another thread, for which the end of this process does not wait."""
+    future: Future = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 # --- faults --------------------------------------------------------------------------------------

@@ -23,6 +23,11 @@ from torchrl_dist.replay.hosts.messages import Reply, Request
 from torchrl_dist.runtime import current_session
 
 
+def settle(buffer: Any) -> None:
+    """Wait until the hosts, if there are any, have stored what was written."""
+    getattr(buffer.storage, "flush", lambda: None)()
+
+
 def slow_down(delay_s: float, calls: int | None = None) -> None:
     """Runs in an owner: its next calls, or all from now on, take that long."""
     serve = ReplayHost.serve
@@ -37,8 +42,8 @@ def slow_down(delay_s: float, calls: int | None = None) -> None:
 
 
 def when_rows_are_saved(what: str, writes: int) -> None:
-    """Runs in an owner that writes its rows to a checkpoint: after so many writes to files the disk
-    is full once, or the process is killed or paused."""
+    """Runs in an owner that writes its rows to a checkpoint: after that many writes to files the
+    disk is full once, or the process is killed or paused."""
     pwrite, counter = os.pwrite, itertools.count()
 
     def fail(fd: int, data: memoryview, offset: int) -> int:
@@ -106,7 +111,7 @@ def extend_twice(buffer: HostedReplayBuffer) -> torch.Tensor:
 
 
 def write_by_rpc(buffer: HostedReplayBuffer, number: int) -> None:
-    """Extend for ever with rows as ``faults.rows_of`` makes them, of keys of its own."""
+    """Extend indefinitely with rows as ``faults.rows_of`` makes them, of keys of its own."""
     from tests.replay.faults import rows_of
 
     for first in itertools.count(number << 40, 40):
@@ -122,16 +127,16 @@ def write_until(buffer: HostedReplayBuffer, rows: int, extend: int) -> int:
     data["next"] = TensorDict({"obs": data["obs"] + 0.5}, [extend])
     for _ in range(0, rows, extend):
         buffer.extend(TensorDict(data, [extend]))
-    buffer.flush()
+    settle(buffer)
     return rows // extend
 
 
 def sample_times(buffer: HostedReplayBuffer, times: int) -> list[int]:
-    """The ids of so many samples."""
+    """The ids of that many samples."""
     found = []
     for _ in range(times):
         found += buffer.sample()["id"].tolist()
-    buffer.flush()
+    settle(buffer)
     return found
 
 

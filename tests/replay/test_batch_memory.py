@@ -40,7 +40,7 @@ def test_a_dropped_tensor_is_used_again() -> None:
         lambda t: t.float().requires_grad_().sum(),
     ],
 )
-def test_memory_that_anybody_still_refers_to_is_left_alone(keep) -> None:
+def test_memory_that_is_still_referred_to_is_not_used_again(keep) -> None:
     memory = BatchMemory()
     tensor = floats(memory).fill_(1.0)
     first = tensor.data_ptr()
@@ -93,7 +93,7 @@ def test_threads_end_with_their_gatherer_and_start_anew_after_a_fork() -> None:
         assert not thread.is_alive()
 
 
-def test_what_fails_in_a_thread_is_raised() -> None:
+def test_an_error_in_a_thread_is_raised() -> None:
     class Fails:
         shape, dtype = (1, 2**21), np.dtype(np.uint8)
 

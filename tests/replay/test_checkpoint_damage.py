@@ -60,9 +60,9 @@ def state_of(rb: SharedReplayBuffer) -> dict[str, Any]:
     }
 
 
-def refused(rb: SharedReplayBuffer, load: Callable[[], object]) -> None:
+def refused(rb: SharedReplayBuffer, load: Callable[[], object], words: str = "") -> None:
     before = state_of(rb)
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match=words):
         load()
     assert state_of(rb) == before
 
@@ -157,7 +157,7 @@ def test_a_state_that_no_buffer_had_changes_nothing(rb, what: str) -> None:
     refused(rb, lambda: rb.storage.load_state_dict(state))
 
 
-def test_a_counter_that_nobody_knows_here_sets_nothing(rb) -> None:
+def test_an_unknown_counter_sets_nothing(rb) -> None:
     state = rb.storage.state_dict()
     counters = state["shards"][0]["head"]["counters"]
     others = {word.name.lower() for word in Word} - COUNTERS.keys()
@@ -166,6 +166,38 @@ def test_a_counter_that_nobody_knows_here_sets_nothing(rb) -> None:
     assert 2**40 not in list(rb.storage.directory.words)
     assert rb.storage.counters["stale_updates"] == 5
     assert_sound(rb)
+
+
+def _manifest(text: str) -> Callable[[Path], object]:
+    return lambda path: (path / "checkpoint.json").write_text(text)
+
+
+def _version(version: int) -> Callable[[Path], object]:
+    def change(path: Path) -> None:
+        entry = json.loads((path / "checkpoint.json").read_text())
+        _manifest(json.dumps(entry | {"format_version": version}))(path)
+
+    return change
+
+
+_UNREADABLE: dict[str, Callable[[Path], object]] = {
+    "is damaged: .*priority.bin": lambda path: next(path.rglob("priority.bin")).unlink(),
+    "key.bin is damaged: it has 100 bytes": lambda path: os.truncate(
+        next(path.rglob("key.bin")), 100
+    ),
+    "checkpoint.json is damaged": _manifest("{"),
+    "has format version 99, this torchrl_dist reads 2": _version(99),
+    "has format version 1, this torchrl_dist reads 2": _version(1),
+    "was not written by a replay buffer": _manifest("{}"),
+    "holds no checkpoint of a replay buffer": shutil.rmtree,
+}
+
+
+@pytest.mark.parametrize("words", _UNREADABLE)
+def test_an_error_names_the_damage_of_a_checkpoint(rb, tmp_path: Path, words: str) -> None:
+    rb.dumps(tmp_path / "saved")
+    _UNREADABLE[words](tmp_path / "saved")
+    refused(rb, lambda: rb.loads(tmp_path / "saved"), words)
 
 
 @pytest.mark.parametrize("state", [{}, {"shards": 3}, {"shards": []}, {"shards": [{}]}, 7])
@@ -220,7 +252,7 @@ def test_a_stock_buffers_bad_beta_is_refused_before_alpha_changes(folder: Path) 
 # --- files of others -----------------------------------------------------------------------------
 
 
-def test_files_of_others_beside_a_checkpoint_stay(rb, tmp_path: Path) -> None:
+def test_files_of_others_next_to_a_checkpoint_stay(rb, tmp_path: Path) -> None:
     (tmp_path / "rows-backup").mkdir()
     (tmp_path / "rows-backup" / "a.bin").write_text("mine")
     (tmp_path / "rows-0123456789ab" / "shard-0").mkdir(parents=True)  # as ours are named
@@ -252,7 +284,7 @@ def test_a_manifest_of_others_is_not_replaced(rb, tmp_path: Path) -> None:
 
 
 def test_a_note_of_others_removes_nothing(rb, tmp_path: Path) -> None:
-    """What names the folders of killed writers names only folders of rows, in this folder."""
+    """The file that lists folders of killed writers is not trusted beyond this folder."""
     outside = tmp_path / "outside" / "rows-0123456789ab"
     (outside / "shard-0").mkdir(parents=True)
     (outside / "shard-0" / "key.bin").write_text("mine")
@@ -266,7 +298,7 @@ def test_a_note_of_others_removes_nothing(rb, tmp_path: Path) -> None:
     assert (outside / "shard-0" / "key.bin").exists() and (target / "keep").is_dir()
 
 
-def test_what_killed_writers_left_is_removed_by_the_next(rb, tmp_path: Path) -> None:
+def test_the_next_writer_removes_files_of_killed_writers(rb, tmp_path: Path) -> None:
     rb.dumps(tmp_path)
 
     def victim(step: int) -> None:

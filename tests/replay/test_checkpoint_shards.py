@@ -1,4 +1,4 @@
-"""Checkpoints of buffers that other processes keep, given back to as many shards or to others."""
+"""Checkpoints of buffers that other processes keep, restored to as many shards or others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,18 +13,15 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from tests.replay.conftest import folder, make_rows  # noqa: F401
+from tests.replay.conftest import make_rows
 from tests.replay.hosted_helpers import note_syncs, synced_here, when_rows_are_saved
 from torchrl_dist import (
     CheckpointError,
-    ConfigurationError,
     DeadlineError,
     HostedReplayBuffer,
     PeerLostError,
     Session,
     SharedMemmapStorage,
-    local_cluster,
-    replay_buffer,
 )
 from torchrl_dist.replay.saving import disk, snapshot
 from torchrl_dist.replay.saving.disk import read_dump, read_manifest
@@ -36,31 +32,15 @@ Make = Callable[..., HostedReplayBuffer]
 
 
 @pytest.fixture
-def cluster(folder: Path, fork_server) -> Iterator[Session]:  # noqa: F811
-    with local_cluster({"learner": 1, "owner": 3}, timeout_s=20, fork_server=fork_server) as job:
-        yield job
-
-
-@pytest.fixture
-def make(cluster: Session, folder: Path, monkeypatch) -> Make:  # noqa: F811
-    """A buffer over so many shards, of 48 rows each unless told otherwise."""
+def make(make_hosted: Make, monkeypatch) -> Make:
+    """A buffer over that many shards, of 48 rows each unless told otherwise."""
     monkeypatch.setattr(snapshot, "_CHUNK_ROWS", 8)
     names = iter("abcdef")
 
     def make(shards: int, capacity: int | None = None, **options) -> HostedReplayBuffer:
-        defaults = {
-            "name": next(names),
-            "capacity": capacity or SHARD * shards,
-            "batch_size": 16,
-            "hosts": cluster.of_role("owner")[:shards],
-            "alpha": 1.0,
-            "beta": 0.5,
-            "shortcut": False,
-            "write_to": "all",
-            "scratch_dir": folder,
-            "prefetch": 0,
-        }
-        return replay_buffer(cluster, **{**defaults, **options})
+        defaults = {"name": next(names), "capacity": capacity or SHARD * shards, "prefetch": 0}
+        defaults |= {"alpha": 1.0, "beta": 0.5, "write_to": "all"}
+        return make_hosted(shards, **{**defaults, **options})
 
     return make
 
@@ -73,7 +53,7 @@ def rows_of(ids: range | list[int]) -> TensorDict:
 
 
 def fill(buffer: HostedReplayBuffer, extends: int) -> None:
-    """So many extends of 10 rows, to the shards in turn, with priorities of their own."""
+    """That many extends of 10 rows, to the shards in turn, with priorities of their own."""
     for extend in range(extends):
         buffer.extend(rows_of(range(10 * extend, 10 * extend + 10)))
     buffer.flush()
@@ -82,14 +62,13 @@ def fill(buffer: HostedReplayBuffer, extends: int) -> None:
 def law(buffer: HostedReplayBuffer) -> dict[int, float]:
     """The mass of each row, from many draws: weights are (p / p_min) ** -beta."""
     found: dict[int, float] = {}
-    for _ in range(400):
+    for _ in range(100):
         batch = buffer.sample()
         found |= dict(zip(batch["id"].tolist(), batch["priority_weight"].tolist(), strict=True))
     return found
 
 
-@pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize("shortcut", [False, True])
+@pytest.mark.parametrize(("shards", "shortcut"), [(1, False), (2, True)])
 def test_every_row_is_back_in_its_place(make, tmp_path: Path, shards: int, shortcut: bool) -> None:
     buffer = make(shards, shortcut=shortcut)
     fill(buffer, 14)
@@ -107,7 +86,7 @@ def test_every_row_is_back_in_its_place(make, tmp_path: Path, shards: int, short
     for row, weight in law(buffer).items():
         assert masses.get(row, weight) == pytest.approx(weight, rel=1e-5)
     handle["td_error"] = torch.full((16,), 1e6)
-    buffer.update_tensordict_priority(handle)  # rows of before the restore: dropped
+    buffer.update_tensordict_priority(handle)  # earlier rows: dropped
     buffer.loads(tmp_path)
     assert buffer.sampler.default_priority == 140.0
     buffer.extend(rows_of(range(900, 902)), update_priority=False)
@@ -118,7 +97,7 @@ def test_every_row_is_back_in_its_place(make, tmp_path: Path, shards: int, short
     assert set(range(5)) <= set(buffer[:]["id"].tolist())
 
 
-@pytest.mark.parametrize("saved, restored", [(1, 2), (2, 1), (2, 3), (3, 2)])
+@pytest.mark.parametrize("saved, restored", [(1, 2), (3, 2)])
 def test_another_number_of_shards_keeps_rows_priorities_and_counts(
     make, tmp_path: Path, saved: int, restored: int
 ) -> None:
@@ -148,7 +127,7 @@ def test_another_number_of_shards_keeps_rows_priorities_and_counts(
     assert len(other) == 40 * saved + 10
 
 
-def test_one_nodes_checkpoint_goes_to_shards_and_back(make, folder: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_one_nodes_checkpoint_goes_to_shards_and_back(make, folder: Path, tmp_path: Path) -> None:
     one = SharedMemmapStorage(SHARD, scratch_dir=folder / "one", job_id="test")
     one.append(make_rows(range(40)))
     one.dumps(tmp_path / "one")
@@ -160,26 +139,6 @@ def test_one_nodes_checkpoint_goes_to_shards_and_back(make, folder: Path, tmp_pa
     one.loads(tmp_path / "two")
     assert sorted(one[:]["id"].tolist()) == list(range(40))
     one.close()
-
-
-def test_of_more_rows_than_there_is_room_for_the_newest_stay(make, tmp_path: Path) -> None:
-    buffer = make(2)
-    fill(buffer, 8)
-    buffer.dumps(tmp_path)
-    other = make(2, capacity=48)
-    with pytest.warns(UserWarning, match="32 rows more than the 48"):
-        other.loads(tmp_path)
-    ids = set(other[:]["id"].tolist())
-    assert len(ids) == 48 and ids >= set(range(40, 80))
-
-
-def test_a_state_dict_goes_to_another_number_of_shards(make) -> None:
-    buffer = make(2)
-    fill(buffer, 6)
-    state = buffer.state_dict()
-    other = make(3)
-    other.load_state_dict(state)
-    assert sorted(other[:]["id"].tolist()) == list(range(60))
 
 
 def hide_folders(monkeypatch) -> None:
@@ -240,8 +199,7 @@ def test_a_host_syncs_what_it_writes_as_it_goes(make, cluster: Session, tmp_path
     assert sorted(cluster.submit(owner, synced_here).result(20)) == sorted(3 * rows)
 
 
-@pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize("what", ["killed", "paused", "full"])
+@pytest.mark.parametrize(("what", "shards"), [("killed", 2), ("paused", 1), ("full", 2)])
 def test_a_host_that_fails_while_it_writes(
     make, cluster: Session, tmp_path: Path, what: str, shards: int
 ) -> None:
@@ -317,30 +275,3 @@ def test_a_lost_shard_is_left_out_and_the_checkpoint_says_so(
     other = make(1)
     other.loads(tmp_path)
     assert len(other) == 40
-
-
-def test_rows_of_another_kind_are_refused_and_the_shards_stay(make, tmp_path: Path) -> None:
-    buffer, other = make(2), make(2)
-    fill(buffer, 4)
-    other.extend(TensorDict({"something": torch.zeros(4, 2)}, [4]))
-    other.flush()
-    other.dumps(tmp_path)
-    with pytest.raises(ConfigurationError, match="'something' is float32 \\[2\\], here missing"):
-        buffer.loads(tmp_path)
-    assert sorted(buffer[:]["id"].tolist()) == list(range(40))
-
-
-def test_a_checkpoint_that_cannot_be_written_is_an_error(make, tmp_path: Path, monkeypatch) -> None:
-    buffer = make(2)
-    fill(buffer, 4)
-    buffer.dumps(tmp_path)
-    before = sorted(tmp_path.rglob("*"))
-
-    def fail(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "pwrite", fail)
-    with pytest.raises(CheckpointError, match="No space left"), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        buffer.dumps(tmp_path)
-    assert sorted(tmp_path.rglob("*")) == before

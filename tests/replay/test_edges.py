@@ -49,7 +49,7 @@ def test_a_refused_batch_has_overwritten_nothing(make_buffer, wrong) -> None:
     assert not rb.storage.directory.claims[:, CLAIM_COUNT].any()
 
 
-def test_a_row_in_place_far_ahead_leaves_a_gap_that_is_told_of_at_once(make_buffer) -> None:
+def test_a_row_in_place_far_ahead_leaves_a_gap_that_is_reported_at_once(make_buffer) -> None:
     rb = make_buffer(64)
     rb.storage.set(50, make_rows(range(1))[0])
     rb.extend(make_rows(range(10)))
@@ -71,18 +71,6 @@ def test_a_row_in_place_far_ahead_leaves_a_gap_that_is_told_of_at_once(make_buff
     assert rb.storage.shape == (3,)
 
 
-def test_a_key_gives_that_entry_of_all_rows(make_buffer) -> None:
-    rb = make_buffer()
-    theirs = TensorDictReplayBuffer(storage=LazyTensorStorage(64), batch_size=4)
-    for buffer in (rb, theirs):
-        buffer.extend(make_rows(range(9)))
-    for buffer in (rb, theirs):
-        for key in ("id", ("next", "obs"), ("id",)):
-            assert torch.equal(buffer.storage.get(key), theirs.storage.get(key))
-        with pytest.raises(KeyError):
-            buffer.storage.get("nothing")
-
-
 def test_the_state_of_a_storage_of_torchrls_is_refused(make_buffer) -> None:
     rb = make_buffer()
     rb.extend(make_rows(range(9)))
@@ -94,7 +82,7 @@ def test_the_state_of_a_storage_of_torchrls_is_refused(make_buffer) -> None:
     assert rb[:]["id"].tolist() == list(range(9))
 
 
-def test_a_stopped_process_in_the_queue_holds_up_nobody(folder: Path) -> None:
+def test_a_stopped_process_in_the_queue_holds_up_no_other(folder: Path) -> None:
     torch.set_num_threads(1)
     rb = attach(folder, 80, timeout_s=10)
     rb.extend(rows_of(range(80)))

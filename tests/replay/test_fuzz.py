@@ -33,6 +33,7 @@ from hypothesis.stateful import (
 )
 from tensordict import TensorDict
 
+from tests.replay.faults import start_at
 from torchrl_dist.errors import RateLimitError
 from torchrl_dist.replay import (
     RateLimiter,
@@ -47,10 +48,10 @@ from torchrl_dist.replay.law.placement import largest_reservation
 pytestmark = pytest.mark.timeout(300)
 BETA, EPS = 0.5, 1e-8
 SMALLEST = sys.float_info.min
-TIMEOUT_S = 0.02  # of waits for the limiter, which in here nobody ends
+TIMEOUT_S = 0.02  # of waits for the limiter, which no other process ends
 
 
-# --- who works on the buffer ---------------------------------------------------------------------
+# --- users of the buffer -------------------------------------------------------------------------
 
 
 class Actor:
@@ -71,9 +72,12 @@ class Actor:
             else SharedPrioritizedSampler(case.capacity, case.alpha, BETA, EPS),
             batch_size=case.batch_size,
         )
-        self.rb.set_rng(torch.Generator().manual_seed(0))  # an example is to repeat itself
+        self.rb.set_rng(torch.Generator().manual_seed(0))  # an example must repeat itself
         self.saved: dict[int, Any] = {}
         self.uniform = uniform
+
+    def start_at(self, count: int) -> int:
+        return start_at(self.rb.storage.directory, count)
 
     def close(self) -> None:
         self.rb.storage.close()
@@ -89,7 +93,7 @@ class Actor:
         self.rb[torch.tensor(slots)] = _rows(ids, None)
 
     def begin_write(self, count: int) -> None:
-        """Reserve slots. In another thread: one that begins a write again has given up the last."""
+        """Reserve slots in another thread, because a thread's next write abandons its last one."""
 
         def reserve() -> None:
             self.reservation = self.rb.storage._cursor.reserve(count)
@@ -238,6 +242,7 @@ class Model:
     limiter: RateLimiter | None
     rows: dict[int, Row] = field(default_factory=dict)
     generation: dict[int, int] = field(default_factory=dict)  # of the last write, also if gone
+    first_generation: int = 0
     cursor: int = 0
     base: int = 0
     write_count: int = 0
@@ -271,7 +276,7 @@ class Model:
 
     def write(self, slot: int, key: int, priority: float | None) -> None:
         largest = 1.0 if self.largest is None else self.largest
-        self.generation[slot] = self.generation.get(slot, 0) + 1
+        self.generation[slot] = self.generation.get(slot, self.first_generation) + 1
         self.rows[slot] = Row(key, self.leaf_of(largest if priority is None else priority))
         self.write_count += 1
         self.inserts += 1
@@ -338,7 +343,8 @@ class Model:
         self.base = self.cursor - high
         self.rows = copy.deepcopy(saved.rows)
         for slot, row in self.rows.items():
-            self.generation[slot] = max(self.generation.get(slot, 0) + 1, saved.generation[slot])
+            following = self.generation.get(slot, self.first_generation) + 1
+            self.generation[slot] = max(following, saved.generation[slot])
             if not self.used_up(row):
                 row.times = 0
         for name in ("write_count", "inserts", "samples", "largest", "alpha", "stale"):
@@ -383,15 +389,19 @@ class Machine(RuleBasedStateMachine):
         alpha=alphas,
         limiter=st.sampled_from(LIMITERS),
         uniform=st.booleans(),
+        start=st.sampled_from([0, *(2**power - 40 for power in (31, 32, 53, 60))]),
     )
     def build(
-        self, capacity: int, alpha: float, limiter: RateLimiter | None, uniform: bool
+        self, capacity: int, alpha: float, limiter: RateLimiter | None, uniform: bool, start: int
     ) -> None:
+        """The counts of the buffer pass 0 or a larger number."""
         batch_size = limiter.min_size_to_sample if limiter else 4
         self.case = Case(capacity, alpha, batch_size, limiter)
         self.uniform = uniform
-        self.model = Model(capacity, alpha, limiter)
+        self.model = Model(capacity, alpha, limiter, first_generation=start, write_count=start)
         self.attach(0)
+        if start:
+            self.model.cursor = self.model.base = self.actors[0].start_at(start)
         self.attach(1)
 
     def attach(self, which: int) -> None:
@@ -508,7 +518,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def update_priorities(self, data: st.DataObject) -> None:
-        """Of rows of now and of before, of none (-1), and several times of one."""
+        """Of present and earlier rows, of no row (-1), and several times of one."""
         chosen = data.draw(st.lists(st.sampled_from(self.handles), max_size=12))
         values = data.draw(st.lists(priorities, min_size=len(chosen), max_size=len(chosen)))
         slots, stamps = [slot for slot, _ in chosen], [stamp for _, stamp in chosen]
@@ -568,7 +578,7 @@ class Machine(RuleBasedStateMachine):
             self.attach(1)
 
     @invariant()
-    def everybody_sees_the_model(self) -> None:
+    def every_actor_sees_the_model(self) -> None:
         model = getattr(self, "model", None)
         if model is None:
             return
@@ -602,14 +612,14 @@ class Machine(RuleBasedStateMachine):
         shutil.rmtree(self.disk, ignore_errors=True)
 
 
-def _run(who: tuple[Any, Any]) -> None:
+def _run(users: tuple[Any, Any], examples: int = 30) -> None:
     class Here(Machine):
-        actors = who
+        actors = users
 
     run_state_machine_as_test(
         Here,
         settings=settings(
-            max_examples=int(os.environ.get("FUZZ_EXAMPLES", "30")),
+            max_examples=int(os.environ.get("FUZZ_EXAMPLES", examples)),
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=list(HealthCheck),
@@ -634,4 +644,4 @@ def test_two_buffers_of_one_process_do_as_the_model() -> None:
 
 def test_two_processes_do_as_the_model() -> None:
     with elsewhere(2) as actors:
-        _run(actors)
+        _run(actors, 15)

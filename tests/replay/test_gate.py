@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import collections
-import multiprocessing
 import os
-import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -18,17 +15,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torchrl.data import TensorDictReplayBuffer
 
+from tests import warm
 from tests.replay.conftest import make_rows
-from tests.replay.test_processes import child, wait_until
+from tests.replay.faults import (
+    attach,
+    end_of,
+    forked,
+    in_thread,
+    kill_self,
+    run_forked,
+    start,
+    wait_until,
+)
 from torchrl_dist.errors import ConfigurationError, RateLimitError
 from torchrl_dist.replay import (
     RateLimiter,
-    SharedCursorWriter,
-    SharedMemmapStorage,
-    SharedPrioritizedSampler,
-    SharedRandomSampler,
     SharedReplayBuffer,
     SharedSliceSampler,
 )
@@ -36,79 +38,15 @@ from torchrl_dist.replay.node.directory import ReplayDirectory
 from torchrl_dist.replay.node.tables import Word
 from torchrl_dist.replay.parts import storage
 
-KINDS = [TensorDictReplayBuffer, SharedReplayBuffer]
 
-
-def attach(folder: Path, capacity: int, limiter: RateLimiter | None, **kwargs: Any):
-    uniform, batch_size = kwargs.pop("uniform", False), kwargs.pop("batch_size", 16)
-    return SharedReplayBuffer(
-        storage=SharedMemmapStorage(
-            capacity, scratch_dir=folder, job_id="test", keep=True, limiter=limiter, **kwargs
-        ),
-        sampler=SharedRandomSampler() if uniform else SharedPrioritizedSampler(capacity, 0.6, 0.4),
-        batch_size=batch_size,
-    )
-
-
-class InThread:
-    """A call in another thread; ``result`` waits for it."""
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self._function = function
-        self._found: Any = None
-        self._error: BaseException | None = None
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._found = self._function()
-        except BaseException as error:
-            self._error = error
-
-    def is_waiting(self, rb: TensorDictReplayBuffer, waits: int = 1) -> bool:
-        return rb.storage.directory.counters["limiter_waits"] >= waits and self.thread.is_alive()
-
-    def result(self, timeout_s: float = 30.0) -> Any:
-        self.thread.join(timeout_s)
-        assert not self.thread.is_alive(), "the call still waits"
-        if self._error is not None:
-            raise self._error
-        return self._found
+def shared(
+    folder: Path, limiter: RateLimiter | None, capacity: int = 512, **more: Any
+) -> SharedReplayBuffer:
+    options = {"kind": SharedReplayBuffer, "batch_size": 16, "limiter": limiter, **more}
+    return attach(folder, capacity, **options)
 
 
 # --- waiting and being woken ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("uniform", [False, True])
-def test_a_sample_waits_until_the_minimum_size_is_there(
-    make_buffer: Callable, kind: type, uniform: bool
-) -> None:
-    rb = make_buffer(kind=kind, uniform=uniform, limiter=RateLimiter(40))
-    rb.extend(make_rows(range(39)))
-    assert not rb.can_sample()
-    waiting = InThread(rb.sample)
-    wait_until(lambda: waiting.is_waiting(rb))
-    rb.extend(make_rows(range(39, 40)))
-    assert len(waiting.result()) == 16
-    assert rb.can_sample()
-    assert rb.storage.limiter_counts == (40, 16, 40)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_write_waits_until_enough_was_sampled(make_buffer: Callable, kind: type) -> None:
-    rb = make_buffer(kind=kind, limiter=RateLimiter(8, samples_per_insert=2.0, error_buffer=16))
-    rb.extend(make_rows(range(32)))  # the first one begins below the minimum size
-    waiting = InThread(lambda: rb.extend(make_rows(range(8))))
-    wait_until(lambda: waiting.is_waiting(rb))
-    assert rb.storage.write_count == 32
-    rb.sample()  # 2 * 32 - 16 - (16 + 16) = 16 above the range
-    time.sleep(0.05)
-    assert rb.storage.write_count == 32
-    rb.sample()
-    assert len(waiting.result()) == 8
-    assert rb.storage.limiter_counts == (40, 32, 40)
 
 
 def test_rows_that_others_are_writing_count_before_the_next_write(make_buffer) -> None:
@@ -125,7 +63,7 @@ def test_a_waiting_thread_of_the_stock_buffer_holds_no_lock_of_it(make_buffer: C
     limiter = RateLimiter(8, samples_per_insert=1.0, error_buffer=16)
     rb = make_buffer(prefetch=3, limiter=limiter, timeout_s=20.0)
     rb.extend(make_rows(range(16)))
-    rb.sample()  # three more are to be fetched ahead, of which one may go on
+    rb.sample()  # three more are fetched ahead, of which one may go on
     wait_until(lambda: rb.storage.directory.counters["limiter_waits"] >= 1)
     for at in range(10):  # these need the buffer's lock
         rb.extend(make_rows(range(16)))
@@ -155,21 +93,6 @@ def test_batches_fetched_ahead_are_admitted_in_their_order(
     assert late
     for future in rb._prefetch_queue:
         future.cancel()
-
-
-def test_at_the_deadline_the_error_says_what_is_missing(make_buffer: Callable) -> None:
-    rb = make_buffer(
-        capacity=256,
-        timeout_s=0.3,
-        limiter=RateLimiter(100, samples_per_insert=2.0, error_buffer=8),
-    )
-    rb.extend(make_rows(range(60)))
-    with pytest.raises(RateLimitError, match="waited 0.3 s for 44 more rows to be written.*none"):
-        rb.sample()
-    rb.extend(make_rows(range(60)))
-    with pytest.raises(RateLimitError, match="for 32 more rows to be sampled before the next"):
-        rb.extend(make_rows(range(8)))
-    assert rb.storage.limiter_counts == (120, 0, 120)
 
 
 @pytest.mark.alone
@@ -230,10 +153,11 @@ def test_emptying_starts_the_counts_anew(make_buffer: Callable) -> None:
     rb = make_buffer(limiter=RateLimiter(8, samples_per_insert=1.0, error_buffer=16))
     rb.extend(make_rows(range(24)))
     rb.sample()
-    waiting = InThread(lambda: [rb.extend(make_rows(range(24))) for _ in range(2)])
-    wait_until(lambda: waiting.is_waiting(rb))
+    waiting = in_thread(lambda: [rb.extend(make_rows(range(24))) for _ in range(2)])
+    wait_until(lambda: rb.storage.directory.counters["limiter_waits"] >= 1)
+    assert not waiting.done()
     rb.empty()
-    waiting.result()
+    waiting.result(30)
     assert rb.storage.limiter_counts == (24, 0, 24)
 
 
@@ -254,7 +178,7 @@ def test_a_thread_that_asks_first_can_do_both(make_buffer: Callable) -> None:
 
 
 @pytest.mark.parametrize("ratio", [1.0, 8.0])
-def test_a_thread_that_would_wait_for_itself_is_told_what_to_do(
+def test_the_error_of_a_thread_that_waits_for_itself_says_what_to_do(
     make_buffer: Callable, ratio: float
 ) -> None:
     limiter = RateLimiter(16, samples_per_insert=ratio, error_buffer=32)
@@ -279,62 +203,48 @@ def test_a_process_that_opens_the_directory_before_the_limiter_is_stored_has_it(
     def open_slowly(*arguments: Any, **options: Any) -> ReplayDirectory:
         view = opened(*arguments, **options)
         if os.getpid() == parent:
-            with child(_extend_once, folder, limiter):
+            with forked(_extend_once, folder, limiter):
                 wait_until(lambda: view.length == 8)
         return view
 
     with monkeypatch.context() as patch:
         patch.setattr(storage, "open_directory", open_slowly)
-        rb = attach(folder, 64, limiter)
+        rb = shared(folder, limiter, 64)
     rb.extend(make_rows(range(8)))
     assert len(rb.sample(16)) == 16 and rb.storage.limiter_counts == (16, 16, 16)
 
 
 def _extend_once(folder: Path, limiter: RateLimiter) -> None:
-    attach(folder, 64, limiter).extend(make_rows(range(8)))
+    shared(folder, limiter, 64).extend(make_rows(range(8)))
     while True:
         time.sleep(1)
-
-
-def _write_the_limiter(rb: TensorDictReplayBuffer, file: Path) -> None:
-    file.write_text(str(rb.storage.limiter))
-
-
-def test_a_spawned_process_has_the_limiter(make_buffer: Callable, tmp_path: Path) -> None:
-    rb = make_buffer(limiter=RateLimiter(16))
-    process = multiprocessing.get_context("spawn").Process(
-        target=_write_the_limiter, args=(rb, tmp_path / "limiter")
-    )
-    process.start()
-    process.join(60)
-    assert (tmp_path / "limiter").read_text() == str(RateLimiter(16))
 
 
 # --- several processes ---------------------------------------------------------------------------
 
 
-def _write(folder: Path, limiter: RateLimiter, kwargs: dict) -> None:
-    rb = attach(folder, 512, limiter, **kwargs)
+def _write(folder: Path, limiter: RateLimiter | None) -> None:
+    rb = shared(folder, limiter)
     while True:
         rb.extend(make_rows(range(16)))
 
 
-def _sample(folder: Path, limiter: RateLimiter, kwargs: dict) -> None:
-    rb = attach(folder, 512, limiter, **kwargs)
+def _sample(folder: Path, limiter: RateLimiter) -> None:
+    rb = shared(folder, limiter)
     while True:
         rb.sample()
 
 
 def test_processes_keep_to_the_range(folder: Path) -> None:
     limiter = RateLimiter(64, samples_per_insert=2.0, error_buffer=40)
-    rb = attach(folder, 512, limiter)
+    rb = shared(folder, limiter)
     lower, upper = limiter.range
     seen = []
     with (
-        child(_write, folder, limiter, {}),
-        child(_write, folder, limiter, {}),
-        child(_sample, folder, limiter, {}),
-        child(_sample, folder, limiter, {}),
+        forked(_write, folder, limiter),
+        forked(_write, folder, limiter),
+        forked(_sample, folder, limiter),
+        forked(_sample, folder, limiter),
     ):
 
         def look() -> bool:
@@ -353,12 +263,10 @@ def test_processes_keep_to_the_range(folder: Path) -> None:
 
 def test_a_kill_of_a_waiting_process_leaves_nothing_behind(folder: Path) -> None:
     limiter = RateLimiter(8, samples_per_insert=1.0, error_buffer=16)
-    rb = attach(folder, 512, limiter, timeout_s=10.0)
+    rb = shared(folder, limiter, timeout_s=10.0)
     rb.extend(make_rows(range(32)))
-    with child(_write, folder, limiter, {}) as writer:
+    with forked(_write, folder, limiter):
         wait_until(lambda: rb.storage.directory.counters["limiter_waits"] > 0)
-        os.kill(writer.pid, signal.SIGKILL)
-        writer.join()
     assert rb.storage.limiter_counts == (32, 0, 32)
     rb.sample()
     rb.sample()
@@ -366,44 +274,41 @@ def test_a_kill_of_a_waiting_process_leaves_nothing_behind(folder: Path) -> None
     assert rb.storage.limiter_counts == (40, 32, 40)
 
 
-def _die_while_sampling(folder: Path, limiter: RateLimiter, kwargs: dict) -> None:
-    rb = attach(folder, 512, None)
-    rb.sampler.draw = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+def _die_while_sampling(folder: Path) -> None:
+    rb = attach(folder, 512, batch_size=16)
+    rb.sampler.draw = lambda *_: kill_self()
     rb.sample()
 
 
-def test_what_a_killed_process_did_not_return_counts_no_more(folder: Path) -> None:
+def test_samples_that_a_killed_process_did_not_return_count_no_more(folder: Path) -> None:
     limiter = RateLimiter(8, samples_per_insert=1.0, error_buffer=16)
-    rb = attach(folder, 512, limiter, timeout_s=10.0)
+    rb = shared(folder, limiter, timeout_s=10.0)
     rb.extend(make_rows(range(24)))  # for 32 rows of samples
     rb.sample()
-    with child(_die_while_sampling, folder, limiter, {}) as reader:
-        reader.join()
+    assert run_forked(_die_while_sampling, folder) < 0
     assert rb.storage.limiter_counts.samples == 32
     rb.sample()  # would have to wait
     assert rb.storage.limiter_counts == (24, 32, 24)
     assert not rb.can_sample()
-    with child(_die_while_sampling, folder, limiter, {}) as reader:
-        rb.extend(make_rows(range(16)))
-        reader.join()
+    reader = start(_die_while_sampling, folder)
+    rb.extend(make_rows(range(16)))
+    assert end_of(reader) < 0
     assert rb.storage.limiter_counts.samples == 48
     assert rb.can_sample()
     for _ in range(2):  # its place in the table is another's: taken back only once
-        attach(folder, 512, None).storage.close()
+        attach(folder, 512, batch_size=16).storage.close()
     assert rb.storage.limiter_counts == (40, 32, 40)
 
 
 def test_a_wait_for_a_writer_that_was_killed_ends_with_an_error_that_says_so(folder: Path) -> None:
     limiter = RateLimiter(8, samples_per_insert=1.0, error_buffer=16)
-    rb = attach(folder, 512, limiter, timeout_s=1.0)
-    with child(_write, folder, limiter, {}) as writer:
+    rb = shared(folder, limiter, timeout_s=1.0)
+    with forked(_write, folder, limiter) as writer:
         wait_until(lambda: rb.storage.directory.counters["limiter_waits"] > 0)
-        os.kill(writer.pid, signal.SIGSTOP)
-        with pytest.raises(RateLimitError, match=rf"processes that share it: \[{writer.pid}\]"):
+        os.kill(writer, signal.SIGSTOP)
+        with pytest.raises(RateLimitError, match=rf"processes that share it: \[{writer}\]"):
             while True:
                 rb.sample()
-        os.kill(writer.pid, signal.SIGKILL)
-        writer.join()
     with pytest.raises(RateLimitError, match=r"more rows to be written.*none is left"):
         rb.sample()
     # rows that a killed writer was writing do not count: others may write in its place
@@ -415,19 +320,19 @@ def test_a_restarted_job_goes_on_with_the_counts(folder: Path) -> None:
     limiter = RateLimiter(8, samples_per_insert=1.0, error_buffer=16)
 
     def first() -> None:
-        rb = attach(folder, 64, limiter)
+        rb = shared(folder, limiter, 64)
         rb.extend(make_rows(range(32)))
         rb.sample()
         os._exit(9)  # as if killed
 
-    with child(first) as process:
-        process.join(30)
-    rb = attach(folder, 64, limiter)
+    assert run_forked(first) == 9
+    rb = shared(folder, limiter, 64)
     assert rb.storage.limiter_counts == (32, 16, 32)
 
 
 def test_a_process_whose_prefetching_waits_can_end(folder: Path) -> None:
     code = f"""
+from tests import warm
 from tests.replay.conftest import make_rows
 from torchrl.data import TensorDictReplayBuffer
 from torchrl_dist import *
@@ -438,28 +343,25 @@ rb = TensorDictReplayBuffer(
 rb.extend(make_rows(range(16)))
 rb.sample()
 """
-    root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=root)
+    assert warm.start([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).wait(60) == 0
 
 
 # --- one limiter for all -------------------------------------------------------------------------
 
 
-def test_everybody_uses_the_same_limiter(folder: Path) -> None:
+def test_all_processes_use_the_same_limiter(folder: Path) -> None:
     limiter = RateLimiter(8, samples_per_insert=1.5, error_buffer=16, max_times_sampled=3)
-    with child(_write, folder, RateLimiter(8), {}) as writer:
+    with forked(_write, folder, RateLimiter(8)):
         wait_until(lambda: (folder / "limiter.bin").exists())
-        rb = attach(folder, 512, None)
+        rb = attach(folder, 512)
         assert rb.storage.limiter == RateLimiter(8)
         wait_until(lambda: len(rb) > 32)
         with pytest.raises(ConfigurationError, match=r"use RateLimiter.*_sample=8.*this"):
-            attach(folder, 512, limiter)
+            shared(folder, limiter)
         rb.storage.close()
         with pytest.raises(ConfigurationError, match="pass the same limiter everywhere"):
-            attach(folder, 512, limiter)
-        os.kill(writer.pid, signal.SIGKILL)
-        writer.join()
-    rb = attach(folder, 512, limiter, batch_size=8)  # alone: from now on this one
+            shared(folder, limiter)
+    rb = shared(folder, limiter, batch_size=8)  # alone: from now on this one
     assert rb.storage.limiter == limiter
     counts = rb.storage.limiter_counts
     assert (counts.inserts, counts.samples, counts.size) == (8, 0, len(rb))
@@ -468,27 +370,10 @@ def test_everybody_uses_the_same_limiter(folder: Path) -> None:
 def test_a_limiter_for_rows_that_are_there_is_refused_while_others_run_without(
     folder: Path,
 ) -> None:
-    with child(_write, folder, None, {}):
+    with forked(_write, folder, None):
         wait_until(lambda: (folder / "rows.json").exists())
         with pytest.raises(ConfigurationError, match="use no limiter, this one asks for"):
-            attach(folder, 512, RateLimiter(8))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_would_wait_for_ever_is_refused_when_it_is_built(
-    make_buffer: Callable, kind: type
-) -> None:
-    with pytest.raises(ConfigurationError, match="above the capacity 64"):
-        make_buffer(limiter=RateLimiter(65))
-    with pytest.raises(ConfigurationError, match="too small for batches of 16 rows"):
-        make_buffer(kind=kind, limiter=RateLimiter(1, samples_per_insert=1.0, error_buffer=7))
-
-
-def test_a_batch_that_could_wait_for_ever_is_refused(make_buffer: Callable) -> None:
-    rb = make_buffer(limiter=RateLimiter(1, samples_per_insert=1.0, error_buffer=8))
-    rb.extend(make_rows(range(64)))
-    with pytest.raises(ConfigurationError, match="too small for batches of 17 rows"):
-        rb.sample(17)
+            shared(folder, RateLimiter(8))
 
 
 # --- how often a row is sampled ------------------------------------------------------------------
@@ -545,7 +430,7 @@ def test_rows_stay_used_up_after_a_repair_and_a_restore(make_buffer: Callable) -
 
 
 def _consume(folder: Path, limiter: RateLimiter, out: Path, uniform: bool) -> None:
-    rb = attach(folder, 512, limiter, uniform=uniform, timeout_s=2.0)
+    rb = shared(folder, limiter, uniform=uniform, timeout_s=2.0)
     ids = []
     try:
         while True:
@@ -566,61 +451,31 @@ def test_several_processes_sample_each_row_once(
 ) -> None:
     limiter = RateLimiter(16, samples_per_insert=1.0, error_buffer=256, max_times_sampled=1)
     files = [tmp_path / "one", tmp_path / "two"]
-    rb = attach(folder, 512, limiter, uniform=uniform, timeout_s=2.0)
+    rb = shared(folder, limiter, uniform=uniform, timeout_s=2.0)
     with (
-        child(_consume, folder, limiter, files[0], uniform),
-        child(_consume, folder, limiter, files[1], uniform),
+        forked(_consume, folder, limiter, files[0], uniform),
+        forked(_consume, folder, limiter, files[1], uniform),
     ):
-        for at in range(0, 4096, 32):  # eight laps
+        for at in range(0, 2048, 32):  # four laps
             rb.extend(make_rows(range(at, at + 32)))
         wait_until(lambda: all(file.exists() for file in files))
     ids = np.concatenate([np.load(file) for file in files])
-    assert np.unique(ids).size == ids.size == rb.storage.limiter_counts.samples > 2048
+    assert np.unique(ids).size == ids.size == rb.storage.limiter_counts.samples > 1024
 
 
-def test_slices_do_not_count_rows(folder: Path) -> None:
-    storage = SharedMemmapStorage(
-        64, scratch_dir=folder, job_id="test", limiter=RateLimiter(16, max_times_sampled=2)
-    )
-    with pytest.raises(ConfigurationError, match="without max_times_sampled"):
-        TensorDictReplayBuffer(
-            storage=storage,
-            sampler=SharedSliceSampler(slice_len=4, traj_key="id"),
-            writer=SharedCursorWriter(),
-            batch_size=16,
-        )
-    storage.close()
-
-
-def test_slices_wait_too(folder: Path) -> None:
-    rb = TensorDictReplayBuffer(
-        storage=SharedMemmapStorage(
-            64, scratch_dir=folder, job_id="test", limiter=RateLimiter(33), timeout_s=0.2
-        ),
-        sampler=SharedSliceSampler(slice_len=4, traj_key="trajectory"),
-        writer=SharedCursorWriter(),
-        batch_size=16,
-    )
-    rows = make_rows(range(32))
-    rows["trajectory"] = torch.arange(32) // 8
-    rb.extend(rows)
-    assert not rb.can_sample()
-    with pytest.raises(RateLimitError, match=re.escape("for 1 more rows to be written")):
-        rb.sample()
-    rb.extend(rows)
-    assert rb.can_sample() and len(rb.sample()) == 16
-    rb.storage.close()
-
-
-@pytest.mark.parametrize("by", ["reopening", "loading"])
-@pytest.mark.parametrize("uniform", [False, True])
 @pytest.mark.parametrize(
-    "new", [RateLimiter(4, max_times_sampled=3), RateLimiter(4, None), RateLimiter(4, 50.0, 900.0)]
+    ("by", "uniform", "new"),
+    [
+        ("reopening", True, RateLimiter(4, max_times_sampled=3)),
+        ("loading", False, RateLimiter(4, max_times_sampled=3)),
+        ("reopening", False, RateLimiter(4, None)),
+        ("loading", True, RateLimiter(4, 50.0, 900.0)),
+    ],
 )
 def test_rows_that_were_used_up_may_be_sampled_under_another_limiter(
     folder: Path, tmp_path: Path, uniform: bool, new: RateLimiter, by: str
 ) -> None:
-    rb = attach(folder, 16, RateLimiter(4, max_times_sampled=1), uniform=uniform, batch_size=4)
+    rb = shared(folder, RateLimiter(4, max_times_sampled=1), 16, uniform=uniform, batch_size=4)
     rb.extend(make_rows(range(16)))
     for _ in range(3):
         rb.sample()
@@ -628,7 +483,7 @@ def test_rows_that_were_used_up_may_be_sampled_under_another_limiter(
         rb.dumps(tmp_path / "saved")
     rb.storage.close()
     path = folder if by == "reopening" else tmp_path / "other"
-    rb = attach(path, 16, new, uniform=uniform, batch_size=4, timeout_s=5.0)
+    rb = shared(path, new, 16, uniform=uniform, batch_size=4, timeout_s=5.0)
     if by == "loading":
         rb.loads(tmp_path / "saved")
     assert (rb.storage.directory.tree.leaves[:16] > 0).all()
@@ -644,15 +499,10 @@ def test_rows_that_were_used_up_may_be_sampled_under_another_limiter(
 
 @pytest.mark.parametrize("pad", [False, True])
 def test_rows_of_slices_count_as_they_are_returned(folder: Path, pad: bool) -> None:
-    rb = SharedReplayBuffer(
-        storage=SharedMemmapStorage(
-            64, scratch_dir=folder, job_id="test", limiter=RateLimiter(4, 9.0, 900.0)
-        ),
-        sampler=SharedSliceSampler(
-            slice_len=10, traj_key="trajectory", strict_length=False, pad_output=pad
-        ),
-        batch_size=40,
+    sampler = SharedSliceSampler(
+        slice_len=10, traj_key="trajectory", strict_length=False, pad_output=pad
     )
+    rb = shared(folder, RateLimiter(4, 9.0, 900.0), sampler=sampler, batch_size=40)
     rows = make_rows(range(32))
     rows["trajectory"] = torch.arange(32) // 4
     rb.extend(rows)
@@ -663,21 +513,15 @@ def test_rows_of_slices_count_as_they_are_returned(folder: Path, pad: bool) -> N
 
 def _until_it_waits(folder: Path, timeout_s: float) -> SharedReplayBuffer:
     """A buffer whose batches fetched ahead wait for rows."""
-    rb = SharedReplayBuffer(
-        storage=SharedMemmapStorage(
-            256, scratch_dir=folder, job_id="test", timeout_s=timeout_s,
-            limiter=RateLimiter(8, samples_per_insert=1.0, error_buffer=16.0),
-        ),
-        batch_size=8,
-        prefetch=2,
-    )  # fmt: skip
+    limiter = RateLimiter(8, samples_per_insert=1.0, error_buffer=16.0)
+    rb = shared(folder, limiter, uniform=True, batch_size=8, prefetch=2, timeout_s=timeout_s)
     rb.extend(make_rows(range(24)))
     while rb.can_sample():
         rb.sample()
     return rb
 
 
-def test_what_was_fetched_ahead_in_vain_fails_no_later_sample(folder: Path) -> None:
+def test_a_failed_fetch_ahead_fails_no_later_sample(folder: Path) -> None:
     rb = _until_it_waits(folder, 0.3)
     wait_until(lambda: all(each.done() for each in list(rb._prefetch_queue)))
     assert rb._prefetch_queue
@@ -687,7 +531,7 @@ def test_what_was_fetched_ahead_in_vain_fails_no_later_sample(folder: Path) -> N
     rb.storage.close()
 
 
-def test_saving_and_restoring_wait_for_nobody_elses_rows(folder: Path, tmp_path: Path) -> None:
+def test_saving_and_restoring_do_not_wait_for_rows_of_others(folder: Path, tmp_path: Path) -> None:
     rb = _until_it_waits(folder, 250.0)
     state = rb.state_dict()
     rb.dumps(tmp_path / "dump")

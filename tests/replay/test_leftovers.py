@@ -58,7 +58,7 @@ def states(place: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("first_to_leave", ["interrupted", "orderly"])
-def test_nothing_is_removed_once_a_member_was_interrupted_whoever_leaves_last(
+def test_nothing_is_removed_once_a_member_was_interrupted(
     folder: Path, first_to_leave: str
 ) -> None:
     def open_rows() -> SharedMemmapStorage:
@@ -128,7 +128,7 @@ def test_the_command_removes_what_dead_jobs_left_and_nothing_else(
         for name in ("used", "damaged"):
             assert cli(["clean", str(folder / name), "--remove"]) == 0
             assert (folder / name).exists()
-    for name in ("kept", "slurm"):  # named: the user knows that nobody wants them
+    for name in ("kept", "slurm"):  # named: the user knows that they are not needed
         assert cli(["clean", str(folder / name), "--remove"]) == 0
         assert not (folder / name).exists()
     assert cli(["clean", str(folder / "nowhere")]) == 2
@@ -197,7 +197,7 @@ def test_a_job_that_is_named_by_another_machines_process_finds_its_rows_again(
         assert starter == (stamp if parent else World.from_env().starter)
 
 
-def test_what_a_slurm_job_left_goes_once_slurm_does_not_know_the_job(
+def test_files_of_a_slurm_job_are_leftovers_once_slurm_does_not_know_the_job(
     folder: Path, tmp_path: Path, monkeypatch
 ) -> None:
     places = ("PROCID", "LOCALID", "NODEID", "STEP_ID")

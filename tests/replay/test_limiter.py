@@ -1,4 +1,4 @@
-"""The arithmetic of the rate limiter: who waits, and that nobody waits for ever."""
+"""The arithmetic of the rate limiter: what waits, and that no wait is endless."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_difference_stays_in_its_range(
 
 
 @given(limiters_and_batches(), st.integers(0, 10**6), st.integers(0, 10**6))
-def test_what_is_missing_suffices_and_one_row_less_does_not(
+def test_the_missing_rows_suffice_and_one_row_less_does_not(
     case: tuple[RateLimiter, int], inserts: int, samples: int
 ) -> None:
     limiter, batch = case

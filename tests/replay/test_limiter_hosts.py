@@ -1,4 +1,4 @@
-"""The rate limiter of buffers that other processes keep: one owner by RPC, and shards."""
+"""The rate limiter of a node, of one host by RPC and of shards."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import collections
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -16,15 +15,14 @@ import torch
 from tensordict import TensorDict
 from torchrl.data import TensorDictReplayBuffer
 
-from tests.replay.conftest import folder, make_rows  # noqa: F401
+from tests.replay.conftest import make_rows
+from tests.replay.faults import attach, in_thread, wait_until
 from tests.replay.hosted_helpers import (
     sample_times,
     sample_until_refused,
     slow_down,
     write_until,
 )
-from tests.replay.test_gate import InThread
-from tests.replay.test_processes import wait_until
 from torchrl_dist import (
     ConfigurationError,
     DeadlineError,
@@ -35,70 +33,58 @@ from torchrl_dist import (
     RPCPrioritizedSampler,
     Session,
     SharedCursorWriter,
-    local_cluster,
+    SharedReplayBuffer,
     replay_buffer,
     session,
 )
 
 pytestmark = pytest.mark.timeout(90)
 
-Make = Callable[..., HostedReplayBuffer]
+Make = Callable[..., SharedReplayBuffer]
 
 
 @pytest.fixture
-def cluster(fork_server) -> Iterator[Session]:
-    with local_cluster({"learner": 1, "owner": 3}, timeout_s=20, fork_server=fork_server) as job:
-        yield job
-
-
-@pytest.fixture
-def make(cluster: Session, folder: Path) -> Make:  # noqa: F811
-    def make(shards: int = 1, **options) -> HostedReplayBuffer:
-        defaults = {
-            "capacity": 256 * shards,
-            "batch_size": 16,
-            "hosts": cluster.of_role("owner")[:shards],
-            "shortcut": False,
-            "scratch_dir": folder,
-            "prefetch": 0,
-        }
-        return replay_buffer(cluster, **{**defaults, **options})
+def make(make_hosted: Make, folder: Path) -> Make:
+    def make(shards: int = 1, **options) -> SharedReplayBuffer:
+        if shards:
+            return make_hosted(shards, **{"capacity": 256 * shards, "prefetch": 0, **options})
+        options.pop("prefetch", None)
+        return attach(folder, 256, kind=SharedReplayBuffer, batch_size=16, **options)
 
     return make
 
 
-@pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize(("shards", "prefetch"), [(0, 0), (1, 2), (2, 0), (2, 2)])
 def test_a_sample_waits_until_the_minimum_size_is_there(
     make: Make, cluster: Session, shards: int, prefetch: int
 ) -> None:
     buffer = make(shards, prefetch=prefetch, limiter=RateLimiter(60))
-    waiting = InThread(buffer.sample)
+    waiting = in_thread(buffer.sample)
     writer = cluster.of_role("owner")[2]
     cluster.call(writer, write_until, buffer, 56, 28)
-    assert not buffer.can_sample() and waiting.thread.is_alive()
+    assert not buffer.can_sample() and not waiting.done()
     cluster.call(writer, write_until, buffer, 8, 8)
-    assert len(waiting.result()) == 16
+    assert len(waiting.result(30)) == 16
     assert buffer.can_sample()
     assert buffer.storage.limiter_counts == (64, 16, 64)
 
 
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("shards", [0, 1, 2])
 def test_a_write_waits_until_enough_was_sampled(make: Make, shards: int) -> None:
     limiter = RateLimiter(8, samples_per_insert=2.0, error_buffer=16)
     buffer = make(shards, limiter=limiter)
     buffer.extend(make_rows(range(32)))
-    waiting = InThread(lambda: buffer.extend(make_rows(range(8))))
+    waiting = in_thread(lambda: buffer.extend(make_rows(range(8))))
     buffer.sample()
-    time.sleep(0.2)
-    assert waiting.thread.is_alive() and buffer.storage.write_count == 32
+    wait([waiting], 0.2)
+    assert not waiting.done() and buffer.storage.write_count == 32
     buffer.sample()
-    waiting.result()
+    waiting.result(30)
     assert buffer.storage.limiter_counts == (40, 32, 40)
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_at_no_instant_a_sample_counts_twice(
+def test_a_sample_never_counts_twice(
     make: Make, shards: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffer = make(shards, limiter=RateLimiter(8, samples_per_insert=2.0, error_buffer=16))
@@ -108,15 +94,15 @@ def test_at_no_instant_a_sample_counts_twice(
 
     def count_and_look(index: torch.Tensor) -> None:
         count_samples(index)
-        looks.append(InThread(buffer.storage.gate.counts))
-        looks[-1].thread.join(0.2)
+        looks.append(in_thread(buffer.storage.gate.counts))
+        wait([looks[-1]], 0.2)
 
     monkeypatch.setattr(client, "count_samples", count_and_look)
     buffer.sample()
-    assert [look.result().samples for look in looks] == [16]
+    assert [look.result(30).samples for look in looks] == [16]
 
 
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("shards", [0, 1, 2])
 def test_one_reader_and_one_writer_are_exact(make: Make, cluster: Session, shards: int) -> None:
     limiter = RateLimiter(32, samples_per_insert=2.0, error_buffer=24)
     buffer = make(shards, limiter=limiter)
@@ -127,14 +113,14 @@ def test_one_reader_and_one_writer_are_exact(make: Make, cluster: Session, shard
         while not done.is_set():
             seen.append(limiter.difference(buffer.storage.limiter_counts))
 
-    watching = InThread(watch)
-    writing = InThread(
+    watching = in_thread(watch)
+    writing = in_thread(
         lambda: cluster.call(cluster.of_role("owner")[2], write_until, buffer, 320, 8)
     )
     sample_times(buffer, 37)  # to 48, of 40 at least
-    writing.result()
+    writing.result(30)
     done.set()
-    watching.result()
+    watching.result(30)
     seen.append(limiter.difference(buffer.storage.limiter_counts))
     started = [difference for difference in seen if difference > limiter.range[0]]
     assert seen[-1] == 2 * 320 - 37 * 16
@@ -142,12 +128,9 @@ def test_one_reader_and_one_writer_are_exact(make: Make, cluster: Session, shard
     assert max(seen) <= limiter.range[1] + 2 * 8
 
 
-@pytest.mark.parametrize("shards", [1, 2])
-def test_several_readers_and_writers_stay_near_the_range(
-    make: Make, cluster: Session, shards: int
-) -> None:
+def test_several_readers_and_writers_stay_near_the_range(make: Make, cluster: Session) -> None:
     limiter = RateLimiter(32, samples_per_insert=1.0, error_buffer=32)
-    buffer = make(shards, limiter=limiter, prefetch=2)
+    buffer = make(2, limiter=limiter, prefetch=2)
     owners = cluster.of_role("owner")
     calls = [
         cluster.submit(owners[0], write_until, buffer, 320, 8),
@@ -161,11 +144,11 @@ def test_several_readers_and_writers_stay_near_the_range(
     assert (counts.inserts, counts.samples) == (640, 2 * 19 * 16)
 
 
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("shards", [0, 1, 2])
 def test_at_the_deadline_the_error_says_what_is_missing(make: Make, shards: int) -> None:
     limiter = RateLimiter(40, samples_per_insert=1.0, error_buffer=16)
     buffer = make(shards, limiter=limiter)
-    buffer.storage.client.timeout_s = 0.5
+    (buffer.storage.client if shards else buffer.storage).timeout_s = 0.5
     buffer.extend(make_rows(range(10)))
     with pytest.raises(RateLimitError, match="waited 0.5 s for 30 more rows to be written"):
         buffer.sample()
@@ -180,10 +163,10 @@ def test_a_killed_writer_is_an_error_at_the_deadline(make: Make, cluster: Sessio
     buffer = make(1, limiter=RateLimiter(40), timeout_s=2.0)
     writer = cluster.of_role("owner")[2]
     cluster.call(writer, write_until, buffer, 8, 8)
-    waiting = InThread(buffer.sample)
+    waiting = in_thread(buffer.sample)
     os.kill(cluster.pid_of(writer), signal.SIGKILL)
     with pytest.raises(RateLimitError, match="32 more rows to be written.*Are the processes gone"):
-        waiting.result()
+        waiting.result(30)
 
 
 def sample_all(buffer: HostedReplayBuffer, batch_size: int = 16) -> collections.Counter:
@@ -198,10 +181,8 @@ def sample_all(buffer: HostedReplayBuffer, batch_size: int = 16) -> collections.
 @pytest.mark.parametrize(
     ("shards", "uniform", "prefetch", "per_call"),
     [
-        (1, False, 0, 1),
         (1, True, 4, 2),
         (2, True, 0, 1),
-        (2, False, 0, 1),
         (2, False, 4, 2),
     ],
 )
@@ -288,16 +269,16 @@ def test_the_stock_buffer_holds_no_lock_while_it_waits(make: Make, cluster: Sess
         writer=SharedCursorWriter(),
         batch_size=16,
     )
-    waiting = InThread(buffer.sample)
+    waiting = in_thread(buffer.sample)
     wait_until(lambda: buffer.storage.gate is not None)
     buffer.extend(make_rows(range(12)))
     buffer.extend(make_rows(range(12)))
-    assert len(waiting.result()) == 16
+    assert len(waiting.result(30)) == 16
 
 
 def test_on_the_owners_node_its_counters_are_used(
     cluster: Session,
-    folder: Path,  # noqa: F811
+    folder: Path,
 ) -> None:
     limiter = RateLimiter(20, samples_per_insert=1.0, error_buffer=16)
     options = {"capacity": 64, "batch_size": 16, "scratch_dir": folder, "limiter": limiter}
@@ -312,7 +293,7 @@ def test_on_the_owners_node_its_counters_are_used(
     near.close()
 
 
-def test_what_cannot_be_right_is_refused(make: Make, cluster: Session) -> None:
+def test_impossible_options_are_refused(make: Make, cluster: Session) -> None:
     with pytest.raises(ConfigurationError, match="above the capacity 512"):
         make(2, limiter=RateLimiter(513))
     with pytest.raises(ConfigurationError, match="too small for batches of 16"):

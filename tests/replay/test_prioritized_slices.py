@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import pickle
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
 from torchrl.data import (
-    LazyTensorStorage,
-    PrioritizedSampler,
-    PrioritizedSliceSampler,
     TensorDictReplayBuffer,
 )
 
 from tests.replay.test_slices import assert_slices, trajectory
 from torchrl_dist import (
     ConfigurationError,
-    SharedCursorWriter,
-    SharedMemmapStorage,
     SharedPrioritizedSliceSampler,
-    SharedReplayBuffer,
 )
 
 LENGTHS = (7, 3, 12, 1, 9)  # 32 rows
@@ -32,24 +23,12 @@ ALPHA, BETA = 0.7, 0.5
 
 
 @pytest.fixture
-def make(folder: Path) -> Iterator[Callable[..., TensorDictReplayBuffer]]:
-    built: list[TensorDictReplayBuffer] = []
+def make(make_buffer) -> Callable[..., TensorDictReplayBuffer]:
+    def make(capacity: int = 64, *, batch_size: int = 4000, **options) -> TensorDictReplayBuffer:
+        sampler = SharedPrioritizedSliceSampler(capacity, ALPHA, BETA, **options)
+        return make_buffer(capacity, sampler=sampler, batch_size=batch_size)
 
-    def make_buffer(
-        capacity: int = 64, *, kind=TensorDictReplayBuffer, batch_size: int = 4000, **options
-    ) -> TensorDictReplayBuffer:
-        buffer = kind(
-            storage=SharedMemmapStorage(capacity, scratch_dir=folder, job_id="test"),
-            sampler=SharedPrioritizedSliceSampler(capacity, ALPHA, BETA, **options),
-            writer=SharedCursorWriter(),
-            batch_size=batch_size,
-        )
-        built.append(buffer)
-        return buffer
-
-    yield make_buffer
-    for buffer in built:
-        buffer.storage.close()
+    return make
 
 
 def fill(buffer: TensorDictReplayBuffer) -> np.ndarray:
@@ -98,60 +77,6 @@ def test_first_rows_follow_the_priorities_of_rows_that_may_begin_a_slice(
     np.testing.assert_allclose(batch["priority_weight"].numpy(), weights, rtol=1e-5)
 
 
-def test_the_law_is_that_of_torchrls_class(make) -> None:
-    try:
-        sampler = PrioritizedSliceSampler(
-            64, ALPHA, BETA, slice_len=4, traj_key=("collector", "traj_ids")
-        )
-    except RuntimeError as error:
-        if "SegmentTree" not in str(error):
-            raise
-        pytest.skip("TorchRL's compiled priority trees do not load with this torch")
-    peer = TensorDictReplayBuffer(storage=LazyTensorStorage(64), sampler=sampler, batch_size=4000)
-    ours = make(slice_len=4, traj_key=("collector", "traj_ids"))
-    found = {}
-    for rb in (peer, ours):
-        torch.manual_seed(0)
-        fill(rb)
-        batch = rb.sample()
-        slots = batch["index"].reshape(-1)
-        found[rb] = (
-            np.bincount(slots[::4], minlength=32),
-            dict(zip(slots[::4].tolist(), batch["priority_weight"][::4].tolist(), strict=True)),
-        )
-    both = found[peer][0] + found[ours][0]
-    drawn = both > 5
-    mine = found[ours][0][drawn]
-    assert chisquare(mine, both[drawn] / both[drawn].sum() * mine.sum()).pvalue > 1e-5
-    for slot in found[peer][1].keys() & found[ours][1].keys():
-        assert found[ours][1][slot] == pytest.approx(found[peer][1][slot], rel=1e-4)
-
-
-@pytest.mark.parametrize("kind", [TensorDictReplayBuffer, SharedReplayBuffer])
-def test_priorities_of_a_sample_reach_its_rows_unless_they_were_overwritten(make, kind) -> None:
-    rb = make(32, kind=kind, batch_size=32, slice_len=4, traj_key=("collector", "traj_ids"))
-    assert isinstance(rb.sampler, PrioritizedSampler | PrioritizedSliceSampler)
-    fill(rb)
-    batch = rb.sample()
-    batch["td_error"] = torch.full((32,), 50.0)
-    process = multiprocessing.get_context("fork").Process(
-        target=lambda: rb.extend(trajectory(9, range(8)))  # slots 0 to 7
-    )
-    process.start()
-    process.join(60)
-    unverified = rb.storage.directory.counters["unverified_updates"]
-    rb.update_tensordict_priority(batch)
-    drawn = {*batch["index"].reshape(-1).tolist()}
-    leaves = rb.storage.directory.tree.leaves
-    fresh = [slot for slot in drawn if slot >= 8]
-    np.testing.assert_allclose(leaves[fresh], 50**ALPHA, rtol=1e-5)
-    assert rb.storage.directory.counters["unverified_updates"] == unverified
-    assert_slices(rb.sample(), 4)  # the other process's trajectory, too
-    copy = pickle.loads(pickle.dumps(rb))
-    assert_slices(copy.sample(), 4)
-    copy.storage.close()
-
-
 def test_one_row_in_a_thousand_that_may_begin_a_slice_is_found(make) -> None:
     rb = make(4096, batch_size=64, slice_len=8, traj_key=("collector", "traj_ids"))
     for start in range(0, 4000, 400):  # singles, of which no slice can begin
@@ -167,7 +92,7 @@ def test_one_row_in_a_thousand_that_may_begin_a_slice_is_found(make) -> None:
     assert not rb.sample()["is_init"].reshape(-1, 8)[:, 1:].any()
 
 
-def test_what_it_cannot_do_is_refused_and_a_span_to_the_left_is_turned_off(make) -> None:
+def test_impossible_options_are_refused_and_a_span_to_the_left_is_turned_off(make) -> None:
     with pytest.raises(ConfigurationError, match="pad_output"):
         SharedPrioritizedSliceSampler(
             8, 1.0, 1.0, slice_len=2, traj_key="episode", pad_output=True, strict_length=False

@@ -3,14 +3,11 @@ test_torn.py, kill -9 in test_kills.py and test_stores.py."""
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,53 +16,17 @@ from tensordict import TensorDict
 from torchrl.data import LazyMemmapStorage, TensorDictReplayBuffer
 
 from tests.replay.conftest import make_rows
+from tests.replay.faults import attach, end_of, forked, is_stopped, wait_until
 from tests.spawn import spawn, stop_self
-from torchrl_dist.errors import DeadlineError, DirectoryError
+from torchrl_dist.errors import DirectoryError
 from torchrl_dist.replay import (
     SharedCursorWriter,
     SharedMemmapStorage,
     SharedPrioritizedSampler,
-    SharedRandomSampler,
 )
 from torchrl_dist.replay.node.tables import Word
 
 _FORK = multiprocessing.get_context("fork")
-
-
-def attach(folder: Path, capacity: int, *, uniform: bool = False, **kwargs: Any):
-    return TensorDictReplayBuffer(
-        storage=SharedMemmapStorage(
-            capacity, scratch_dir=folder, job_id="test", keep=True, **kwargs
-        ),
-        sampler=SharedRandomSampler() if uniform else SharedPrioritizedSampler(capacity, 0.6, 0.4),
-        writer=SharedCursorWriter(),
-        batch_size=64,
-        priority_key="td_error",
-    )
-
-
-@contextlib.contextmanager
-def child(target: Callable[..., Any], *args: Any) -> Iterator[multiprocessing.Process]:
-    def run() -> None:
-        torch.set_num_threads(1)
-        target(*args)
-
-    process = _FORK.Process(target=run, daemon=True)
-    process.start()
-    try:
-        yield process
-    finally:
-        if process.is_alive():
-            os.kill(process.pid, signal.SIGCONT)
-            process.kill()
-        process.join(10)
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.01)
 
 
 def torn(batch: TensorDict) -> int:
@@ -141,28 +102,7 @@ def test_four_ranks_that_extend_2500_rows_each_see_10000_rows_and_2500_with_torc
 # --- concurrency ---------------------------------------------------------------------------------
 
 
-def test_priorities_stay_exact_under_concurrent_extends_and_updates(folder: Path) -> None:
-    capacity = 4096
-    rb = attach(folder, capacity)
-
-    def work(first: int) -> None:
-        mine = attach(folder, capacity)
-        for at in range(first, first + 3000, 30):
-            mine.extend(make_rows(range(at, at + 30)))
-            batch = mine.sample()
-            batch["td_error"] = torch.rand(64)
-            mine.update_tensordict_priority(batch)
-
-    with contextlib.ExitStack() as stack:
-        workers = [stack.enter_context(child(work, 10_000 * k)) for k in range(3)]
-        for worker in workers:
-            worker.join(60)
-            assert worker.exitcode == 0
-    assert rb.write_count == 9000 and len(rb) == capacity
-    assert_consistent(rb)
-
-
-def test_a_stopped_writer_keeps_its_slots_and_harms_nobody(folder: Path) -> None:
+def test_a_stopped_writer_keeps_its_slots_and_harms_no_other(folder: Path) -> None:
     capacity = 80
     rb = attach(folder, capacity, timeout_s=20)
     rb.extend(make_rows(range(capacity)))
@@ -180,59 +120,18 @@ def test_a_stopped_writer_keeps_its_slots_and_harms_nobody(folder: Path) -> None
         mine.storage._fill = stop_between_reserve_and_copy
         mine.extend(make_rows(range(500, 510)))
 
-    with child(write) as writer:
+    with forked(write) as writer:
         assert reserved.wait(20)
-        wait_until(lambda: open(f"/proc/{writer.pid}/stat").read().split()[2] == "T")
+        wait_until(lambda: is_stopped(writer))
         assert len(rb) == capacity - 10
         for lap in range(5):
             rb.extend(make_rows(range(1000 * lap, 1000 * lap + capacity)))
         assert len(rb) == capacity - 10
         assert not (rb[:]["id"] // 10 == 50).any()
-        os.kill(writer.pid, signal.SIGCONT)
-        writer.join(20)
-        assert writer.exitcode == 0
+        os.kill(writer, signal.SIGCONT)
+        assert end_of(writer) == 0
     assert len(rb) == capacity
     assert sorted(rb[:10]["id"].tolist()) == list(range(500, 510))
-    assert_consistent(rb)
-
-
-def test_a_forked_buffer_joins_as_a_member_of_its_own(folder: Path) -> None:
-    rb = attach(folder, 64)
-    rb.extend(make_rows(range(8)))
-    parent = rb.storage.directory.member
-
-    def use_inherited() -> None:
-        rb.extend(make_rows(range(8, 16)))
-        assert rb.storage.directory.member != parent
-        assert torn(rb.sample()) == 0
-
-    with child(use_inherited) as process:
-        process.join(20)
-        assert process.exitcode == 0
-    assert len(rb) == 16 and rb.storage.directory.is_alive(parent)
-    assert_consistent(rb)
-
-
-def test_a_holder_of_the_lock_that_is_stopped_is_named_at_the_deadline(folder: Path) -> None:
-    rb = attach(folder, 64, timeout_s=0.5)
-    rb.extend(make_rows(range(8)))
-    held = _FORK.Event()
-
-    def hold() -> None:
-        with rb.storage.directory.lock():
-            held.set()
-            time.sleep(60)
-
-    with child(hold) as holder:
-        assert held.wait(20)
-        start = time.monotonic()
-        with pytest.raises(DeadlineError, match=f"process {holder.pid}"):
-            rb.extend(make_rows(range(2)))
-        assert time.monotonic() - start < 5
-        holder.kill()
-        holder.join(10)
-    rb.extend(make_rows(range(2)))
-    assert len(rb) == 10
     assert_consistent(rb)
 
 
@@ -244,9 +143,9 @@ def test_a_running_job_keeps_others_out(folder: Path) -> None:
         ready.set()
         time.sleep(60)
 
-    with child(other_job) as process:
+    with forked(other_job) as pid:
         assert ready.wait(20)
-        with pytest.raises(DirectoryError, match=f"job 'other' .processes .{process.pid}"):
+        with pytest.raises(DirectoryError, match=f"job 'other' .processes .{pid}"):
             SharedMemmapStorage(64, scratch_dir=folder, job_id="test", resume=True)
 
 

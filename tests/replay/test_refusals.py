@@ -60,7 +60,7 @@ def test_an_alpha_that_gives_no_law_changes_nothing(folder: Path, value: float) 
     buffer.storage.close()
 
 
-def test_what_no_part_can_be_given(folder: Path) -> None:
+def test_impossible_arguments_of_parts_are_refused(folder: Path) -> None:
     theirs = LazyTensorStorage(16)
     refused: list[tuple[str, Callable[[], Any]]] = [
         ("gather_threads must be at least 1", lambda: storage_at(folder, gather_threads=0)),
@@ -107,7 +107,7 @@ def alone() -> Iterator[Session]:
         yield me
 
 
-def test_what_no_part_by_rpc_can_be_given(alone: Session, folder: Path) -> None:
+def test_impossible_arguments_of_parts_by_rpc_are_refused(alone: Session, folder: Path) -> None:
     owner = host_replay(alone, 64, scratch_dir=folder, shortcut=False)
     with pytest.raises(ConfigurationError, match="capacity 16, its owner 64"):
         RPCPrioritizedSampler(16, 0.6, 0.4, owner=owner)

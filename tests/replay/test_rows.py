@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +9,10 @@ import numpy as np
 import pytest
 import torch
 from tensordict import MetaData, NonTensorData, NonTensorStack, TensorDict, tensorclass
-from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
+from torchrl.data import ReplayBuffer
 
 from torchrl_dist import (
     ConfigurationError,
-    SharedCursorWriter,
-    SharedMemmapStorage,
-    SharedRandomSampler,
-    SharedReplayBuffer,
     SharedSliceSampler,
 )
 from torchrl_dist.replay.row import rows
@@ -81,55 +76,14 @@ def check_agents_rows(found: TensorDict, *, text: bool = True) -> None:
         assert names == [[[n, k] for k in "abc"] for n in number.tolist()]
 
 
-def make(folder: Path, kind: type[ReplayBuffer], sampler: Any = None) -> ReplayBuffer:
-    return kind(
-        storage=SharedMemmapStorage(CAPACITY, scratch_dir=folder, job_id="test"),
-        sampler=sampler or SharedRandomSampler(),
-        writer=SharedCursorWriter(),
-        batch_size=8,
-    )
-
-
-@pytest.mark.parametrize("kind", [ReplayBuffer, TensorDictReplayBuffer, SharedReplayBuffer])
-def test_rows_of_several_agents_come_back_as_they_were(folder: Path, kind, tmp_path: Path) -> None:
-    rb = make(folder, kind)
-    for start in range(0, 40, 10):
-        rb.extend(agents_rows(start, 10))
-    check_agents_rows(rb.sample())
-    rb[3] = agents_rows(70, 1)[0]
-    assert rb[3]["task"] == "task 70" and rb[3]["agents", "hand"].batch_size == (3, 2)
-    check_agents_rows(rb[:])
-    rb.extend(rb.sample())  # as in relabelling
-    stored = rb[:]["number"].tolist()
-    rb.dumps(tmp_path)
-    state = rb.state_dict()
-    rb.empty()
-    rb.loads(tmp_path)
-    assert rb[:]["number"].tolist() == stored
-    check_agents_rows(rb[:])
-    rb.empty()
-    rb.load_state_dict(state)
-    check_agents_rows(rb[:])
-    process = multiprocessing.get_context("fork").Process(
-        target=lambda: (rb.extend(agents_rows(90, 10)), check_agents_rows(rb.sample(64)))
-    )
-    process.start()
-    process.join(60)
-    assert process.exitcode == 0
-    check_agents_rows(rb[:])
-    assert {*range(90, 100)} <= {*rb[:]["number"].tolist()}
-    rb.storage.close()
-
-
-def test_slices_of_rows_of_several_agents(folder: Path) -> None:
-    rb = make(folder, TensorDictReplayBuffer, SharedSliceSampler(slice_len=4, traj_key="episode"))
+def test_slices_of_rows_of_several_agents(make_buffer) -> None:
+    rb = make_buffer(sampler=SharedSliceSampler(slice_len=4, traj_key="episode"), batch_size=8)
     rb.extend(agents_rows(0, 20).set("episode", torch.arange(20) // 10))
     check_agents_rows(rb.sample())
-    rb.storage.close()
 
 
-def test_rows_of_a_tensorclass_come_back_as_such(folder: Path) -> None:
-    rb = make(folder, ReplayBuffer)
+def test_rows_of_a_tensorclass_come_back_as_such(make_buffer) -> None:
+    rb = make_buffer(kind=ReplayBuffer, uniform=True)
     rb.extend(Step(obs=torch.arange(5.0), label="a", batch_size=[5]))
     rb.extend([Step(obs=torch.tensor(5.0), label="b", batch_size=[])] * 2)
     rb.add(Step(obs=torch.tensor(6.0), label="c", batch_size=[]))
@@ -139,7 +93,6 @@ def test_rows_of_a_tensorclass_come_back_as_such(folder: Path) -> None:
         rb.extend(rb[:].to_tensordict())
     with pytest.raises(ConfigurationError, match="missing 'extra'|unknown 'extra'"):
         rb.extend(Step(obs=torch.zeros(2), label="d", extra=torch.zeros(2), batch_size=[2]))
-    rb.storage.close()
 
 
 def test_a_tensorclass_that_was_not_imported_is_named_and_not_imported(tmp_path: Path) -> None:
@@ -182,10 +135,8 @@ def _flatten_agents(data: TensorDict) -> None:
     data["agents"].batch_size = [2]
 
 
-def test_rows_that_differ_in_what_is_no_tensor_are_refused_and_nothing_is_written(
-    folder: Path,
-) -> None:
-    rb = make(folder, TensorDictReplayBuffer)
+def test_rows_that_differ_in_nodes_or_text_are_refused_and_nothing_is_written(make_buffer) -> None:
+    rb = make_buffer(uniform=True)
     rb.extend(agents_rows(0, 10))
     wrong = {
         "'agents' is .*, stored as a TensorDict of batch size .n, 3.": _flatten_agents,
@@ -209,7 +160,6 @@ def test_rows_that_differ_in_what_is_no_tensor_are_refused_and_nothing_is_writte
             rb.extend(data)
     assert len(rb) == rb.write_count == 10
     check_agents_rows(rb[:])
-    rb.storage.close()
 
 
 def test_the_first_rows_make_room_for_longer_text() -> None:

@@ -106,7 +106,7 @@ def the_learner_samples(folder: str, events: list[str]) -> None:
                 alone.sample()
             assert time.monotonic() - start < 5 * BUFFER_S
             report = sample_until(buffer, {0, 1}, 20)
-            # nobody asks the host that does not answer, so nobody waits for it any more
+            # the host that does not answer is not asked, so no call waits for it
             start = time.monotonic()
             for _ in range(20):
                 batch = buffer.sample()

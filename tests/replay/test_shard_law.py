@@ -18,7 +18,7 @@ from hypothesis.extra.numpy import arrays
 from scipy.stats import chi2, chi2_contingency, chisquare, kstest
 
 from tests.replay import test_link
-from tests.replay.conftest import folder, make_rows  # noqa: F401
+from tests.replay.conftest import make_rows
 from tests.replay.test_link import HeldHost, batches_of, connect, storage_of
 from torchrl_dist import RPCPrioritizedSampler
 from torchrl_dist.errors import ConfigurationError
@@ -146,25 +146,11 @@ def test_a_uniform_buffer_is_the_case_of_the_length_as_mass() -> None:
     assert_follows(counts.ravel(), (published / 16).ravel())
 
 
-def test_without_the_correction_stale_masses_shift_the_law_by_a_variation_of_0_41() -> None:
-    random = np.random.default_rng(0)
-    old, new, draws = np.array([1000.0, 100.0]), np.array([100.0, 100.0]), 200_000
-    naive = choose_shards(old, draws, random.random)
-    corrected = correct_shards(naive, old, new, random.random)
-
-    def distance(chosen: np.ndarray) -> float:
-        return abs(np.bincount(chosen, minlength=2) / draws - 0.5).sum() / 2
-
-    assert distance(naive) == pytest.approx(0.41, abs=0.005)
-    assert distance(corrected) < 0.005
-    assert (corrected != naive).mean() == pytest.approx(9 / 22, abs=0.005)  # no more than needed
-
-
 @pytest.mark.parametrize("believed", [[1.0, 1.0], [30.0, 1.0], [1.0, 30.0]])
 def test_two_draws_of_one_batch_are_independent_in_shard_and_row(believed: list[float]) -> None:
     """The table of (row of draw a, row of draw b) over many batches is the product of the laws."""
     shards = Shards([np.array([4.0, 1.0]), np.array([1.0, 2.0, 3.0])])
-    batches = np.stack([shards.sample(3, believed=np.array(believed)) for _ in range(8_000)])
+    batches = np.stack([shards.sample(3, believed=np.array(believed)) for _ in range(3_000)])
     assert shards.second_rounds > 0  # their rows are part of what is tested
     code = np.full(2 * CAPACITY, -1)
     code[[0, 1, 8, 9, 10]] = np.arange(5)
@@ -181,7 +167,7 @@ def test_whether_a_draw_kept_its_shard_says_nothing_about_its_row() -> None:
     shards = Shards([np.array([4.0, 1.0]), np.array([1.0, 3.0])])
     believed = np.array([1.0, 20.0])
     table = np.zeros((2, 2))  # (kept, row) of the draws that end in shard 0
-    for _ in range(3000):
+    for _ in range(1500):
         shards.known.masses = believed
         request = shards.known.plan(16, shards.random.random)
         final = request.correct(shards.masses, shards.random.random)
@@ -191,18 +177,18 @@ def test_whether_a_draw_kept_its_shard_says_nothing_about_its_row() -> None:
         mine = final == 0
         kept = (request.shards[mine] == 0).astype(int)
         np.add.at(table, (kept, reply[row[mine]]), 1)
-    assert table.min() > 200
+    assert table.min() > 100
     assert chi2_contingency(table).pvalue > 1e-4
 
 
-@pytest.mark.parametrize("shard_count", [2, 4, 8])
+@pytest.mark.parametrize("shard_count", [2, 8])
 @pytest.mark.parametrize("step", [0.0, 0.0005, 0.02], ids=["still", "slow", "fast"])
 def test_a_second_round_is_rare_while_masses_drift(shard_count: int, step: float) -> None:
     """Masses walk at random, by ``step`` of themselves per batch: spare rows keep up."""
     random = np.random.default_rng(shard_count)
     masses, known = np.full(shard_count, 1e5), KnownMasses(shard_count)
     known.learn(masses)
-    batches, second_rounds, asked = 3000, 0, 0
+    batches, second_rounds, asked = 1500, 0, 0
     for _ in range(batches):
         request = known.plan(256, random.random)
         asked += request.rows.sum()
@@ -364,7 +350,7 @@ def test_a_global_index_names_shard_and_slot(capacity: int, shard: int, data) ->
 class ThreadedHost(HeldHost):
     """Serves each call in a thread of its own, and keeps the leaves that it drew by."""
 
-    def __init__(self, folder: Path, number: int, threads: ThreadPoolExecutor) -> None:  # noqa: F811
+    def __init__(self, folder: Path, number: int, threads: ThreadPoolExecutor) -> None:
         super().__init__(folder, number)
         self.host.use_priorities(1.0, 1e-8)
         assert self.host._prioritized is not None
@@ -389,7 +375,7 @@ MakeHosts = Callable[[int], list[ThreadedHost]]
 
 
 @pytest.fixture
-def make_hosts(folder: Path) -> Iterator[MakeHosts]:  # noqa: F811
+def make_hosts(folder: Path) -> Iterator[MakeHosts]:
     """Hosts full of rows."""
     hosts: list[ThreadedHost] = []
     with ThreadPoolExecutor(16) as threads:
@@ -452,10 +438,10 @@ def place_in_shard(
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("shard_count", [2, 4])
 def test_each_batch_has_the_law_of_its_replies_while_others_change_the_shards(
-    make_hosts: MakeHosts, monkeypatch: pytest.MonkeyPatch, shard_count: int
+    make_hosts: MakeHosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    shard_count = 4
     hosts, random = make_hosts(shard_count), np.random.default_rng(0)
     client, other = connect(hosts), connect(hosts)
     source, batch_size = batches_of(client), 64

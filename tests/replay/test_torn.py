@@ -55,7 +55,7 @@ def batches_of(writer: int, rows: int, width: int) -> list[TensorDict]:
 
 
 def write(make: Callable[[], TensorDictReplayBuffer], writer: int, width: int) -> None:
-    """Extend for ever, as fast as the processor allows; one writer also writes in place."""
+    """Extend indefinitely, as fast as the processor allows; one writer also writes in place."""
     rb = make()
     batches = batches_of(writer, 8, width)
     singles = batches_of(writer, 1, width)
@@ -117,12 +117,12 @@ def pause_now_and_then(pid: int, rb: TensorDictReplayBuffer, stop: Callable[[], 
 
 @pytest.mark.timeout(1200 if LONG else 120)
 @pytest.mark.parametrize(
-    "width, batch_size, wanted", [(8, 1024, 900_000), (256, 256, 100_000), (4096, 64, 20_000)]
+    "width, batch_size, wanted", [(8, 1024, 300_000), (256, 256, 50_000), (4096, 64, 20_000)]
 )
 def test_no_row_is_torn_while_writers_lap_readers_and_each_other(
     folder: Path, width: int, batch_size: int, wanted: int, request
 ) -> None:
-    """Rows of 136 B, 4 KiB and 64 KiB; a million of them in all."""
+    """Rows of 136 B, 4 KiB and 64 KiB; 370,000 of them in all."""
     torch.set_num_threads(1)
     rb = attach(folder, _CAPACITY)
     rb.extend(rows_of(np.arange(1, _CAPACITY + 1), width))
@@ -194,26 +194,24 @@ def test_a_reader_is_not_starved_by_writers_that_lap_it(folder: Path, request) -
     rb = attach(folder, _CAPACITY)
     rb.extend(rows_of(np.arange(1, _CAPACITY + 1), width))
 
-    def batches_in(seconds: float) -> int:
-        deadline, batches = time.monotonic() + seconds, 0
-        while time.monotonic() < deadline:
+    def batches_per_second(seconds: float, rows: int = 0) -> float:
+        begin, before, batches = time.monotonic(), rb.write_count, 0
+        while time.monotonic() < begin + seconds or rb.write_count < before + rows:
             rb.sample()
             rb[torch.arange(_CAPACITY)]
             batches += 1
-        return batches
+        return batches / (time.monotonic() - begin)
 
-    batches_in(0.3)
-    quiet = batches_in(1.5)
+    batches_per_second(0.2)
+    quiet = batches_per_second(0.8)
     with contextlib.ExitStack() as stack:
         for writer in range(3):
             stack.enter_context(forked(write, lambda: attach(folder, _CAPACITY), writer, width))
         before = rb.write_count
         wait_until(lambda: rb.write_count > before + 10 * _CAPACITY)
-        before, rereads = rb.write_count, rb.storage.directory.counters["reread_rows"]
-        loaded = batches_in(4.0) / 4.0 * 1.5
-        laps = (rb.write_count - before) / _CAPACITY
-    request.node.user_properties += [("quiet", quiet), ("loaded", loaded), ("laps", laps)]
-    assert laps > 50
+        rereads = rb.storage.directory.counters["reread_rows"]
+        loaded = batches_per_second(1.6, 50 * _CAPACITY)
+    request.node.user_properties += [("quiet", quiet), ("loaded", loaded)]
     assert rb.storage.directory.counters["reread_rows"] > rereads
     assert loaded > quiet / 30
     rb.storage.close()

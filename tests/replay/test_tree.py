@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import chisquare
 
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.law.tree import FANOUT, PriorityTree, tree_bytes
@@ -53,21 +52,6 @@ def test_quantiles_select_the_slot_that_a_cumulative_sum_selects(capacity: int) 
     assert (slots == expected).mean() > 0.999
     assert (leaves > 0).all()
     assert (leaves == tree.leaves[slots]).all()
-
-
-@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
-def test_draws_follow_the_leaves(alpha: float) -> None:
-    random = np.random.default_rng(1)
-    tree = PriorityTree(300)
-    tree.set_range(0, 300, random.exponential(size=300) ** alpha)
-    tree.set(np.arange(0, 300, 7), 0.0)
-    tree.refresh()
-    slots, _ = tree.draw(random.random(200_000))
-    counts = np.bincount(slots, minlength=300)
-    assert counts[::7].sum() == 0
-    present = tree.leaves > 0
-    law = tree.leaves[present] / tree.leaves.sum()
-    assert chisquare(counts[present], law * counts.sum()).pvalue > 1e-4
 
 
 def test_a_process_killed_between_mark_and_leaf_leaves_a_tree_that_repairs_itself() -> None:
