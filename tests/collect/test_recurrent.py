@@ -8,41 +8,16 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule, TensorDictSequential
+from tensordict.nn import TensorDictModule
 from torch import nn
-from torchrl.data import MultiStep, OneHot
-from torchrl.envs import Compose, GymWrapper, InitTracker, TransformedEnv
-from torchrl.envs.utils import ExplorationType
-from torchrl.modules import GRUModule, LSTMModule, QValueActor
+from torchrl.data import MultiStep
 from torchrl.objectives.value import GAE
 
-from tests.collect.envs import Counter, counters, mlp
-from tests.collect.test_rollout import assert_equal_data, collect, seeded, torchrl_data
+from tests.collect.envs import Counter, counters
+from tests.collect.test_rollout import collect
 from torchrl_dist.collect import Preempt, RPCBatchedCollector
 from torchrl_dist.collect.loop.trajectories import TrajectoryAssembler
 from torchrl_dist.errors import ConfigurationError
-
-
-def recurrent_policy(kind: type = LSTMModule, inputs: int = 4, actions: int = 2) -> Any:
-    torch.manual_seed(0)
-    memory = kind(input_size=inputs, hidden_size=8, in_key="observation", out_key="embedding")
-    head = QValueActor(mlp(8, actions), in_keys=["embedding"], spec=OneHot(actions))
-    return TensorDictSequential(memory, head), memory
-
-
-@pytest.mark.parametrize("kind", [LSTMModule, GRUModule])
-def test_the_data_of_a_recurrent_policy_equal_torchrls(kind: type) -> None:
-    policy, memory = recurrent_policy(kind)
-    mode = {"exploration_type": ExplorationType.DETERMINISTIC}
-    ours = collect(lambda: seeded("CartPole-v1", 0), policy, 50, batches=3, **mode)
-    env = TransformedEnv(
-        GymWrapper(seeded("CartPole-v1", 0)),
-        Compose(InitTracker(), memory.make_tensordict_primer()),
-    )
-    theirs = torchrl_data(env, policy, 150, **mode)
-    assert ours["next", "terminated"].sum() >= 2
-    assert ours["is_init"].sum() == ours["next", "done"].sum() + 1
-    assert_equal_data(ours, theirs)
 
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
@@ -74,7 +49,7 @@ def test_memory_counts_the_steps_of_its_own_episode_in_every_autoreset_mode(
     assert torch.equal(rows["is_init"][..., 0], steps == 0)
 
 
-def test_memory_whose_beginning_nobody_knows_is_refused() -> None:
+def test_memory_without_a_known_beginning_is_refused() -> None:
     policy = TensorDictModule(
         lambda observation, h: (observation, h),
         in_keys=["observation", "h"],
