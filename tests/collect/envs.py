@@ -17,6 +17,13 @@ from torchrl.data import Binary, Categorical, Composite, Unbounded
 from torchrl.envs import EnvBase
 
 
+def wait_for(condition: Callable[[], Any], limit_s: float = 40.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 class Counter(gymnasium.Env):
     """Observes its step count; ends after ``length`` steps; the reward is the step count.
 
