@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.bench.conftest import run_bench
 from torchrl_dist.bench import processes, replay
 from torchrl_dist.bench.processes import MeasurementError
@@ -129,19 +129,16 @@ def test_a_measurement_that_fails_or_hangs_is_reported_and_ended(tmp_path: Path)
     # conftest checks after every test that the forked child of the hanging one is gone.
 
 
-@pytest.mark.timeout(60)
-def test_ctrl_c_ends_everything_and_prints_what_was_measured() -> None:
+@pytest.mark.timeout(100)
+def test_ctrl_c_ends_everything_and_prints_what_was_measured(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torchrl_dist", "bench", "replay", *TOY]
     command += ["--peers", "floor", "--ops", "sample", "--rounds", "10000"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
-        try:
-            line = process.stderr.readline()
-            assert "floor: sample" in line, line
-            os.killpg(process.pid, signal.SIGINT)
-            out, err = process.communicate(timeout=20)
-        finally:
-            process.kill()
-    assert process.returncode == 130, err
-    assert "sample" in out
+    out, err = tmp_path / "out", tmp_path / "err"
+    with out.open("w") as stdout, err.open("w") as stderr:
+        process = warm.start(command, stdout=stdout, stderr=stderr, start_new_session=True)
+    while "floor: sample" not in err.read_text():
+        assert process.poll() is None, err.read_text()
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(40) == 130, err.read_text()
+    assert "sample" in out.read_text()

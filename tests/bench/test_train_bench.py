@@ -282,20 +282,16 @@ def test_torchrl_learns_from_observations_in_double_precision(tmp_path: Path, mo
     assert run.ended == "frames" and run.points[-1].frames >= 1040
 
 
-@pytest.mark.parametrize("algorithm, env", [("ddppo", "CartPole-v1"), ("impala", "Acrobot-v1")])
-def test_a_run_of_stable_baselines3_stops_at_the_threshold(
-    algorithm: str, env: str, tmp_path: Path, monkeypatch
-) -> None:
+def test_a_run_of_stable_baselines3_stops_at_the_threshold(tmp_path: Path, monkeypatch) -> None:
     pytest.importorskip("stable_baselines3")
     monkeypatch.setattr(train_peers, "EPISODES", 2)
     (temporary := tmp_path / "temporary").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
-    toy = case("sb3", algorithm, env=env, threshold=-1000.0)
+    toy = case("sb3", "impala", env="Acrobot-v1", threshold=-1000.0)
     run = train_peers.measure(toy, 1, str(tmp_path))
     (point,) = run.points
     assert run.ended == "threshold" and point.mean >= -1000
-    assert point.frames in (2000, 5008)
-    assert run.settings["algorithm"] == ZOO[algorithm, env].algorithm
+    assert run.settings["algorithm"] == ZOO["impala", "Acrobot-v1"].algorithm
     assert not list(temporary.iterdir())
 
 

@@ -39,7 +39,7 @@ def test_without_a_limit_every_round_is_full() -> None:
     assert plan_shares(0, {0: 4}, 16) == {}
 
 
-def test_who_comes_back_takes_part_in_the_round_at_hand_not_in_those_it_missed() -> None:
+def test_a_worker_that_comes_back_joins_the_current_round_not_those_it_missed() -> None:
     budget = FrameBudget(None, in_rounds=True)
     both = {0: 1, 1: 1}
     for worker in both:
@@ -62,7 +62,7 @@ def test_who_comes_back_takes_part_in_the_round_at_hand_not_in_those_it_missed()
     turns=st.lists(st.integers(0, 99), max_size=60),
     dies_after=st.integers(0, 30),
 )
-def test_whoever_asks_first_and_whoever_dies_the_total_is_exact(
+def test_the_total_is_exact_in_any_order_of_requests_and_deaths(
     total: int,
     sizes: list[int],
     steps: int,
@@ -81,7 +81,7 @@ def test_whoever_asks_first_and_whoever_dies_the_total_is_exact(
         planned = budget.next_share(worker, alive, steps)
         if planned is None:
             idle.add(worker)
-            if idle >= alive.keys():  # nobody gets any more
+            if idle >= alive.keys():  # no worker gets any more
                 break
             continue
         idle.clear()

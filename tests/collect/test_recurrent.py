@@ -11,11 +11,10 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.data import MultiStep
-from torchrl.objectives.value import GAE
 
 from tests.collect.envs import Counter, counters
 from tests.collect.test_rollout import collect
-from torchrl_dist.collect import Preempt, RPCBatchedCollector
+from torchrl_dist.collect import RPCBatchedCollector
 from torchrl_dist.collect.loop.trajectories import TrajectoryAssembler
 from torchrl_dist.errors import ConfigurationError
 
@@ -101,28 +100,6 @@ def test_split_trajs_is_torchrls() -> None:
     assert batch["collector", "mask"].sum(-1).tolist() == [4, 4, 2]
 
 
-def test_advantages_across_batches_never_cross_a_reset() -> None:
-    with RPCBatchedCollector(
-        lambda: Counter(5), None, frames_per_batch=14, total_frames=56, num_envs=2
-    ) as collector:
-        batches = list(collector)
-
-    def with_advantage(batch: TensorDict) -> TensorDict:
-        for part in (batch, batch["next"]):
-            part["state_value"] = part["observation"].sum(-1, keepdim=True)
-        return GAE(gamma=0.9, lmbda=0.8, value_network=None)(batch)
-
-    whole = torch.cat([with_advantage(batch) for batch in batches], 1)
-    ids = whole["collector", "traj_ids"]
-    for batch, start in zip(batches, range(0, 28, 7), strict=True):
-        for row in range(2):
-            for trajectory in batch["collector", "traj_ids"][row].unique():
-                inside = batch[row : row + 1, batch["collector", "traj_ids"][row] == trajectory]
-                alone = with_advantage(inside.exclude("advantage", "value_target"))
-                columns = (ids[row, start : start + 7] == trajectory).nonzero().flatten() + start
-                assert torch.allclose(whole["advantage"][row, columns], alone["advantage"][0])
-
-
 def test_n_step_returns_never_cross_a_reset_or_another_env() -> None:
     gamma, n = 0.5, 3
     with RPCBatchedCollector(
@@ -138,17 +115,3 @@ def test_n_step_returns_never_cross_a_reset_or_another_env() -> None:
                 inside = [u for u in range(t, min(t + n, 7)) if ids[row, u] == ids[row, t]]
                 expected = sum(gamma**k * (first[row, u] + 1) for k, u in enumerate(inside))
                 assert batch["next", "reward"][row, t].item() == pytest.approx(expected.item())
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"trajs_per_batch": 0},
-        {"trajs_per_batch": 2, "split_trajs": True},
-        {"trajs_per_batch": 2, "readiness": Preempt()},
-        {"split_trajs": True, "postproc": lambda rows: rows},
-    ],
-)
-def test_trajectories_that_could_not_be_put_together_are_refused(arguments: dict) -> None:
-    with pytest.raises(ConfigurationError, match="trajs"):
-        RPCBatchedCollector(Counter, None, frames_per_batch=8, **arguments)

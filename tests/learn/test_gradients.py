@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -60,13 +60,6 @@ def assert_close(
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, atol=atol, rtol=rtol, msg=name)
-
-
-@pytest.fixture(scope="module")
-def two_ranks(fork_server) -> Iterator[LearningRanks]:
-    """The same two ranks for all tests, because no test ends in an error of one rank alone."""
-    with LearningRanks.start(2, fork_server) as ranks:
-        yield ranks
 
 
 # ---- equal to the whole batch

@@ -58,10 +58,10 @@ def test_a_run_goes_on_without_a_reader_and_saves_when_the_terminal_is_closed(
         os.close(reader)
         updates = load_checkpoint(checkpoint).counters["updates"]
         job.until(progress(tmp_path / "run", more_than=updates), "progress without a reader")
-        everybody = job.descendants()
+        processes = job.descendants()
         job.process.send_signal(signal.SIGHUP)
         assert job.wait() == 128 + signal.SIGHUP, job.said()
-        assert_gone(everybody)
+        assert_gone(processes)
     result = job.result
     assert result["stopped_by"] == "SIGHUP" and result["failed_evaluations"] == 2
     assert result["lost_collectors"] == ["collector1"]  # it took the evaluator's place

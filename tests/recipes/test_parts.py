@@ -1,4 +1,4 @@
-"""The recipe's small parts: who may use a folder, evaluation, the picture, the log files."""
+"""The recipe's small parts: use of a folder, evaluation, the picture, the log files."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_evaluation_repeats_with_its_seed_and_differs_without() -> None:
     assert first == again != other
 
 
-def test_a_rendered_episode_hands_out_its_pictures_and_ends_after_so_many_steps() -> None:
+def test_a_rendered_episode_returns_its_pictures_and_ends_after_the_given_steps() -> None:
     def push(observation: torch.Tensor) -> torch.Tensor:
         return torch.tensor(1)
 
@@ -364,7 +364,7 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
             choose_device(ApexConfig(device="cuda"), session)
 
 
-def test_what_binds_is_whoever_waits_less() -> None:
+def test_the_process_that_waits_less_is_the_bound() -> None:
     assert Bound.of(0.8, 0.1).by == "collectors"
     assert Bound.of(0.1, 0.8).by == "learner"
     assert Bound.of(0.5, 0.45).by == "both"
@@ -455,7 +455,7 @@ def test_of_equally_good_policies_the_one_after_a_good_one_ranks_higher(tmp_path
     assert max(seen, key=monitor.rank) is seen[2]
 
 
-def test_an_evaluation_that_is_no_number_is_never_the_best(tmp_path: Path) -> None:
+def test_an_evaluation_that_gives_nan_is_never_the_best(tmp_path: Path) -> None:
     monitor = Monitor(tmp_path, total_frames=100, title="t", threshold=None)
     monitor.collected(30, [], lag=0)
     unknown = monitor.evaluated([float("nan")])
