@@ -29,7 +29,7 @@ def read(path: Path) -> list[dict]:
 @pytest.mark.timeout(60)
 def test_two_peers_give_cells_with_sane_content(tmp_path: Path, capsys) -> None:
     json_file, png = tmp_path / "cells.jsonl", tmp_path / "rates.png"
-    options = ["--peers", "ours-numpy,floor", "--ops", "write,sample+update,mixed,lock,cursor"]
+    options = ["--peers", "ours-numpy,floor", "--ops", "sample+update,mixed,lock,cursor"]
     options += ["--writers", "2", "--batches", "32", "--json", str(json_file), "--plot", str(png)]
     assert run_bench(replay, [*TOY, *options]) == 0
 
@@ -37,7 +37,6 @@ def test_two_peers_give_cells_with_sane_content(tmp_path: Path, capsys) -> None:
     cells = [cell for cell in read(json_file) if cell["unit"] != "calls/s"]
     found = {(cell["peer"], cell["op"], cell["batch"], cell["processes"]) for cell in cells}
     lines = {
-        ("write", 32, 2),
         ("sample+update", 256, 1),
         ("mixed-write", 64, 2),
         ("mixed-learn", 256, 1),
@@ -67,9 +66,7 @@ def test_a_capacity_too_small_for_the_batches_is_refused() -> None:
         run_bench(replay, ["--capacity", "100"])
 
 
-def test_what_cannot_be_measured_is_named_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
+def test_what_cannot_be_measured_is_named_with_the_reason(monkeypatch, capsys) -> None:
     monkeypatch.setattr(PEERS["ray"], "missing", classmethod(lambda cls: "not installed"))
     assert replay._available(["ours-numpy", "ray"]) == ["ours-numpy"]
     assert "skipped ray: not installed" in capsys.readouterr().err

@@ -25,7 +25,6 @@ import torch
 from tensordict import TensorDict
 from torchrl.envs.utils import ExplorationType
 
-from tests import warm
 from tests.collect.envs import Counter, wait_for
 from torchrl_dist.collect import RPCBatchedCollector
 from torchrl_dist.collect.node.connection import WholeMessages
@@ -120,9 +119,7 @@ def call(worker: NodeWorker, name: str, *args: Any, env: int | None = None) -> l
     return worker.visit_envs(env, "call", name, args, {})
 
 
-def test_an_error_that_cannot_be_built_again_keeps_its_text_and_shifts_no_answer(
-    build: Any,
-) -> None:
+def test_an_error_that_cannot_be_built_again_keeps_its_text_and_shifts_no_answer(build) -> None:
     worker = build(Asked)
     pids = call(worker, "pid")
     worker.visit_envs(0, "set", "fails", (True,), {})
@@ -169,9 +166,7 @@ def test_envs_that_cannot_be_built_say_why_whatever_they_raise(build: Any) -> No
     ],
     ids=["result that does not pickle", "result that cannot be built", "argument that cannot"],
 )
-def test_what_cannot_cross_is_an_error_of_that_call_alone(
-    build: Any, method: str, args: Any, what: str
-) -> None:
+def test_what_cannot_cross_is_an_error_of_that_call_alone(build, method, args, what) -> None:
     worker = build(Asked)
     pids = call(worker, "pid")
     for env in (None, 1):
@@ -419,9 +414,7 @@ class Unsaved(Counter):
 
 
 @pytest.mark.parametrize("env_processes", [0, 2])
-def test_what_envs_raise_as_they_are_closed_is_raised_by_shutdown(
-    env_processes: int,
-) -> None:
+def test_what_envs_raise_as_they_are_closed_is_raised_by_shutdown(env_processes: int) -> None:
     collector = RPCBatchedCollector(
         Unsaved, None, frames_per_batch=40, total_frames=80, env_processes=env_processes
     )
@@ -431,9 +424,7 @@ def test_what_envs_raise_as_they_are_closed_is_raised_by_shutdown(
     collector.shutdown()
 
 
-def test_what_envs_raise_as_they_are_closed_is_raised_where_a_rollout_is_stopped(
-    build: Any,
-) -> None:
+def test_what_envs_raise_as_they_are_closed_is_raised_where_a_rollout_is_stopped(build) -> None:
     worker = build(Unsaved, frames_per_rollout=10**6)
     worker.visit_envs(None, "set", "step_s", (0.01,), {})
     with ThreadPoolExecutor(1) as pool:
@@ -487,30 +478,23 @@ def test_a_rollout_that_needs_only_a_process_that_is_being_replaced_waits_for_it
     assert len(begun) == 1
 
 
-def test_what_envs_print_reaches_a_file(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(
-        """
-from tests.collect.envs import Counter
-from torchrl_dist.collect import RPCBatchedCollector
+def test_what_envs_print_reaches_a_file(build: Any, tmp_path: Path) -> None:
+    class Loud(Counter):
+        def __init__(self) -> None:
+            super().__init__()
+            log = os.open(tmp_path / f"log {os.getpid()}", os.O_WRONLY | os.O_CREAT)
+            os.dup2(log, 1)
+            sys.stdout.reconfigure(line_buffering=False)
 
-class Loud(Counter):
-    def step(self, action):
-        print("stepped")
-        return super().step(action)
+        def step(self, action: Any) -> Any:
+            print("stepped")
+            return super().step(action)
 
-    def close(self):
-        print("closed")
+        def close(self) -> None:
+            print("closed")
 
-if __name__ == "__main__":
-    with RPCBatchedCollector(Loud, None, frames_per_batch=8, env_processes=2) as collector:
-        collector.next()
-    print("done")
-"""
-    )
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    env["PYTHONPATH"] = os.pathsep.join([os.getcwd(), env.get("PYTHONPATH", "")])
-    with open(tmp_path / "log", "w") as log:
-        command = [sys.executable, str(tmp_path / "train.py")]
-        assert warm.start(command, env=env, stdout=log).wait(110) == 0
-    said = (tmp_path / "log").read_text().split()
-    assert said.count("stepped") >= 8 and said.count("closed") == 2 and said[-1] == "done"
+    worker = build(Loud)
+    assert worker.collect(request=0)[1].frames == 20
+    worker.close()
+    logs = [path.read_text().split() for path in tmp_path.glob("log *")]
+    assert logs == [["stepped"] * 10 + ["closed"]] * 2

@@ -17,9 +17,7 @@ untimed = settings(deadline=None)
     workers=st.dictionaries(st.integers(0, 9), st.integers(1, 17), min_size=1, max_size=5),
     steps=st.integers(1, 50),
 )
-def test_shares_add_up_to_the_budget_exactly(
-    total: int, workers: dict[int, int], steps: int
-) -> None:
+def test_shares_add_up_to_the_budget_exactly(total, workers, steps) -> None:
     remaining, rounds = total, 0
     while remaining:
         shares = plan_shares(remaining, workers, steps)

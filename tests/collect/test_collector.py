@@ -68,9 +68,7 @@ def _aside(make: Any, config: WorkerConfig, name: str, alone: bool) -> Any:
 @pytest.mark.parametrize("readiness", [WaitAll(), FirstReady()])
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("total", [1, 12, 53])
-def test_total_frames_are_exact_and_trajectories_are_whole(
-    build: Any, readiness: Any, lag: int, total: int
-) -> None:
+def test_total_frames_are_exact_and_trajectories_are_whole(build, readiness, lag, total) -> None:
     collector = build(
         lambda: Counter(5),
         None,
@@ -332,9 +330,7 @@ def test_a_collector_that_was_shut_down_keeps_nothing_of_its_callers() -> None:
 
 @pytest.mark.parametrize("torchrl", [False, True])
 @pytest.mark.parametrize("closed", [False, True])
-def test_an_env_that_hangs_holds_up_no_other_collector(
-    build: Any, aside: None, closed: bool, torchrl: bool
-) -> None:
+def test_an_env_that_hangs_holds_up_no_other_collector(build, aside, closed, torchrl) -> None:
     gate, stuck = threading.Event(), threading.Event()
     Stuck = before_steps(lambda: (stuck.set(), gate.wait(30)))
     before = exploration_type()

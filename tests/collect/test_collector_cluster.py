@@ -74,9 +74,7 @@ def test_a_batch_joins_one_rollout_of_every_worker(collecting: Any) -> None:
 
 
 @pytest.mark.parametrize("lag", [1, 3])
-def test_with_lag_k_a_worker_runs_k_rollouts_ahead_and_then_waits(
-    collecting: Any, lag: int
-) -> None:
+def test_with_lag_k_a_worker_runs_k_rollouts_ahead_and_then_waits(collecting, lag: int) -> None:
     policy = QValueActor(mlp(2, 3), in_keys=["observation"], spec=OneHot(3))
     with collecting(1, lambda: Tally(10**6), policy, frames_per_batch=10, max_policy_lag=lag) as (
         collector,
@@ -167,9 +165,7 @@ def test_an_env_that_is_built_too_late_is_closed_then(fork_server: ForkServer, t
         wait_for((tmp_path / "closed").exists)
 
 
-def test_a_worker_that_dies_before_the_start_is_missing_from_the_start(
-    fork_server: ForkServer,
-) -> None:
+def test_a_worker_that_dies_before_the_start_is_missing_from_the_start(fork_server) -> None:
     with local_cluster({"learner": 1, "collector": 3}, fork_server=fork_server) as session:
         kill(session, 1)
 
@@ -192,9 +188,7 @@ def test_a_worker_that_dies_before_the_start_is_missing_from_the_start(
 
 
 @pytest.mark.parametrize(("readiness", "lag"), [(WaitAll(), 0), (FirstReady(), 2)])
-def test_when_a_worker_is_killed_the_others_collect_its_frames(
-    collecting: Any, readiness: Any, lag: int
-) -> None:
+def test_when_a_worker_is_killed_the_others_collect_its_frames(collecting, readiness, lag) -> None:
     options = {"frames_per_batch": 60, "total_frames": 601, "num_envs": 2, "max_policy_lag": lag}
     with (
         collecting(3, Paced, readiness=readiness, **options) as (collector, session),
@@ -232,9 +226,7 @@ def test_a_paused_worker_is_named_at_the_deadline_and_its_rows_come_later(collec
             assert rows["next", "observation"][env, :, 0].tolist() == [201 + t for t in range(50)]
 
 
-def test_shutdown_is_quick_while_a_rollout_runs_and_after_a_death(
-    fork_server: ForkServer,
-) -> None:
+def test_shutdown_is_quick_while_a_rollout_runs_and_after_a_death(fork_server) -> None:
     with local_cluster({"learner": 1, "collector": 3}, fork_server=fork_server) as session:
         collector = RPCBatchedCollector(
             lambda: Paced(step_s=0.01),
@@ -312,9 +304,7 @@ def test_a_quorum_leaves_the_late_for_the_next_batch_and_loses_nothing(collectin
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_stragglers_are_preempted_and_their_other_steps_come_later(
-    collecting: Any, lag: int
-) -> None:
+def test_stragglers_are_preempted_and_their_other_steps_come_later(collecting, lag: int) -> None:
     rule = Preempt(fraction=0.6, min_part=0.25)
     options = {"frames_per_batch": 120, "total_frames": 700, "max_policy_lag": lag}
     with collecting(3, slow_second(0.02), readiness=rule, **options) as (collector, _):

@@ -55,9 +55,7 @@ class Own(Counter):
 
 
 @pytest.mark.parametrize(("groups", "processes"), [(1, 0), (2, 0), (2, 2)])
-def test_the_data_are_those_of_a_policy_on_the_workers(
-    fork_server: ForkServer, groups: int, processes: int
-) -> None:
+def test_the_data_are_those_of_a_policy_on_the_workers(fork_server, groups, processes) -> None:
     def batches(session: Any, num_envs: int = 4, **options: Any) -> list[TensorDict]:
         with RPCBatchedCollector(
             Own, policy(), session=session, frames_per_batch=48, total_frames=144,

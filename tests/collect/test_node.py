@@ -194,9 +194,7 @@ def test_new_episodes_begin_in_all_processes(build: Any) -> None:
 
 
 @pytest.mark.parametrize("what", [die, pause])
-def test_an_env_process_that_ends_or_hangs_is_replaced(
-    build: Any, what: Any, tmp_path: Any
-) -> None:
+def test_an_env_process_that_ends_or_hangs_is_replaced(build, what: Any, tmp_path) -> None:
     worker = build(lambda: ByPid(what, tmp_path / "flag"), num_envs=1, step_timeout_s=1.0)
     first, stats = worker.collect(request=0)
     assert stats.frames == 20 and first.shape == (1, 20)  # the other process's part
@@ -367,9 +365,7 @@ def test_a_successor_is_not_blamed_for_the_deaths_before_it(build: Any, tmp_path
     collect_until_complete(worker, 1)
 
 
-def test_a_successor_that_is_never_ready_is_replaced_too(
-    build: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_successor_that_is_never_ready_is_replaced_too(build, tmp_path, monkeypatch) -> None:
     stuck, died = tmp_path / "stuck", tmp_path / "died"
 
     def make() -> Any:
@@ -392,9 +388,7 @@ def test_a_successor_that_is_never_ready_is_replaced_too(
     collect_until_complete(worker, request + 1)
 
 
-def test_a_process_that_is_paused_in_the_middle_of_an_answer_is_replaced(
-    build: Any, tmp_path: Any
-) -> None:
+def test_a_process_that_is_paused_in_the_middle_of_an_answer_is_replaced(build, tmp_path) -> None:
     def make() -> Any:
         env = Counter(10**6)
         send = Connection.send_bytes
@@ -505,9 +499,7 @@ def test_a_closed_worker_gives_its_shared_memory_back(build: Any) -> None:
     assert blocks() == before
 
 
-def test_nodes_of_a_cluster_deliver_exactly_and_survive_deaths(
-    collecting: Any, tmp_path: Any
-) -> None:
+def test_nodes_of_a_cluster_deliver_exactly_and_survive_deaths(collecting, tmp_path) -> None:
     flag = tmp_path / "flag"
     options = {"frames_per_batch": 120, "total_frames": 1001, "num_envs": 2, "max_policy_lag": 1}
     with collecting(2, lambda: ByPid(die, flag), env_processes=3, **options) as (collector, _):

@@ -388,9 +388,7 @@ def test_what_is_set_later_counts_from_the_next_call() -> None:
     assert_same(left_by_act(policy), left_by_the_plain_call(policy))
 
 
-def test_hooks_of_all_modules_and_methods_exchanged_in_a_class_are_heeded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_hooks_of_all_modules_and_methods_exchanged_in_a_class_are_heeded(monkeypatch) -> None:
     policy, seen = q_actor(mlp()), []
     handle = nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(type(m)))
     left_by_act(policy)

@@ -20,9 +20,7 @@ from torchrl_dist.errors import ConfigurationError
 
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
-def test_memory_counts_the_steps_of_its_own_episode_in_every_autoreset_mode(
-    mode: AutoresetMode,
-) -> None:
+def test_memory_counts_the_steps_of_its_own_episode_in_every_autoreset_mode(mode) -> None:
     class Count(nn.Module):
         def forward(self, observation: Any, count: Any, is_init: Any) -> tuple:
             count = torch.where(is_init, 0, count)

@@ -124,9 +124,7 @@ class TestVectorEnvs:
         assert (first["policy_version"] == 0).all()
         assert second["policy_version"][1].tolist() == [0, 0, 0, 0, 1]  # made ahead, and says so
 
-    def test_envs_that_drift_apart_are_reported_and_then_refused(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_envs_that_drift_apart_are_reported_and_then_refused(self, monkeypatch) -> None:
         monkeypatch.setattr("torchrl_dist.collect.loop.rollout._MAX_ROLLOUTS_AHEAD", 8)
         rollout = make_rollout(lambda: NextStepVector([1, 50]), None, frames=10)
         with pytest.warns(UserWarning, match="same-step autoreset"):
@@ -406,9 +404,7 @@ def test_a_stop_iteration_of_a_policy_is_an_error() -> None:
         (spaces.Discrete(3), np.array(1)),
     ],
 )
-def test_observations_with_other_axes_of_one_are_taken_as_torchrl_takes_them(
-    space: spaces.Space, told: Any
-) -> None:
+def test_observations_with_other_axes_of_one_are_taken_as_torchrl_takes_them(space, told) -> None:
     ours = collect(lambda: Says(space, told, reward=None), None, 3)
     theirs = torchrl_data(GymWrapper(Says(space, told, reward=None)), None, 3)
     for key in ("observation", ("next", "observation"), ("next", "reward")):

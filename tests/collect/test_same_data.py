@@ -58,13 +58,6 @@ def made(env_id: str, *wrappers: Callable[[Any], Any], **options: Any) -> Callab
     return make
 
 
-def atari() -> gymnasium.Env:
-    import ale_py
-
-    gymnasium.register_envs(ale_py)
-    return gymnasium.make("ALE/Pong-v5", frameskip=4)
-
-
 def minigrid() -> gymnasium.Env:
     import minigrid
 
@@ -247,7 +240,6 @@ CASES = {
         options=_LAKE,
     ),
     "MuJoCo": Case(made("InvertedPendulum-v5"), lambda: continuous(4, 1), needs="mujoco"),
-    "Atari": Case(atari, lambda: of_pixels(6), steps=4, needs="ale_py"),
     "MiniGrid": Case(minigrid, lambda: of_pixels(7), needs="minigrid"),
     "pixels": Case(Pictures, lambda: of_pixels(5)),
     "words": Case(
@@ -315,7 +307,6 @@ CASES = {
     "counts": Case(_CARTPOLE, Counts),
     "of tensors": Case(_CARTPOLE, Named),
     "of no length": Case(_CARTPOLE, Empty),
-    "compiled": Case(_CARTPOLE, lambda: torch.compile(q(4, 2), backend="eager")),
 }
 
 

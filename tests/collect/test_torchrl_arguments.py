@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -91,9 +91,7 @@ def require_equal(got: TensorDictBase, expected: TensorDictBase) -> None:
     ],
     ids=str,
 )
-def test_batches_are_those_of_torchrls_collector(
-    build: Any, make: Callable[[], Any], options: dict[str, Any]
-) -> None:
+def test_batches_are_those_of_torchrls_collector(build, make, options) -> None:
     common = {"frames_per_batch": 7, "total_frames": 28} | options
     theirs = Collector(lambda: GymWrapper(Plain()), turning(), **common)
     expected = [next(batches) for batches in [iter(theirs)] for _ in range(4)]
@@ -110,9 +108,7 @@ def test_batches_are_those_of_torchrls_collector(
 
 @pytest.mark.parametrize("torchrl", [False, True])
 @pytest.mark.parametrize("random_frames", [14, 15])
-def test_the_first_frames_are_of_random_actions(
-    build: Any, torchrl: bool, random_frames: int
-) -> None:
+def test_the_first_frames_are_of_random_actions(build, torchrl: bool, random_frames: int) -> None:
     common = {"frames_per_batch": 7, "total_frames": 42, "init_random_frames": random_frames}
     theirs = Collector(lambda: GymWrapper(Plain()), turning(), **common)
     make = (lambda: GymWrapper(Plain())) if torchrl else Plain
@@ -324,9 +320,7 @@ def test_an_env_of_the_callers_may_stay_open(build: Any) -> None:
     build(Fails, None, frames_per_batch=4).shutdown(raise_on_error=False)
 
 
-def test_envs_policies_and_weights_may_differ_from_worker_to_worker(
-    build: Any, alone: Session
-) -> None:
+def test_envs_policies_and_weights_may_differ_from_worker_to_worker(build, alone) -> None:
     common = {"session": alone, "workers": [alone.me] * 2, "frames_per_batch": 20}
     collector = build(
         [lambda: Plain(3), lambda: Plain(7)],
@@ -554,9 +548,7 @@ def buffer(size: int = 1000) -> TensorDictReplayBuffer:
 
 
 @pytest.mark.parametrize("torchrl", [False, True])
-def test_whole_trajectories_reach_the_buffer_as_torchrl_writes_them(
-    build: Any, torchrl: bool
-) -> None:
+def test_whole_trajectories_reach_the_buffer_as_torchrl_writes_them(build, torchrl: bool) -> None:
     common = {"frames_per_batch": 7, "total_frames": 28, "trajs_per_batch": 2}
     expected, got = buffer(), buffer()
     for _ in Collector(lambda: GymWrapper(Plain()), turning(), replay_buffer=expected, **common):

@@ -94,9 +94,7 @@ def one_rank_is_late() -> tuple[str, str, bool]:
     return told(lambda: learn(5, 4, at))
 
 
-def test_a_paused_learner_pauses_the_others_and_is_named_after_the_deadline(
-    three_ranks: LearningRanks,
-) -> None:
+def test_a_paused_learner_pauses_the_others_and_is_named_after_the_deadline(three_ranks) -> None:
     session = three_ranks.session
     paused = session.peers[2]
     futures = [session.submit(peer, one_rank_is_late) for peer in session.peers[1:]]
@@ -168,9 +166,7 @@ def saving_fails() -> tuple[str, str, bool]:
     return told(lambda: Ranks(timeout_s=20).on_first(save))
 
 
-def test_a_failed_checkpoint_is_an_error_on_every_rank(
-    two_ranks: LearningRanks,
-) -> None:
+def test_a_failed_checkpoint_is_an_error_on_every_rank(two_ranks) -> None:
     first, second = two_ranks.run(saving_fails)
     assert first[0] == "OSError"
     assert second[0] == "RemoteError" and "disk full" in second[1] and "rank 0" in second[1]

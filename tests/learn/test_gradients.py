@@ -306,9 +306,7 @@ def after_updates(style: str) -> tuple[dict[str, Tensor], int, str]:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_every_style_of_update_gives_one_process_parameters(
-    two_ranks: LearningRanks, style: str
-) -> None:
+def test_every_style_of_update_gives_one_process_parameters(two_ranks, style: str) -> None:
     alone = make_loss("td3")
     update = Updates(alone, style)
     for seed in range(5):
@@ -339,9 +337,7 @@ def from_afar(direct_bytes: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("direct_bytes", [2**20, -1], ids=["one way", "two ways"])
-def test_ranks_on_several_hosts_average_as_those_of_one(
-    two_ranks: LearningRanks, direct_bytes: int
-) -> None:
+def test_ranks_on_several_hosts_average_as_those_of_one(two_ranks, direct_bytes: int) -> None:
     alone = make_loss("td3")
     for seed in range(2):
         total(alone(make_batch("td3", ROWS, seed))).backward()

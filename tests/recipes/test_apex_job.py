@@ -14,7 +14,6 @@ from torchrl_dist.checkpoint import load_checkpoint
 from torchrl_dist.cli import main
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.recipes.training.monitor import check_wandb
-from torchrl_dist.runtime import ForkServer
 
 from .jobs import (
     ENDLESS,
@@ -91,9 +90,7 @@ def test_a_second_fresh_run_in_the_same_folder_is_refused(
     assert "--resume" in printed.err
 
 
-def test_resume_continues_weights_counters_and_buffer(
-    trained: tuple[Path, Job], tmp_path: Path, fork_server: ForkServer
-) -> None:
+def test_resume_continues_weights_counters_and_buffer(trained, tmp_path, fork_server) -> None:
     """``learning-starts`` equals the capacity: only a buffer that is still there lets it learn."""
     copy_of(trained, tmp_path)
     before = load_checkpoint(tmp_path / "run/checkpoint.pt")
@@ -113,9 +110,7 @@ def test_resume_continues_weights_counters_and_buffer(
     assert history["frames"] == 3512
 
 
-def test_no_collectors_means_that_the_learners_collect(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_collectors_means_that_the_learners_collect(tmp_path, monkeypatch) -> None:
     """Two, with one buffer. And Weights & Biases is logged to, where it is installed."""
     toy = [*RUN, *TOY, "--collectors", "0", "--learners", "2", "--total-frames", "1024"]
     has_wandb = importlib.util.find_spec("wandb") is not None

@@ -180,9 +180,7 @@ def test_learners_normalize_stop_anneal_and_end_rollouts_together(tmp_path) -> N
         ({"collectors": 1}, 4, {"learner": 2, "collector": 2}),
     ],
 )
-def test_roles_follow_from_the_options_and_the_launchers_ranks(
-    settings: dict[str, int], launched: int | None, roles: dict[str, int]
-) -> None:
+def test_roles_follow_from_the_options_and_the_launchers_ranks(settings, launched, roles) -> None:
     assert DDPPOConfig(**settings).roles(launched) == roles
 
 

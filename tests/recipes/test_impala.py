@@ -68,9 +68,7 @@ def by_hand(data, network, critic, rho_bar: float, c_bar: float):
 
 @pytest.mark.parametrize("ends", ENDS)
 @pytest.mark.parametrize(("rho_bar", "c_bar"), [(1.0, 1.0), (2.0, 0.5), (1e9, 1e9)])
-def test_data_of_another_policy_are_corrected_as_the_paper_says(
-    ends: dict[int, str], rho_bar: float, c_bar: float
-) -> None:
+def test_data_of_another_policy_are_corrected_as_the_paper_says(ends, rho_bar, c_bar) -> None:
     network, critic = networks()
     data = rollout(network, ends)
     with torch.no_grad():

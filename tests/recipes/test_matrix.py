@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -28,15 +27,11 @@ Faulty.step = step
 # Of the others, kill and stop are those of test_apex_job.py and test_recipe_jobs.py, and what an
 # environment does in the learner, or an evaluation, of test_training.py and test_evaluator.py.
 @pytest.mark.parametrize(("recipe", "place", "fault"), [("impala", "store", "kill")])
-def test_a_failing_process_ends_the_job_or_does_not(
-    recipe: str, place: str, fault: str, tmp_path: Path
-) -> None:
+def test_a_failing_process_ends_the_job_or_does_not(recipe, place, fault, tmp_path) -> None:
     run(Cell(recipe, place, fault), tmp_path, frames=1000, timeout_s=20.0, collectors=1)
 
 
-def test_a_run_goes_on_without_a_reader_and_saves_when_the_terminal_is_closed(
-    tmp_path: Path,
-) -> None:
+def test_a_run_goes_on_without_a_reader_and_saves_when_the_terminal_is_closed(tmp_path) -> None:
     """Its environment prints, changes the working directory, and ends the process that evaluates
     it."""
     text = ENVIRONMENT.format(fault="exit", place="evaluation", after=5, base=BASES["apex"])

@@ -136,9 +136,7 @@ def test_a_run_that_failed_before_its_first_checkpoint_is_not_said_to_be_resumab
 
 
 @pytest.mark.parametrize("option", ["output", "replay"])
-def test_a_folder_that_cannot_be_read_is_refused(
-    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_read_is_refused(option: str, tmp_path, monkeypatch) -> None:
     folder = tmp_path / option
     folder.mkdir()
 
@@ -231,9 +229,7 @@ def test_a_task_has_the_environments_sizes() -> None:
             look_at(env, discrete=discrete)
 
 
-def test_an_environment_may_be_a_function_of_the_users(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_environment_may_be_a_function_of_the_users(tmp_path, monkeypatch) -> None:
     (tmp_path / "my_envs_of_a_test.py").write_text(
         "import gymnasium\n"
         "def short(**options):\n"
@@ -258,9 +254,7 @@ def test_collectors_are_given_clipped_rewards_and_evaluations_are_not() -> None:
 
 
 @pytest.mark.parametrize("reward", [2.0, np.array([2.0]), np.float32(2.0), float("nan")])
-def test_a_reward_may_be_an_array_and_a_nan_stays_one(
-    reward: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reward_may_be_an_array_and_a_nan_stays_one(reward: Any, monkeypatch) -> None:
     class Giving(gymnasium.Wrapper):
         def step(self, action: Any) -> Any:
             observation, _, *rest = self.env.step(action)
@@ -324,9 +318,7 @@ def batch_norm(inputs, outputs):
 """
 
 
-def test_a_network_may_be_a_function_of_the_users(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_network_may_be_a_function_of_the_users(tmp_path, monkeypatch) -> None:
     (tmp_path / "my_networks_of_a_test.py").write_text(NETWORKS)
     (tmp_path / "leaves.py").write_text("raise SystemExit(0)")
     monkeypatch.chdir(tmp_path)
@@ -432,9 +424,7 @@ def test_a_run_that_fails_before_its_first_checkpoint_removes_the_logs_that_it_m
     assert tmp_path.exists() is (mine is not None)
 
 
-def test_logs_go_where_weights_and_biases_does_not_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logs_go_where_weights_and_biases_does_not_start(tmp_path, monkeypatch) -> None:
     def refuse(*_: object) -> None:
         raise ConfigurationError("--wandb: no")
 

@@ -76,9 +76,7 @@ def test_a_job_goes_on_without_a_lost_collector_stops_when_told_and_resumes(
     assert len(play(tmp_path / "run", episodes=2, seed=0)["returns"]) == 2
 
 
-def test_learners_of_a_launcher_train_and_others_take_the_run_over(
-    tmp_path: Path, fork_server: ForkServer
-) -> None:
+def test_learners_of_a_launcher_train_and_others_take_the_run_over(tmp_path, fork_server) -> None:
     """Started by torchrun, resumed by one command with its own processes."""
     run = ["train", "ddppo", "--output-dir", "run"]
     toy = [*run, *SMALL, "--frames-per-batch", "128", "--total-frames", "512"]

@@ -101,9 +101,7 @@ def test_a_resumed_learner_has_the_settings_it_was_given(kind: type, tmp_path: P
 
 
 @pytest.mark.parametrize("kind", [DeadlineError, PeerLostError])
-def test_a_run_that_fails_of_others_keeps_what_was_learned(
-    kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_fails_of_others_keeps_what_was_learned(kind, tmp_path, monkeypatch) -> None:
     config = ImpalaConfig(**SMALL, output_dir=str(tmp_path), checkpoint_interval_s=3600.0)
 
     def fails_at_the_second(config: Any, task: Any, policy: Any, session: Any, start: Any) -> Any:
@@ -198,9 +196,7 @@ def test_rows_of_an_attempt_that_was_killed_before_its_first_checkpoint_are_drop
 
 
 @pytest.mark.parametrize("kind", [ApexConfig, SACConfig])
-def test_clipped_rewards_on_disk_stay_clipped(
-    kind: type[RecipeConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clipped_rewards_on_disk_stay_clipped(kind: type[RecipeConfig], monkeypatch) -> None:
     saved = SimpleNamespace(config=kind(reward_clip=1.0).as_plain())
     monkeypatch.setattr("torchrl_dist.checkpoint.load_checkpoint", lambda path, recipe: saved)
     with pytest.raises(ConfigurationError, match="--reward-clip: got 0.0, .* has 1.0"):
@@ -213,9 +209,7 @@ def test_tuples_that_begin_alike_have_seeds_of_their_own() -> None:
     assert len({stream_seed(*numbers) for numbers in tuples}) == len(tuples)
 
 
-def test_all_learners_use_the_cpu_where_gpus_do_not_suffice(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_all_learners_use_the_cpu_where_gpus_do_not_suffice(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
