@@ -36,11 +36,7 @@ def test_two_peers_give_cells_with_sane_content(tmp_path: Path, capsys) -> None:
     latencies = {cell["op"]: cell for cell in read(json_file) if cell["unit"] == "calls/s"}
     cells = [cell for cell in read(json_file) if cell["unit"] != "calls/s"]
     found = {(cell["peer"], cell["op"], cell["batch"], cell["processes"]) for cell in cells}
-    lines = {
-        ("sample+update", 256, 1),
-        ("mixed-write", 64, 2),
-        ("mixed-learn", 256, 1),
-    }
+    lines = {("sample+update", 256, 1), ("mixed-write", 64, 2), ("mixed-learn", 256, 1)}
     assert found == {(peer, *line) for peer in ("ours-numpy", "floor") for line in lines}
     for cell in [*cells, *latencies.values()]:
         assert cell["bench"] == "replay" and cell["kind"] == "S"

@@ -61,12 +61,7 @@ def test_a_worker_that_comes_back_joins_the_current_round_not_those_it_missed() 
     dies_after=st.integers(0, 30),
 )
 def test_the_total_is_exact_in_any_order_of_requests_and_deaths(
-    total: int,
-    sizes: list[int],
-    steps: int,
-    in_rounds: bool,
-    turns: list[int],
-    dies_after: int,
+    total: int, sizes: list[int], steps: int, in_rounds: bool, turns: list[int], dies_after: int
 ) -> None:
     budget = FrameBudget(total, in_rounds)
     alive = dict(enumerate(sizes))

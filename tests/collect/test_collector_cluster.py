@@ -396,10 +396,7 @@ def test_a_successor_that_cannot_be_built_is_an_error_that_says_why(
                 raise OSError("no licence is left")
 
     options = {"frames_per_batch": 40, "replace_lost": True, "timeout_s": 60}
-    with (
-        collecting(2, NoMore, **options) as (collector, session),
-        warnings.catch_warnings(),
-    ):
+    with collecting(2, NoMore, **options) as (collector, session), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         collector.next()
         (tmp_path / "used up").touch()

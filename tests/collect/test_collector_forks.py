@@ -91,9 +91,7 @@ def _checked_while_held(collector: RPCBatchedCollector, locks: Locks) -> None:
         held, go = threading.Event(), threading.Event()
 
         def hold(
-            lock: Callable[[], Any] = lock,
-            held: threading.Event = held,
-            go: threading.Event = go,
+            lock: Callable[[], Any] = lock, held: threading.Event = held, go: threading.Event = go
         ) -> None:
             with lock():
                 held.set()

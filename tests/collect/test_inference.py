@@ -241,7 +241,6 @@ def test_with_two_groups_a_question_waits_for_others_as_long_as_it_may() -> None
     relay.close()
 
 
-@pytest.mark.alone
 def test_questions_wait_for_a_part_of_the_time_that_other_groups_take() -> None:
     askers = [Learner(), Learner()]
     windows = {groups: Window(groups) for groups in (1, 2, 4)}

@@ -33,9 +33,7 @@ def test_memory_counts_the_steps_of_its_own_episode_in_every_autoreset_mode(mode
             return TensorDictPrimer({"count": Unbounded((1,), dtype=torch.int64)})
 
     policy = TensorDictModule(
-        Count(),
-        in_keys=["observation", "count", "is_init"],
-        out_keys=["action", ("next", "count")],
+        Count(), in_keys=["observation", "count", "is_init"], out_keys=["action", ("next", "count")]
     )
     rows = collect(
         lambda: counters([3, 5], mode), policy, 40, batches=2, categorical_action_encoding=True

@@ -17,12 +17,7 @@ from tests import warm
 from tests.collect.envs import Counter, Paced
 from tests.spawn import run_job
 from torchrl_dist.collect import RPCBatchedCollector
-from torchrl_dist.replay import (
-    RateLimiter,
-    SharedMemmapStorage,
-    SharedReplayBuffer,
-    replay_buffer,
-)
+from torchrl_dist.replay import RateLimiter, SharedMemmapStorage, SharedReplayBuffer, replay_buffer
 from torchrl_dist.runtime import ForkServer, local_cluster, session
 
 pytestmark = pytest.mark.timeout(90)
@@ -64,10 +59,7 @@ def test_after_sigterm_the_learner_ends_in_order_and_nothing_is_left(tmp_path: P
         threading.Thread(target=wait, daemon=True).start()
 
     job = run_job(
-        collect_until_stopped,
-        {"folder": str(tmp_path)},
-        nproc=2,
-        on_start=when_it_collects,
+        collect_until_stopped, {"folder": str(tmp_path)}, nproc=2, on_start=when_it_collects
     )  # it also fails where a process is left
     frames = int((tmp_path / "stopped").read_text())
     assert frames >= FRAMES and frames % FRAMES == 0, str(job)

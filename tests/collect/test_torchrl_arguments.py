@@ -17,14 +17,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, OneHot, TensorDictReplayBuffer
-from torchrl.envs import (
-    EnvBase,
-    EnvCreator,
-    GymEnv,
-    GymWrapper,
-    ParallelEnv,
-    SerialEnv,
-)
+from torchrl.envs import EnvBase, EnvCreator, GymEnv, GymWrapper, ParallelEnv, SerialEnv
 from torchrl.modules import QValueActor, RandomPolicy
 from torchrl.testing.mocking_classes import CountingEnv
 
@@ -612,11 +605,7 @@ def test_what_ends_background_collection_is_raised(build: Any) -> None:
         def step(self, action: Any) -> Any:
             raise ZeroDivisionError("the pole is gone")
 
-    for ask in (
-        lambda c: c.start(),
-        lambda c: c.pause().__enter__(),
-        lambda c: c.async_shutdown(),
-    ):
+    for ask in (lambda c: c.start(), lambda c: c.pause().__enter__(), lambda c: c.async_shutdown()):
         collector = build(Broken, frames_per_batch=10, replay_buffer=buffer())
         collector.start()
         wait_for(lambda c=collector: not c.is_running())

@@ -13,13 +13,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torchrl.modules import NoisyLinear, QValueActor
-from torchrl.objectives import (
-    DQNLoss,
-    KLPENPPOLoss,
-    LossModule,
-    SoftUpdate,
-    ValueEstimators,
-)
+from torchrl.objectives import DQNLoss, KLPENPPOLoss, LossModule, SoftUpdate, ValueEstimators
 
 from tests.learn.losses import (
     ACTIONS,

@@ -47,11 +47,7 @@ from tests.learn.losses import (
     total,
 )
 from tests.learn.ranks import LearningRanks
-from torchrl_dist import (
-    ConfigurationError,
-    DistributedLoss,
-    local_cluster,
-)
+from torchrl_dist import ConfigurationError, DistributedLoss, local_cluster
 from torchrl_dist.learn import Ranks
 from torchrl_dist.learn.loss import _compare_devices, _refuse_devices, _refuse_difference
 

@@ -88,11 +88,7 @@ def test_what_was_drawn_is_handed_out_once_also_after_a_pause(ahead: bool) -> No
     ids=["apex", "sac"],
 )
 def test_a_recipe_learns_once_from_every_batch_it_draws(
-    kind: Any,
-    more: dict[str, Any],
-    ahead: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    kind: Any, more: dict[str, Any], ahead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn = []
 

@@ -17,15 +17,7 @@ from torchrl_dist.recipes.parts.play import play
 from torchrl_dist.recipes.sac.config import SACConfig
 from torchrl_dist.runtime import ForkServer
 
-from .jobs import (
-    TORCHRUN,
-    assert_gone,
-    finished,
-    finished_here,
-    progress,
-    started,
-    workers_of,
-)
+from .jobs import TORCHRUN, assert_gone, finished, finished_here, progress, started, workers_of
 from .learners import a_learner
 
 SMALL = ["--hidden", "8", "--eval-episodes", "2", "--eval-max-steps", "20"]
