@@ -6,7 +6,6 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,7 @@ def interrupt() -> Any:
 
 
 @pytest.mark.parametrize("at", ["made", "inside", "removed", "twice"])
-def test_ctrl_c_leaves_no_folder(
-    at: str, interrupt: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_leaves_no_folder(at: str, interrupt, tmp_path, monkeypatch) -> None:
     make, remove = tempfile.mkdtemp, command._remove
 
     def made(**options: Any) -> str:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 from torchrl_dist.bench import plan
 from torchrl_dist.bench.plan import Job, bounds, grid, verdicts
-from torchrl_dist.bench.processes import Launcher
 from torchrl_dist.planner import Layout, predict
 
 
@@ -57,9 +53,7 @@ def test_errors_and_verdicts_are_counted() -> None:
 
 @pytest.mark.alone
 @pytest.mark.timeout(100)
-def test_sleeping_envs_come_near_what_is_predicted(
-    tmp_path: Path, launchers: Callable[[], Launcher]
-) -> None:
+def test_sleeping_envs_come_near_what_is_predicted(tmp_path, launchers) -> None:
     """Sleeping needs little of a busy machine, and the test only checks a factor."""
     for layout in (Layout(steps=8), Layout(1, 3, 1, 8, True, 1, False)):
         job = Job("sleep", 0.03, layout)

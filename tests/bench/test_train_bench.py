@@ -197,8 +197,8 @@ def test_torchrls_impala_learns_what_ours_does(both) -> None:
 
 
 def test_torchrls_ppo_learns_what_ours_does(both) -> None:
-    ours, theirs = both("ddppo", epochs=2, minibatches=1)
-    assert_learn_alike(ours, theirs, next(iter(theirs.collector)), (1024, 2048))
+    ours, theirs = both("ddppo", epochs=2, minibatches=1, frames_per_batch=256)
+    assert_learn_alike(ours, theirs, next(iter(theirs.collector)), (256, 512))
 
 
 def test_torchrls_dqn_learns_what_ours_does(both) -> None:
@@ -268,34 +268,25 @@ def pendulum_in_float64() -> gymnasium.Env:
     )
 
 
-def test_torchrl_learns_from_observations_in_double_precision(tmp_path: Path, monkeypatch) -> None:
+def test_torchrl_learns_from_observations_in_double_precision(both) -> None:
     """Like MuJoCo's."""
-    monkeypatch.setattr(train_peers, "EPISODES", 2)
-    doubles = case(
-        algorithm="sac",
-        env=f"{__name__}:pendulum_in_float64",
-        threshold=1e9,
-        frames=1040,
-        limit_s=250.0,
-    )
-    run = train_peers.measure(doubles, 0, str(tmp_path))
-    assert run.ended == "frames" and run.points[-1].frames >= 1040
+    env = f"{__name__}:pendulum_in_float64"
+    _, theirs = both("sac", env=env, frames_per_batch=16, learning_starts=8)
+    before = weights(theirs)
+    theirs.learn(next(iter(theirs.collector)), 16)
+    assert any(not torch.equal(before[name], new) for name, new in weights(theirs).items())
 
 
-@pytest.mark.parametrize("algorithm, env", [("ddppo", "CartPole-v1"), ("impala", "Acrobot-v1")])
-def test_a_run_of_stable_baselines3_stops_at_the_threshold(
-    algorithm: str, env: str, tmp_path: Path, monkeypatch
-) -> None:
+def test_a_run_of_stable_baselines3_stops_at_the_threshold(tmp_path: Path, monkeypatch) -> None:
     pytest.importorskip("stable_baselines3")
     monkeypatch.setattr(train_peers, "EPISODES", 2)
     (temporary := tmp_path / "temporary").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
-    toy = case("sb3", algorithm, env=env, threshold=-1000.0)
+    toy = case("sb3", "impala", env="Acrobot-v1", threshold=-1000.0)
     run = train_peers.measure(toy, 1, str(tmp_path))
     (point,) = run.points
     assert run.ended == "threshold" and point.mean >= -1000
-    assert point.frames in (2000, 5008)
-    assert run.settings["algorithm"] == ZOO[algorithm, env].algorithm
+    assert run.settings["algorithm"] == ZOO["impala", "Acrobot-v1"].algorithm
     assert not list(temporary.iterdir())
 
 
@@ -331,7 +322,7 @@ def test_ours_is_stopped_at_the_threshold(in_this_process, tmp_path: Path, capsy
     json_file, png = tmp_path / "train.jsonl", tmp_path / "train.png"
     options = ["--peers", "ours-0", "--threshold", "5", "--seeds", "1", "--frames", "1000000"]
     files = ["--json", str(json_file), "--plot", str(png)]
-    assert run_bench(train, ["--algorithms", "apex", *options, *files]) == 0
+    assert run_bench(train, ["--algorithms", "impala", *options, *files]) == 0
     (line,) = [json.loads(text) for text in json_file.read_text().splitlines()]
     assert line["peer"] == "ours-0" and line["reached"] and line["ended"] == "threshold"
     assert 2000 <= line["frames"] < 1_000_000 and line["seconds"] > 0

@@ -17,16 +17,11 @@ from torchrl.data import Binary, Categorical, Composite, Unbounded
 from torchrl.envs import EnvBase
 
 
-class EpisodeSeeds(gymnasium.Wrapper):
-    """Episode k starts from seed ``first + k``, for any caller and any seed of reset()."""
-
-    def __init__(self, env: gymnasium.Env, first: int) -> None:
-        super().__init__(env)
-        self.next_seed = first
-
-    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        self.next_seed += 1
-        return self.env.reset(**{**kwargs, "seed": self.next_seed})
+def wait_for(condition: Callable[[], Any], limit_s: float = 40.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 class Counter(gymnasium.Env):
@@ -262,3 +257,30 @@ class Growing(EnvBase):
 
     def _set_seed(self, seed: int | None) -> None:
         self.generator.manual_seed(seed or 0)
+
+
+class DictEnv(gymnasium.Env):
+    """Observes a dictionary with a dictionary inside, and takes several actions at once."""
+
+    observation_space = spaces.Dict(
+        {
+            "state": spaces.Box(-1, 1, (), np.float64),
+            "inner": spaces.Dict({"where": spaces.Box(0, 9, (2,), np.float32)}),
+            "bits": spaces.MultiBinary(3),
+        }
+    )
+    action_space = spaces.MultiDiscrete([2, 3])
+
+    def _observe(self) -> dict[str, Any]:
+        where = np.array([self.t, 9 - self.t], np.float32)
+        bits = np.array([self.t % 2, 1, 0], np.int8)
+        return {"state": np.array(self.t / 9), "inner": {"where": where}, "bits": bits}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.t = 0
+        return self._observe(), {}
+
+    def step(self, action: Any) -> Any:
+        assert self.action_space.contains(action), action
+        self.t += 1
+        return self._observe(), 1.0, self.t == 8, False, {}

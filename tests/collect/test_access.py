@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 import warnings
 from typing import Any
 
 import gymnasium
 import numpy as np
-import psutil
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode
 from torchrl.envs import GymEnv
 
-from tests.collect.envs import Counter, Paced, counters
-from torchrl_dist.collect import FirstReady, RPCBatchedCollector, WaitAll
+from tests.collect.envs import Counter, Paced, wait_for
+from tests.spawn import stop
 from torchrl_dist.collect.node.node import NodeWorker
 from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig
 from torchrl_dist.errors import ConfigurationError, PeerLostError, RemoteError
-from torchrl_dist.runtime import ForkServer, local_cluster
+from torchrl_dist.runtime import ForkServer
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -48,8 +46,8 @@ def wrapped() -> gymnasium.Env:
 
 
 def check(worker: Any, num_envs: int) -> None:
-    everybody = worker.visit_envs(None, "call", "reset_task", (3,), {"offset": 1})
-    assert everybody == [4] * num_envs
+    answers = worker.visit_envs(None, "call", "reset_task", (3,), {"offset": 1})
+    assert answers == [4] * num_envs
     assert worker.visit_envs(1, "call", "reset_task", (9,), {}) == [9]
     assert worker.visit_envs(None, "get", "task", (), {}) == [4, 9] + [4] * (num_envs - 2)
     rows, _ = worker.collect(request=0)
@@ -103,13 +101,9 @@ def test_torchrl_envs_can_be_called() -> None:
     assert worker.visit_envs(0, "get", "batch_size", (), {}) == [torch.Size([])]
 
 
-def test_the_collector_numbers_envs_through_the_job(fork_server: ForkServer) -> None:
-    with (
-        local_cluster({"learner": 1, "collector": 2}, fork_server=fork_server) as session,
-        RPCBatchedCollector(
-            wrapped, None, session=session, frames_per_batch=16, num_envs=2, max_policy_lag=1
-        ) as collector,
-    ):
+def test_the_collector_numbers_envs_through_the_job(collecting: Any) -> None:
+    options = {"frames_per_batch": 16, "num_envs": 2, "max_policy_lag": 1}
+    with collecting(2, wrapped, **options) as (collector, _):
         collector.next()
         assert collector.call("reset_task", 2) == [2] * 4
         collector.set_attr("task", 5, env=3)
@@ -127,7 +121,7 @@ def test_the_collector_numbers_envs_through_the_job(fork_server: ForkServer) -> 
 
 @pytest.mark.parametrize("processes", [0, 2])
 def test_workers_with_different_envs_are_told_apart_at_the_start(
-    fork_server: ForkServer, tmp_path: Any, processes: int
+    collecting: Any, tmp_path: Any, processes: int
 ) -> None:
     class Bigger(Counter):
         action_space = gymnasium.spaces.Discrete(7)
@@ -139,40 +133,27 @@ def test_workers_with_different_envs_are_told_apart_at_the_start(
             return Counter()
         return Bigger()
 
-    with (
-        local_cluster({"learner": 1, "collector": 2}, fork_server=fork_server) as session,
-        pytest.raises((ConfigurationError, RemoteError)) as caught,
-    ):
-        RPCBatchedCollector(
-            make, None, session=session, frames_per_batch=8, env_processes=processes
-        )
+    with pytest.raises((ConfigurationError, RemoteError)) as caught:
+        collecting(2, make, frames_per_batch=8, env_processes=processes).__enter__()
     assert "action space is Discrete" in str(caught.value)
     assert "Discrete(3)" in str(caught.value) and "Discrete(7)" in str(caught.value)
 
 
-@pytest.mark.parametrize("readiness", [WaitAll(), FirstReady()])
-def test_a_paused_worker_is_lost_until_it_answers(fork_server: ForkServer, readiness: Any) -> None:
+def test_a_paused_worker_is_lost_until_it_answers(collecting: Any) -> None:
+    # Steps take time, or the other worker would use up all frames meanwhile.
+    options = {"frames_per_batch": 20, "total_frames": 6000, "max_policy_lag": 1}
     with (
-        local_cluster({"learner": 1, "collector": 2}, fork_server=fork_server) as session,
-        RPCBatchedCollector(
-            lambda: Paced(10**6),  # the other worker cannot use up all frames meanwhile
-            None,
-            session=session,
-            frames_per_batch=20,
-            total_frames=6000,
-            readiness=readiness,
-            worker_timeout_s=2.0,
-            max_policy_lag=1,
-        ) as collector,
+        collecting(2, lambda: Paced(10**6), worker_timeout_s=2.0, **options) as (
+            collector,
+            session,
+        ),
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")
         batches = [collector.next()]
         pid = session.pid_of(session.of_role("collector")[1])
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         try:
-            while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
-                time.sleep(0.01)
             while not collector.report.lost_workers:
                 batches.append(collector.next())
             assert collector.report.lost_workers == ("collector1",)
@@ -180,10 +161,12 @@ def test_a_paused_worker_is_lost_until_it_answers(fork_server: ForkServer, readi
             assert set(batches[-1]["collector", "worker_index"].flatten().tolist()) == {0}
         finally:
             os.kill(pid, signal.SIGCONT)
-        deadline = time.monotonic() + 20
-        while collector.report.lost_workers and time.monotonic() < deadline:
-            time.sleep(0.1)
+
+        def is_back() -> bool:
             batches.append(collector.next())
+            return not collector.report.lost_workers
+
+        wait_for(is_back)
         batches += list(collector)
         assert collector.report.lost_workers == ()
     assert any("worker_timeout_s=2" in str(w.message) for w in caught)
@@ -195,18 +178,11 @@ def test_a_paused_worker_is_lost_until_it_answers(fork_server: ForkServer, readi
         assert steps.diff().eq(1).all()  # none twice, and none is missing in between
 
 
-def test_when_everybody_hangs_collection_ends(fork_server: ForkServer) -> None:
+def test_when_all_workers_hang_collection_ends(collecting: Any) -> None:
     with (
-        local_cluster({"learner": 1, "collector": 1}, fork_server=fork_server) as session,
-        RPCBatchedCollector(
-            lambda: Paced(5, 5.0), None, session=session, frames_per_batch=20, worker_timeout_s=0.3
-        ) as collector,
+        collecting(1, lambda: Paced(5, 5.0), frames_per_batch=20, worker_timeout_s=0.3) as (
+            collector, _,
+        ),
         pytest.raises(PeerLostError, match="min_workers=1"),
-    ):
+    ):  # fmt: skip
         collector.next()
-
-
-def test_counters_of_a_vector_env_share_its_modes() -> None:
-    envs = counters([2, 3], AutoresetMode.DISABLED)
-    worker = RolloutWorker(WorkerConfig(lambda: envs, frames_per_rollout=4))
-    assert worker.visit_envs(None, "get", "length", (), {}) == [2, 3]

@@ -10,7 +10,6 @@ import pickle
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import threading
 import time
@@ -26,7 +25,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.envs.utils import ExplorationType
 
-from tests.collect.envs import Counter
+from tests.collect.envs import Counter, wait_for
 from torchrl_dist.collect import RPCBatchedCollector
 from torchrl_dist.collect.node.connection import WholeMessages
 from torchrl_dist.collect.node.env_process import _dumps
@@ -37,7 +36,6 @@ from torchrl_dist.replay import RateLimiter, SharedMemmapStorage, SharedReplayBu
 from torchrl_dist.runtime import ForkServer, forkserver
 
 pytestmark = pytest.mark.timeout(120)
-PATIENCE_S = 40.0
 
 
 @pytest.fixture
@@ -63,13 +61,6 @@ def near(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Collectors of this process have their env processes forked there, as those of a rank do:
     another server would have to import everything first."""
     monkeypatch.setattr(forkserver, "_address", fork_server.address)
-
-
-def wait_for(condition: Any) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 class SimError(Exception):
@@ -128,9 +119,7 @@ def call(worker: NodeWorker, name: str, *args: Any, env: int | None = None) -> l
     return worker.visit_envs(env, "call", name, args, {})
 
 
-def test_an_error_that_cannot_be_built_again_keeps_its_text_and_shifts_no_answer(
-    build: Any,
-) -> None:
+def test_an_error_that_cannot_be_built_again_keeps_its_text_and_shifts_no_answer(build) -> None:
     worker = build(Asked)
     pids = call(worker, "pid")
     worker.visit_envs(0, "set", "fails", (True,), {})
@@ -139,8 +128,9 @@ def test_an_error_that_cannot_be_built_again_keeps_its_text_and_shifts_no_answer
     assert caught.value.__cause__ is None and "in load" in caught.value.remote_traceback
     assert call(worker, "pid") == pids
     for request in range(2):
-        with pytest.raises(RemoteError, match="failed with 3 at joint 4"):
+        with pytest.raises(RemoteError, match="failed with 3 at joint 4") as caught:
             worker.collect(request=request)
+        assert "env process" in caught.value.peer
         assert not worker._under_way
     for kind in (SystemExit, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
         worker.visit_envs(0, "set", "fails", (kind,), {})
@@ -176,9 +166,7 @@ def test_envs_that_cannot_be_built_say_why_whatever_they_raise(build: Any) -> No
     ],
     ids=["result that does not pickle", "result that cannot be built", "argument that cannot"],
 )
-def test_what_cannot_cross_is_an_error_of_that_call_alone(
-    build: Any, method: str, args: Any, what: str
-) -> None:
+def test_what_cannot_cross_is_an_error_of_that_call_alone(build, method, args, what) -> None:
     worker = build(Asked)
     pids = call(worker, "pid")
     for env in (None, 1):
@@ -204,7 +192,7 @@ def interrupt_when(condition: Any) -> threading.Thread:
 def test_after_ctrl_c_in_a_call_every_answer_is_that_of_its_call(tmp_path: Path) -> None:
     go = tmp_path / "go"
     with RPCBatchedCollector(
-        lambda: Asked(go), None, frames_per_batch=40, env_processes=2, timeout_s=PATIENCE_S
+        lambda: Asked(go), None, frames_per_batch=40, env_processes=2, timeout_s=40.0
     ) as collector:
         pids = collector.call("pid")
         assert len(collector.next()) == 2
@@ -223,7 +211,7 @@ def test_after_ctrl_c_in_a_call_every_answer_is_that_of_its_call(tmp_path: Path)
         assert collector.call("load", 4) == ["task 4"] * 2 and collector.next().shape == (2, 20)
 
 
-def test_an_unreadable_answer_to_an_interrupted_call_is_nobodys(build: Any, tmp_path: Path) -> None:
+def test_an_unreadable_answer_to_an_interrupted_call_is_dropped(build: Any, tmp_path: Path) -> None:
     class Late(Asked):
         def unreadable(self) -> Any:
             self.hold()
@@ -232,13 +220,10 @@ def test_an_unreadable_answer_to_an_interrupted_call_is_nobodys(build: Any, tmp_
     worker = build(lambda: Late(tmp_path / "go"))
     pids = call(worker, "pid")
 
-    def interrupt() -> None:
-        wait_for(lambda: len(list(tmp_path.glob("held *"))) == 2)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    threading.Thread(target=interrupt, daemon=True).start()
+    interrupt = interrupt_when(lambda: len(list(tmp_path.glob("held *"))) == 2)
     with pytest.raises(KeyboardInterrupt):
         call(worker, "unreadable")
+    interrupt.join()
     (tmp_path / "go").touch()
     assert call(worker, "load", 8) == ["task 8"] * 2
     assert call(worker, "pid") == pids
@@ -246,7 +231,7 @@ def test_an_unreadable_answer_to_an_interrupted_call_is_nobodys(build: Any, tmp_
 
 @pytest.mark.parametrize("how", ["_recv_bytes", "_send_bytes"])
 @pytest.mark.parametrize("what", [KeyboardInterrupt, TimeoutError])  # also of the user's SIGALRM
-def test_who_is_interrupted_within_a_message_has_that_process_replaced(
+def test_a_call_that_is_interrupted_within_a_message_has_that_process_replaced(
     build: Any, monkeypatch: pytest.MonkeyPatch, how: str, what: type[BaseException]
 ) -> None:
     worker = build(Asked)
@@ -278,7 +263,7 @@ def test_who_is_interrupted_within_a_message_has_that_process_replaced(
 
 
 @pytest.mark.parametrize("sent", [False, True])
-def test_who_is_interrupted_as_a_short_message_is_sent_keeps_the_process(
+def test_a_call_that_is_interrupted_as_a_short_message_is_sent_keeps_the_process(
     build: Any, monkeypatch: pytest.MonkeyPatch, sent: bool
 ) -> None:
     worker = build(Asked)
@@ -361,16 +346,13 @@ def test_a_late_call_is_a_deadline_error_and_its_processes_live_on(tmp_path: Pat
         assert answers == [pids]
 
 
-@pytest.mark.parametrize("step_timeout_s", [0.3, 1.0])
-def test_who_waits_for_a_rate_limiter_does_not_hang(
-    build: Any, tmp_path: Path, step_timeout_s: float
-) -> None:
+def test_a_process_that_waits_for_a_rate_limiter_does_not_hang(build: Any, tmp_path: Path) -> None:
     limiter = RateLimiter(min_size_to_sample=8, samples_per_insert=1.0, error_buffer=16.0)
     storage = SharedMemmapStorage(
         1000, scratch_dir=tmp_path / "replay", limiter=limiter, timeout_s=600
     )
     buffer = SharedReplayBuffer(storage=storage, batch_size=8)
-    worker = build(Asked, replay_buffer=buffer, step_timeout_s=step_timeout_s, frames_per_rollout=8)
+    worker = build(Asked, replay_buffer=buffer, step_timeout_s=0.3, frames_per_rollout=8)
 
     def collect_until_held() -> None:
         request = 0
@@ -387,7 +369,7 @@ def test_who_waits_for_a_rate_limiter_does_not_hang(
             assert before >= 8 and not collecting.done()
         finally:
             worker.close()
-        collecting.result(PATIENCE_S)
+        collecting.result(40.0)
     assert not worker._pool.replaced
     storage.close()
 
@@ -406,7 +388,7 @@ def test_ctrl_c_while_a_collector_is_built_leaves_no_worker(tmp_path: Path) -> N
         RPCBatchedCollector(make, None, frames_per_batch=40, env_processes=2)
     interrupt.join()
     pids = [int(path.name.partition("-")[2]) for path in tmp_path.glob("pid-*")]
-    assert all(psutil.pid_exists(pid) for pid in pids)  # who interrupts does not wait for them
+    assert all(psutil.pid_exists(pid) for pid in pids)  # an interrupt does not wait for them
     go.touch()
     wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids))
     wait_for(lambda: set(psutil.Process().children()) <= set(before))  # their server
@@ -416,7 +398,7 @@ def test_a_worker_of_this_process_whose_envs_kill_theirs_is_named() -> None:
     def make() -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with pytest.raises(PeerLostError, match="died at start-up: killed by SIGKILL"):
+    with pytest.raises(PeerLostError, match="env process . died at start-up: killed by SIGKILL"):
         RPCBatchedCollector(make, None, frames_per_batch=40, env_processes=2)
 
 
@@ -432,9 +414,7 @@ class Unsaved(Counter):
 
 
 @pytest.mark.parametrize("env_processes", [0, 2])
-def test_what_envs_raise_as_they_are_closed_is_raised_by_shutdown(
-    env_processes: int,
-) -> None:
+def test_what_envs_raise_as_they_are_closed_is_raised_by_shutdown(env_processes: int) -> None:
     collector = RPCBatchedCollector(
         Unsaved, None, frames_per_batch=40, total_frames=80, env_processes=env_processes
     )
@@ -444,9 +424,7 @@ def test_what_envs_raise_as_they_are_closed_is_raised_by_shutdown(
     collector.shutdown()
 
 
-def test_what_envs_raise_as_they_are_closed_is_raised_where_a_rollout_is_stopped(
-    build: Any,
-) -> None:
+def test_what_envs_raise_as_they_are_closed_is_raised_where_a_rollout_is_stopped(build) -> None:
     worker = build(Unsaved, frames_per_rollout=10**6)
     worker.visit_envs(None, "set", "step_s", (0.01,), {})
     with ThreadPoolExecutor(1) as pool:
@@ -454,7 +432,7 @@ def test_what_envs_raise_as_they_are_closed_is_raised_where_a_rollout_is_stopped
         wait_for(lambda: worker._under_way)
         with pytest.raises(RemoteError, match="the recording could not be saved"):
             worker.close()
-        assert rollout.result(PATIENCE_S)[1].frames == 0
+        assert rollout.result(40.0)[1].frames == 0
     assert worker._pool.children.wait_gone(0)
     worker.close()
 
@@ -471,7 +449,7 @@ def test_functions_for_the_end_of_a_process_run_at_the_end_of_an_env_process(
     assert len(list(tmp_path.glob("ended*"))) == 2
 
 
-def test_who_needs_only_a_process_that_is_being_replaced_waits_for_it(
+def test_a_rollout_that_needs_only_a_process_that_is_being_replaced_waits_for_it(
     build: Any, tmp_path: Path
 ) -> None:
     go, slow = tmp_path / "go", tmp_path / "slow"
@@ -496,34 +474,27 @@ def test_who_needs_only_a_process_that_is_being_replaced_waits_for_it(
         time.sleep(1.0)
         assert not rollout.done()
         go.touch()
-        assert rollout.result(PATIENCE_S)[1].frames == 10
+        assert rollout.result(40.0)[1].frames == 10
     assert len(begun) == 1
 
 
-def test_what_envs_print_reaches_a_file(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(
-        """
-from tests.collect.envs import Counter
-from torchrl_dist.collect import RPCBatchedCollector
+def test_what_envs_print_reaches_a_file(build: Any, tmp_path: Path) -> None:
+    class Loud(Counter):
+        def __init__(self) -> None:
+            super().__init__()
+            log = os.open(tmp_path / f"log {os.getpid()}", os.O_WRONLY | os.O_CREAT)
+            os.dup2(log, 1)
+            sys.stdout.reconfigure(line_buffering=False)
 
-class Loud(Counter):
-    def step(self, action):
-        print("stepped")
-        return super().step(action)
+        def step(self, action: Any) -> Any:
+            print("stepped")
+            return super().step(action)
 
-    def close(self):
-        print("closed")
+        def close(self) -> None:
+            print("closed")
 
-if __name__ == "__main__":
-    with RPCBatchedCollector(Loud, None, frames_per_batch=8, env_processes=2) as collector:
-        collector.next()
-    print("done")
-"""
-    )
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    env["PYTHONPATH"] = os.pathsep.join([os.getcwd(), env.get("PYTHONPATH", "")])
-    with open(tmp_path / "log", "w") as log:
-        command = [sys.executable, str(tmp_path / "train.py")]
-        subprocess.run(command, env=env, stdout=log, timeout=200, check=True)
-    said = (tmp_path / "log").read_text().split()
-    assert said.count("stepped") >= 8 and said.count("closed") == 2 and said[-1] == "done"
+    worker = build(Loud)
+    assert worker.collect(request=0)[1].frames == 20
+    worker.close()
+    logs = [path.read_text().split() for path in tmp_path.glob("log *")]
+    assert logs == [["stepped"] * 10 + ["closed"]] * 2

@@ -17,9 +17,7 @@ untimed = settings(deadline=None)
     workers=st.dictionaries(st.integers(0, 9), st.integers(1, 17), min_size=1, max_size=5),
     steps=st.integers(1, 50),
 )
-def test_shares_add_up_to_the_budget_exactly(
-    total: int, workers: dict[int, int], steps: int
-) -> None:
+def test_shares_add_up_to_the_budget_exactly(total, workers, steps) -> None:
     remaining, rounds = total, 0
     while remaining:
         shares = plan_shares(remaining, workers, steps)
@@ -39,7 +37,7 @@ def test_without_a_limit_every_round_is_full() -> None:
     assert plan_shares(0, {0: 4}, 16) == {}
 
 
-def test_who_comes_back_takes_part_in_the_round_at_hand_not_in_those_it_missed() -> None:
+def test_a_worker_that_comes_back_joins_the_current_round_not_those_it_missed() -> None:
     budget = FrameBudget(None, in_rounds=True)
     both = {0: 1, 1: 1}
     for worker in both:
@@ -62,13 +60,8 @@ def test_who_comes_back_takes_part_in_the_round_at_hand_not_in_those_it_missed()
     turns=st.lists(st.integers(0, 99), max_size=60),
     dies_after=st.integers(0, 30),
 )
-def test_whoever_asks_first_and_whoever_dies_the_total_is_exact(
-    total: int,
-    sizes: list[int],
-    steps: int,
-    in_rounds: bool,
-    turns: list[int],
-    dies_after: int,
+def test_the_total_is_exact_in_any_order_of_requests_and_deaths(
+    total: int, sizes: list[int], steps: int, in_rounds: bool, turns: list[int], dies_after: int
 ) -> None:
     budget = FrameBudget(total, in_rounds)
     alive = dict(enumerate(sizes))
@@ -81,7 +74,7 @@ def test_whoever_asks_first_and_whoever_dies_the_total_is_exact(
         planned = budget.next_share(worker, alive, steps)
         if planned is None:
             idle.add(worker)
-            if idle >= alive.keys():  # nobody gets any more
+            if idle >= alive.keys():  # no worker gets any more
                 break
             continue
         idle.clear()

@@ -20,7 +20,7 @@ from torchrl_dist import ConfigurationError
 from torchrl_dist.collect import RPCBatchedCollector
 from torchrl_dist.collect.loop import exploration
 from torchrl_dist.collect.worker.pinned import PinnedWorker
-from torchrl_dist.runtime import ForkServer, local_cluster
+from torchrl_dist.runtime import local_cluster
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -91,9 +91,7 @@ def _checked_while_held(collector: RPCBatchedCollector, locks: Locks) -> None:
         held, go = threading.Event(), threading.Event()
 
         def hold(
-            lock: Callable[[], Any] = lock,
-            held: threading.Event = held,
-            go: threading.Event = go,
+            lock: Callable[[], Any] = lock, held: threading.Event = held, go: threading.Event = go
         ) -> None:
             with lock():
                 held.set()
@@ -143,9 +141,7 @@ def test_a_collector_in_the_background() -> None:
             assert collector.is_running()
 
 
-def test_a_collector_with_env_processes_and_one_with_the_policy_here(
-    fork_server: ForkServer,
-) -> None:
+def test_a_collector_with_env_processes_and_one_with_the_policy_here(fork_server) -> None:
     with local_cluster({"learner": 1, "collector": 1}, fork_server=fork_server) as session:
         options = {"session": session, "frames_per_batch": 8, "num_envs": 2}
         with RPCBatchedCollector(Counter, _policy(), inference="learner", **options) as collector:

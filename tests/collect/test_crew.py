@@ -54,9 +54,7 @@ def test_answers_that_overtake_each_other_are_delivered_in_the_order_of_their_re
     assert numbers == [0, 1]
 
 
-def test_who_was_stopped_itself_does_not_take_the_others_for_hanging(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_learner_that_was_stopped_does_not_take_the_workers_for_hanging(monkeypatch) -> None:
     crew, (_, late) = crew_of_two(late_s=5.0)
     now = time.monotonic
 

@@ -14,7 +14,7 @@ import torch
 from torchrl_dist.collect import RPCBatchedCollector
 from torchrl_dist.collect.loop.rollout import make_rollout
 from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.runtime import ForkServer, local_cluster
+from torchrl_dist.runtime import local_cluster
 
 envpool = pytest.importorskip("envpool")
 _ENVS, _LONGEST = 6, 30
@@ -50,9 +50,7 @@ def test_its_transitions_are_those_of_gymnasium() -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("processes", [0, 2])
-def test_seeds_differ_per_worker_and_follow_from_the_collectors(
-    processes: int, fork_server: ForkServer
-) -> None:
+def test_seeds_differ_per_worker_and_follow_from_the_collectors(processes, fork_server) -> None:
     workers = 1 if processes else 2
     frames = 2 * _ENVS * 10
 

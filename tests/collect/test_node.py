@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import itertools
 import os
 import signal
 import struct
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +21,7 @@ from torchrl.data import OneHot
 from torchrl.envs.utils import ExplorationType
 from torchrl.modules import QValueActor
 
-from tests.collect.envs import Counter, Paced, mlp
+from tests.collect.envs import Counter, Paced, mlp, wait_for
 from tests.spawn import stop_self
 from torchrl_dist.collect import Preempt, RPCBatchedCollector
 from torchrl_dist.collect.loop.joining import MASK
@@ -31,11 +29,11 @@ from torchrl_dist.collect.node import process_pool
 from torchrl_dist.collect.node.env_process import FIRST_PROGRESS, config_of_part
 from torchrl_dist.collect.node.node import NodeWorker
 from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig
-from torchrl_dist.errors import ConfigurationError, PeerLostError, RemoteError
-from torchrl_dist.runtime import ForkServer, local_cluster
+from torchrl_dist.errors import PeerLostError
+from torchrl_dist.runtime import ForkServer
 from torchrl_dist.weights import pack
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 def cartpole_policy(seed: int = 0) -> QValueActor:
@@ -61,6 +59,15 @@ def build(fork_server: ForkServer) -> Iterator[Any]:
         worker.close()
 
 
+def is_first(file: Path) -> bool:
+    """Whether this is the first call for that file, in any process."""
+    try:
+        file.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
 class ByPid(Counter):
     """Observes its process's pid, and does to it what it is told at its seventh step."""
 
@@ -74,14 +81,21 @@ class ByPid(Counter):
         return super()._observe() * 0 + [os.getpid(), self.t]
 
     def step(self, action: Any) -> Any:
-        if self.t == 7 and self.flag is not None:
-            try:
-                self.flag.touch(exist_ok=False)  # one process only
-            except FileExistsError:
-                pass
-            else:
-                self.what()
+        if self.t == 7 and self.flag is not None and is_first(self.flag):
+            self.what()
         return super().step(action)
+
+
+def collect_until_complete(worker: NodeWorker, request: int) -> Any:
+    """Return the first rollout that all processes have a part in."""
+    deadline = time.monotonic() + 40
+    while time.monotonic() < deadline:
+        rows, stats = worker.collect(request=request)
+        if len(rows) == worker.num_envs:
+            return rows, stats
+        request += 1
+        time.sleep(0.02)
+    raise AssertionError("a process did not come back")
 
 
 def die() -> None:
@@ -92,8 +106,7 @@ def pause() -> None:
     stop_self()
 
 
-@pytest.mark.parametrize("policy", [None, cartpole_policy()])
-@pytest.mark.parametrize(("processes", "envs"), [(2, 2), (4, 1), (1, 4)])
+@pytest.mark.parametrize(("processes", "envs", "policy"), [(2, 2, cartpole_policy()), (4, 1, None)])
 def test_the_data_do_not_depend_on_how_envs_are_split_into_processes(
     build: Any, processes: int, envs: int, policy: Any
 ) -> None:
@@ -181,23 +194,15 @@ def test_new_episodes_begin_in_all_processes(build: Any) -> None:
 
 
 @pytest.mark.parametrize("what", [die, pause])
-def test_an_env_process_that_ends_or_hangs_is_replaced(
-    build: Any, what: Any, tmp_path: Any
-) -> None:
+def test_an_env_process_that_ends_or_hangs_is_replaced(build, what: Any, tmp_path) -> None:
     worker = build(lambda: ByPid(what, tmp_path / "flag"), num_envs=1, step_timeout_s=1.0)
-    begun = time.monotonic()
     first, stats = worker.collect(request=0)
-    assert time.monotonic() - begun < 20
     assert stats.frames == 20 and first.shape == (1, 20)  # the other process's part
     (reason,) = stats.replaced
     assert ("SIGKILL" if what is die else "made no step for 1 s") in reason
     survivor = first["observation"][0, 0, 0].item()
     ids = set(first["collector", "traj_ids"].flatten().tolist())
-    for number in range(1, 100):
-        rows, stats = worker.collect(request=number)
-        if len(rows) == 2:
-            break
-        time.sleep(0.02)
+    rows, stats = collect_until_complete(worker, 1)
     pids = rows["observation"][:, 0, 0].tolist()
     assert stats.frames == 40 and not stats.replaced
     assert survivor in pids and len(set(pids)) == 2
@@ -221,9 +226,7 @@ class Rows:
             die()
 
 
-def test_a_successor_uses_no_trajectory_id_that_somebody_may_have_seen(
-    build: Any, tmp_path: Any
-) -> None:
+def test_a_successor_repeats_no_trajectory_id_of_its_predecessor(build: Any, tmp_path: Any) -> None:
     rows = Rows(tmp_path)
     worker = build(lambda: Counter(1), env_processes=1, num_envs=1, frames_per_rollout=10,
                    replay_buffer=rows)  # fmt: skip
@@ -234,7 +237,7 @@ def test_a_successor_uses_no_trajectory_id_that_somebody_may_have_seen(
     assert len(set(pids)) == 2 and len(set(ids)) == len(ids) == 70
 
 
-def test_who_was_stopped_with_its_processes_does_not_take_them_for_hanging(
+def test_a_worker_that_was_stopped_with_its_processes_does_not_take_them_for_hanging(
     build: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = build(lambda: Paced(5, 1.2), num_envs=1, step_timeout_s=2.0, frames_per_rollout=2)
@@ -248,16 +251,18 @@ def test_who_was_stopped_with_its_processes_does_not_take_them_for_hanging(
 
 
 class Held(Counter):
-    """The first that is built makes no step after its fifth before it is let go."""
+    """The first that is built makes no step after its fifth before it is released."""
+
+    observation_space = gymnasium.spaces.Box(-1e9, 1e9, (4,), "float32")
+    action_space = gymnasium.spaces.Discrete(2)
 
     def __init__(self, folder: Any) -> None:
         super().__init__(10**6)
         self.go = folder / "go"
-        try:
-            (folder / "held").touch(exist_ok=False)
-            self.held = True
-        except FileExistsError:
-            self.held = False
+        self.held = is_first(folder / "held")
+
+    def _observe(self) -> Any:
+        return super()._observe().repeat(2)
 
     def step(self, action: Any) -> Any:
         while self.held and self.t == 5 and not self.go.exists():
@@ -276,32 +281,23 @@ def test_a_process_begins_the_next_rollout_while_another_is_at_the_last(
             policy.module[0].module[-1].bias.copy_(torch.eye(2)[action])
         return pack(policy, version)
 
-    class TwoActions(Held):
-        observation_space = gymnasium.spaces.Box(-1e9, 1e9, (4,), "float32")
-        action_space = gymnasium.spaces.Discrete(2)
-
-        def _observe(self) -> Any:
-            return super()._observe().repeat(2)
-
     worker = build(
-        lambda: TwoActions(tmp_path), policy=cartpole_policy(), num_envs=1, frames_per_rollout=20
+        lambda: Held(tmp_path), policy=cartpole_policy(), num_envs=1, frames_per_rollout=20
     )
     worker.collect(weights=prefer(0, 1), request=0, steps=1)  # from now on in shared memory
     begun = worker._pool.words[FIRST_PROGRESS:].copy()
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(worker.collect, weights=prefer(0, 2), request=1)
         second = pool.submit(worker.collect, weights=prefer(1, 3), request=2)
-        deadline = time.monotonic() + 20
-        while (made := worker._pool.words[FIRST_PROGRESS:] - begun).max() < 20:
-            assert time.monotonic() < deadline, made
-            time.sleep(0.01)
+        wait_for(lambda: (worker._pool.words[FIRST_PROGRESS:] - begun).max() >= 20)
+        made = worker._pool.words[FIRST_PROGRESS:] - begun
         held = int(made.argmin())
         assert made[held] == 4 and not first.done()
         if ends:
             os.kill(worker._pool.children.states[held].pid, signal.SIGKILL)
         else:
             (tmp_path / "go").touch()
-        results = [first.result(20), second.result(20)]
+        results = [first.result(60), second.result(60)]
     for (rows, stats), version, action in zip(results, (2, 3), (0, 1), strict=True):
         envs = 1 if ends else 2
         assert rows.shape == (envs, 10) and stats.frames == 10 * envs
@@ -319,40 +315,18 @@ def test_a_process_begins_the_next_rollout_while_another_is_at_the_last(
 def test_when_all_processes_end_the_rollouts_under_way_are_made_by_their_successors(
     build: Any, tmp_path: Any
 ) -> None:
-    class FourNumbers(Held):
-        observation_space = gymnasium.spaces.Box(-1e9, 1e9, (4,), "float32")
-        action_space = gymnasium.spaces.Discrete(2)
-
-        def _observe(self) -> Any:
-            return super()._observe().repeat(2)
-
     policy = cartpole_policy()
-    worker = build(lambda: FourNumbers(tmp_path), policy=policy, env_processes=1, num_envs=1,
+    worker = build(lambda: Held(tmp_path), policy=policy, env_processes=1, num_envs=1,
                    frames_per_rollout=10)  # fmt: skip
     with ThreadPoolExecutor(2) as pool:
         both = [pool.submit(worker.collect, weights=pack(policy, n + 1), request=n) for n in (0, 1)]
-        deadline = time.monotonic() + 20
-        while len(worker._under_way) < 2 or worker._pool.words[FIRST_PROGRESS] < 5:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_for(lambda: len(worker._under_way) == 2 and worker._pool.words[FIRST_PROGRESS] >= 5)
         os.kill(worker._pool.children.states[0].pid, signal.SIGKILL)
         results = [each.result(30) for each in both]
     assert [stats.frames for _, stats in results] == [10, 10]
     assert [len(stats.replaced) for _, stats in results] == [1, 0]
     ids = torch.cat([rows["collector", "traj_ids"].reshape(-1) for rows, _ in results])
     assert len(ids.unique()) == 1  # one episode: no rows of another, and none missing
-
-
-def collect_until_complete(worker: NodeWorker, request: int = 0) -> torch.Tensor:
-    """The rows of the first rollout that all processes have a part in."""
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        rows, _ = worker.collect(request=request)
-        if len(rows) == worker.num_envs:
-            return rows
-        request += 1
-        time.sleep(0.02)
-    raise AssertionError("a process did not come back")
 
 
 def test_a_call_to_all_envs_waits_for_a_successor(build: Any, tmp_path: Any) -> None:
@@ -368,14 +342,10 @@ def test_a_call_to_all_envs_waits_for_a_successor(build: Any, tmp_path: Any) -> 
     assert worker.visit_envs(None, "get", "task", (), {}) == [3, 3]
 
 
-def test_a_successor_is_not_blamed_for_who_died_before_it(build: Any, tmp_path: Any) -> None:
+def test_a_successor_is_not_blamed_for_the_deaths_before_it(build: Any, tmp_path: Any) -> None:
     def first(what: str, times: int) -> bool:
         """Whether this is one of the first ``times`` calls of all processes."""
-        for number in range(times):
-            with contextlib.suppress(FileExistsError):
-                (tmp_path / f"{what} {number}").touch(exist_ok=False)
-                return True
-        return False
+        return any(is_first(tmp_path / f"{what} {number}") for number in range(times))
 
     class Mortal(Counter):
         def step(self, action: Any) -> Any:
@@ -391,16 +361,11 @@ def test_a_successor_is_not_blamed_for_who_died_before_it(build: Any, tmp_path: 
 
     worker = build(make, env_processes=3, num_envs=1, frames_per_rollout=180)
     assert worker.collect(request=0)[1].frames == 60
-    deadline = time.monotonic() + 20
-    while not (tmp_path / "born dead 1").exists():  # one process may take its time to start
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert len(collect_until_complete(worker, 1)) == 3
+    wait_for((tmp_path / "born dead 1").exists)  # one process may take its time to start
+    collect_until_complete(worker, 1)
 
 
-def test_a_successor_that_is_never_ready_is_replaced_too(
-    build: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_successor_that_is_never_ready_is_replaced_too(build, tmp_path, monkeypatch) -> None:
     stuck, died = tmp_path / "stuck", tmp_path / "died"
 
     def make() -> Any:
@@ -420,25 +385,18 @@ def test_a_successor_that_is_never_ready_is_replaced_too(
         time.sleep(0.02)
     assert "not ready within 0.5 s" in stats.replaced[0]
     monkeypatch.undo()
-    assert len(collect_until_complete(worker, request + 1)) == 2
+    collect_until_complete(worker, request + 1)
 
 
-def test_a_process_that_is_paused_in_the_middle_of_an_answer_is_replaced(
-    build: Any, tmp_path: Any
-) -> None:
+def test_a_process_that_is_paused_in_the_middle_of_an_answer_is_replaced(build, tmp_path) -> None:
     def make() -> Any:
         env = Counter(10**6)
         send = Connection.send_bytes
 
         def send_half(self: Connection, message: bytes, *args: Any) -> None:
-            if env.t:  # the answer to ``collect``
-                try:
-                    (tmp_path / "flag").touch(exist_ok=False)
-                except FileExistsError:
-                    pass
-                else:
-                    os.write(self.fileno(), struct.pack("!i", len(message)) + message[:10])
-                    pause()
+            if env.t and is_first(tmp_path / "flag"):  # the answer to ``collect``
+                os.write(self.fileno(), struct.pack("!i", len(message)) + message[:10])
+                pause()
             send(self, message, *args)
 
         Connection.send_bytes = send_half
@@ -447,39 +405,16 @@ def test_a_process_that_is_paused_in_the_middle_of_an_answer_is_replaced(
     worker = build(make, num_envs=1, step_timeout_s=1.0)
     rows, stats = worker.collect(request=0)
     assert len(rows) == 1 and "in the middle of an answer" in stats.replaced[0]
-    assert len(collect_until_complete(worker, 1)) == 2
+    collect_until_complete(worker, 1)
 
 
-def test_a_process_that_dies_while_it_builds_its_envs_is_named(build: Any) -> None:
-    with pytest.raises(PeerLostError, match="env process . died at start-up: killed by SIGKILL"):
-        build(die)
-
-
-def test_who_dies_three_times_in_a_row_is_an_error(build: Any) -> None:
+def test_a_process_that_dies_three_times_in_a_row_is_an_error(build: Any) -> None:
     class Mortal(Counter):
         def step(self, action: Any) -> Any:
             die()
 
     with pytest.raises(PeerLostError, match="env process 0 .*SIGKILL.*3 in a row"):
         build(Mortal, env_processes=1).collect(request=0)
-
-
-def test_an_exception_names_the_env_process_and_its_line(build: Any) -> None:
-    class Broken(Counter):
-        def step(self, action: Any) -> Any:
-            raise ZeroDivisionError("the pole is gone")
-
-    with pytest.raises(RemoteError, match="the pole is gone") as caught:
-        build(Broken).collect(request=0)
-    assert "env process" in caught.value.peer and "in step" in caught.value.remote_traceback
-
-
-def test_an_env_that_cannot_be_built_is_an_error_at_once(build: Any) -> None:
-    def make() -> Any:
-        raise ImportError("no simulator here")
-
-    with pytest.raises(RemoteError, match="no simulator here"):
-        build(make)
 
 
 def test_a_cut_reaches_every_process(build: Any) -> None:
@@ -505,11 +440,7 @@ def test_processes_that_were_cut_at_different_steps_make_one_masked_rollout(
     class Uneven(Counter):
         def __init__(self) -> None:
             super().__init__(10**6)
-            try:
-                (tmp_path / "slow").touch(exist_ok=False)
-                self.step_s = 0.02
-            except FileExistsError:
-                self.step_s = 0.001
+            self.step_s = 0.02 if is_first(tmp_path / "slow") else 0.001
 
         def step(self, action: Any) -> Any:
             time.sleep(self.step_s)
@@ -520,8 +451,7 @@ def test_processes_that_were_cut_at_different_steps_make_one_masked_rollout(
         for request in range(2):  # the first travels by value, the second in shared memory
             begun = worker._pool.words[FIRST_PROGRESS:].copy()
             rollout = pool.submit(worker.collect, request=request)
-            while (worker._pool.words[FIRST_PROGRESS:] - begun).min() < 4:
-                time.sleep(0.005)
+            wait_for(lambda b=begun: (worker._pool.words[FIRST_PROGRESS:] - b).min() >= 4)
             worker.cut(request=request, least=2)
             rows, stats = rollout.result(20)
             lengths = rows[MASK].sum(-1)
@@ -548,12 +478,6 @@ def test_rows_of_a_postproc_that_shortens_rollouts_are_as_it_made_them(build: An
         assert torch.equal(rows["next", "observation"][..., 0], expected.expand(4, 7))
 
 
-def test_weights_for_a_policy_that_has_none_are_refused(build: Any) -> None:
-    worker = build(Counter)
-    with pytest.raises(RemoteError, match="has no weights to set"):
-        worker.collect(weights=pack(cartpole_policy(), 1), request=0)
-
-
 def test_seeds_of_any_size_are_those_of_a_worker_without_processes() -> None:
     for seed in (0, 2**31, 2**32 + 5):
         assert config_of_part(config(seed=seed), index=1, generation=0).seed == seed
@@ -575,46 +499,10 @@ def test_a_closed_worker_gives_its_shared_memory_back(build: Any) -> None:
     assert blocks() == before
 
 
-def test_the_processes_know_the_environments_registered_here(build: Any) -> None:
-    gymnasium.register("torchrl_dist_test/Registered-v0", lambda: Counter(4))
-    try:
-        rows, _ = build("torchrl_dist_test/Registered-v0").collect(request=0)
-        assert rows["next", "done"].sum() == 4 * 2
-    finally:
-        del gymnasium.registry["torchrl_dist_test/Registered-v0"]
-
-
-def test_closing_stops_a_running_rollout(build: Any) -> None:
-    worker = build(lambda: Paced(10**6, 0.01), frames_per_rollout=10**6)
-    answers: list[Any] = []
-    thread = threading.Thread(target=lambda: answers.append(worker.collect(request=0)))
-    thread.start()
-    time.sleep(0.3)
-    begun = time.monotonic()
-    worker.close()
-    worker.close()
-    thread.join(10)
-    assert time.monotonic() - begun < 8
-    assert answers and answers[0][1].frames == 0
-
-
-def test_nodes_of_a_cluster_deliver_exactly_and_survive_deaths(
-    fork_server: ForkServer, tmp_path: Any
-) -> None:
+def test_nodes_of_a_cluster_deliver_exactly_and_survive_deaths(collecting, tmp_path) -> None:
     flag = tmp_path / "flag"
-    with (
-        local_cluster({"learner": 1, "collector": 2}, fork_server=fork_server) as session,
-        RPCBatchedCollector(
-            lambda: ByPid(die, flag),
-            None,
-            session=session,
-            frames_per_batch=120,
-            total_frames=1001,
-            num_envs=2,
-            env_processes=3,
-            max_policy_lag=1,
-        ) as collector,
-    ):
+    options = {"frames_per_batch": 120, "total_frames": 1001, "num_envs": 2, "max_policy_lag": 1}
+    with collecting(2, lambda: ByPid(die, flag), env_processes=3, **options) as (collector, _):
         with pytest.warns(UserWarning, match="replaced env process .*SIGKILL"):
             batches = list(collector)
         assert sum(batch.numel() for batch in batches) == 1001 == collector.report.total_frames
@@ -638,8 +526,6 @@ def test_in_the_callers_process_a_node_worker_runs_ahead_and_preempts(tmp_path: 
         assert all(batch[MASK].all() for batch in batches)
         copies = [batch["observation"].clone() for batch in batches[:2]]
     assert torch.equal(torch.stack(copies), torch.stack([b["observation"] for b in batches[:2]]))
-    with pytest.raises(ConfigurationError, match="env_processes=-1"):
-        RPCBatchedCollector(Counter, None, frames_per_batch=4, env_processes=-1)
 
 
 @pytest.mark.alone
@@ -654,6 +540,6 @@ def test_sixteen_processes_start_in_less_than_three_times_the_time_of_one() -> N
             worker.close()
             return started_s
 
-        cold_s, warm_s, sixteen_s = start_s(1), start_s(1), start_s(16)
-    # from nothing, which is how a job starts: the server's imports are part of it
-    assert cold_s - warm_s + sixteen_s < 3 * cold_s, (cold_s, warm_s, sixteen_s)
+        cold_s, sixteen_s = start_s(1), start_s(16)
+    # A job starts from nothing, so the server's imports are part of both.
+    assert sixteen_s < 2 * cold_s, (cold_s, sixteen_s)

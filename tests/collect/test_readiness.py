@@ -7,13 +7,13 @@ from torchrl_dist.errors import ConfigurationError
 
 
 @pytest.mark.parametrize("rule", [WaitAll(), Preempt(), Quorum(1, 60.0)])
-def test_nobody_is_taken_until_everybody_is_there(rule: Readiness) -> None:
+def test_no_rollout_is_taken_until_all_have_arrived(rule: Readiness) -> None:
     assert rule.take([2, 0], [0, 1, 2], 59.0) == ()
     assert rule.take([2, 0, 1], [0, 1, 2], 0.0) == (0, 1, 2)
 
 
 @pytest.mark.parametrize("rule", [WaitAll(), Preempt(), Quorum(1, 60.0)])
-def test_nobody_waits_for_the_dead_but_what_they_left_is_taken(rule: Readiness) -> None:
+def test_dead_workers_are_not_awaited_but_what_they_left_is_taken(rule: Readiness) -> None:
     assert rule.take([2, 0], [0, 2], 0.0) == (0, 2)
     assert rule.take([2, 0], [0], 0.0) == (0, 2)
 

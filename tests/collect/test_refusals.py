@@ -11,13 +11,12 @@ import pytest
 import torch
 from gymnasium import spaces
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
-from torchrl.envs import GymEnv, GymWrapper
+from torchrl.envs import GymEnv, GymWrapper, StepCounter, TransformedEnv
 from torchrl.envs.utils import ExplorationType
 
 from tests.collect.envs import Counter
-from torchrl_dist.collect import RPCBatchedCollector
+from torchrl_dist.collect import FirstReady, Preempt, RPCBatchedCollector
 from torchrl_dist.collect.loop.policies import cpu_copy
 from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig
 from torchrl_dist.errors import ConfigurationError
@@ -78,7 +77,7 @@ def test_random_actions_are_all_of_the_space_and_stored_as_torchrl_stores_them(
             assert np.array_equal(np.asarray(told) + getattr(space, "start", 0), seen)
 
 
-def test_an_action_space_that_nobody_knows_is_refused_with_advice() -> None:
+def test_an_unknown_action_space_is_refused_with_advice() -> None:
     space = spaces.Sequence(spaces.Discrete(2))
     with pytest.raises(ConfigurationError, match="MultiBinary or Box"):
         RolloutWorker(WorkerConfig(lambda: Strict(space), frames_per_rollout=4))
@@ -145,29 +144,6 @@ def test_a_policy_may_return_what_it_made_in_any_form(make: Callable[[], Any], f
     assert given["action"].sum() == 50 and given["next", "done"].any()
 
 
-def test_what_is_written_again_in_place_reaches_the_row() -> None:
-    """``inplace=True`` of a sequence whose parts return other TensorDicts."""
-
-    def policy(inplace: bool | None) -> TensorDictSequential:
-        def logits(observation: torch.Tensor) -> torch.Tensor:
-            return torch.stack([observation[..., 0], -observation[..., 0]], -1)
-
-        parts = [
-            TensorDictModule(logits, ["observation"], ["logits"], inplace=False),
-            TensorDictModule(
-                lambda logits: nn.functional.one_hot(logits.argmax(-1), 3), ["logits"], ["action"]
-            ),
-        ]
-        return TensorDictSequential(*parts, inplace=inplace)
-
-    worker = RolloutWorker(WorkerConfig(Counter, policy(True), frames_per_rollout=6, seed=0))
-    rows, _ = worker.collect()
-    worker.close()
-    td = policy(True)(rows.select("observation"))
-    assert torch.equal(rows["action"], td["action"])
-    assert torch.equal(rows["logits"], td["logits"])
-
-
 def test_a_row_of_another_number_of_envs_is_refused() -> None:
     class Wrong(nn.Module):
         def forward(self, td: TensorDictBase) -> TensorDictBase:
@@ -183,23 +159,76 @@ def test_a_row_of_another_number_of_envs_is_refused() -> None:
 # ---- arguments
 
 
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"workers": []}, "needs a session"),
-        ({"inference": "cloud"}, "expected 'worker' or 'learner'"),
-        ({"inference": "learner", "replace_lost": True}, "replace_lost=True does not go with"),
-        ({"step_timeout_s": 0.0}, "expected a positive, finite number of seconds"),
-        ({"timeout_s": float("nan")}, "expected a positive, finite number of seconds"),
-        ({"seed": -1}, "seed=-1: expected an int of at least 0"),
-        ({"seed": 2.0}, "seed=2.0: expected an int of at least 0"),
-    ],
-)
-def test_arguments_that_do_not_go_together(wrong: dict[str, Any], words: str) -> None:
-    with session() as me:
-        more = {} if "workers" in wrong else {"session": me}
-        with pytest.raises(ConfigurationError, match=words):
-            RPCBatchedCollector(Counter, None, frames_per_batch=4, **more, **wrong)
+def counted() -> TransformedEnv:
+    return TransformedEnv(GymWrapper(Counter()), StepCounter())
+
+
+def native() -> gymnasium.vector.VectorEnv:
+    return gymnasium.make_vec("CartPole-v1", 2)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"frames_per_batch": 0}, "frames_per_batch=0"),
+    ({"frames_per_batch": 64.0}, "frames_per_batch=64.0: expected a whole number"),
+    ({"total_frames": 0}, "total_frames=0"),
+    ({"max_policy_lag": -1}, "max_policy_lag=-1"),
+    ({"min_workers": 2}, "min_workers=2"),
+    ({"timeout_s": 0}, "timeout_s=0"),
+    ({"timeout_s": float("nan")}, "expected a positive, finite number of seconds"),
+    ({"worker_timeout_s": -1.0}, "worker_timeout_s=-1.0"),
+    ({"step_timeout_s": 0.0}, "step_timeout_s=0.0: .*expected a positive, finite number"),
+    ({"env_groups": 0}, "env_groups=0"),
+    ({"env_processes": -1}, "env_processes=-1"),
+    ({"seed": -1}, "seed=-1: expected an int of at least 0"),
+    ({"seed": 2.0}, "seed=2.0: expected an int of at least 0"),
+    ({"readiness": FirstReady}, "pass an instance"),
+    ({"readiness": Preempt(), "replay_buffer": object()}, "Preempt"),
+    ({"readiness": Preempt(), "postproc": lambda rows: rows}, "Preempt"),
+    ({"replace_lost": True}, "under local_cluster"),
+    ({"workers": []}, "needs a session"),
+    ({"inference": "cloud"}, "expected 'worker' or 'learner'"),
+    ({"cat_results": "list"}, "expected 'stack'"),
+    ({"cat_results": 2}, "expected 'stack'"),
+    ({"cat_results": "stack", "total_frames": 10}, "not a multiple"),
+    ({"cat_results": 1, "trajs_per_batch": 2}, "batches of rollouts"),
+    ({"traj_format": "flat", "trajs_per_batch": 2}, "'padded' or 'cat'"),
+    ({"traj_format": "cat"}, "pass trajs_per_batch="),
+    ({"trajs_per_batch": 0}, "trajs"),
+    ({"trajs_per_batch": 2, "split_trajs": True}, "trajs"),
+    ({"trajs_per_batch": 2, "readiness": Preempt()}, "trajs"),
+    ({"split_trajs": True, "postproc": lambda rows: rows}, "trajs"),
+    ({"preemptive_threshold": 1.5}, "from 0 to 1"),
+    ({"preemptive_threshold": 0.5, "readiness": Preempt()}, "not both"),
+    ({"device": "cuda"}, "run on the CPU"),
+    ({"policy_device": "cuda:0"}, "run on the CPU"),
+    ({"storing_device": "nowhere"}, "expected a device"),
+    ({"storing_device": "cuda", "replay_buffer": object()}, "host memory"),
+    ({"init_random_frames": 0.5}, "whole number"),
+    ({"max_frames_per_traj": -3}, "at least 0"),
+    ({"track_policy_version": object()}, "expected a bool"),
+    ({"policy_factory": [object, object]}, "one for each of 1"),
+    ({"make_env": [Counter, Counter]}, "2 make_env"),
+    ({"make_env": None}, "expected a gymnasium id"),
+    ({"make_env": 3}, "gymnasium id or a function"),
+    ({"make_env": Counter(), "num_envs": 2}, "a function that makes it"),
+    ({"make_env": Counter(), "create_env_kwargs": {"length": 3}}, "made already"),
+    ({"create_env_kwargs": [{}, {}]}, "2 create_env_kwargs"),
+    ({"make_env": counted, "max_frames_per_traj": 5}, "counts its steps already"),
+    ({"make_env": native, "max_frames_per_traj": 5}, "resets its envs itself"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "words"), REFUSED)
+def test_arguments_that_cannot_work_are_refused(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        RPCBatchedCollector(**{"make_env": Counter, "frames_per_batch": 4} | wrong)
+
+
+def test_workers_that_are_lost_with_a_policy_at_the_learner_are_not_replaced() -> None:
+    with session() as me, pytest.raises(ConfigurationError, match="replace_lost=True does not go"):
+        RPCBatchedCollector(
+            Counter, session=me, frames_per_batch=4, inference="learner", replace_lost=True
+        )
 
 
 def test_a_policy_that_cannot_be_copied_or_pickled_says_what_to_write() -> None:

@@ -60,7 +60,7 @@ def test_rows_that_do_not_fit_change_nothing(misfit: str) -> None:
 
 
 @pytest.mark.parametrize("misfit", list(MISFITS)[-4:])
-def test_what_is_no_plain_array_does_not_travel_as_one(misfit: str) -> None:
+def test_only_plain_arrays_travel_as_arrays(misfit: str) -> None:
     rows = rollout(2, 4)
     MISFITS[misfit](rows)
     assert not packable(rows)

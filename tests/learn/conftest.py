@@ -9,8 +9,13 @@ import pytest
 from tests.learn.ranks import LearningRanks
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def two_ranks(fork_server) -> Iterator[LearningRanks]:
+    """The same two ranks for a module whose tests do not end in an error of one rank alone.
+
+    From its first use to the module's end this process is a rank, so tests without other ranks
+    come before.
+    """
     with LearningRanks.start(2, fork_server) as ranks:
         yield ranks
 

@@ -11,12 +11,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 from torch.distributions import Categorical, Independent, Normal
-from torchrl.modules import (
-    NormalParamExtractor,
-    ProbabilisticActor,
-    QValueActor,
-    ValueOperator,
-)
+from torchrl.modules import NormalParamExtractor, ProbabilisticActor, QValueActor, ValueOperator
 from torchrl.objectives import (
     A2CLoss,
     ClipPPOLoss,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,15 +12,8 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torchrl.modules import NoisyLinear, QValueActor
-from torchrl.objectives import (
-    DQNLoss,
-    KLPENPPOLoss,
-    LossModule,
-    SoftUpdate,
-    ValueEstimators,
-)
+from torchrl.objectives import DQNLoss, KLPENPPOLoss, LossModule, SoftUpdate, ValueEstimators
 
 from tests.learn.losses import (
     ACTIONS,
@@ -38,7 +31,7 @@ from torchrl_dist import ConfigurationError, DistributedLoss, DriftError
 from torchrl_dist.learn import ranks as ranks_module
 
 ROWS = 12
-SPLITS = {"equal": [(0, 6), (6, 12)], "unequal": [(0, 3), (3, 12)]}
+SPLITS = {"equal": [(0, 6), (6, 12)], "unequal": [(0, 3), (3, 12)], "one rank": [(0, 12), (12, 12)]}
 
 
 def part_of(batch: TensorDict, split: str) -> TensorDict:
@@ -56,114 +49,30 @@ def collectives(loss: Any) -> int:
 
 
 def assert_close(
-    found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 3e-7, rtol: float = 1e-5
+    found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 1e-6, rtol: float = 1e-5
 ) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, atol=atol, rtol=rtol, msg=name)
 
 
-@pytest.fixture(scope="module")
-def two_ranks(fork_server) -> Iterator[LearningRanks]:
-    """The same two ranks for all tests, because no test ends in an error of one rank alone."""
-    with LearningRanks.start(2, fork_server) as ranks:
-        yield ranks
-
-
 # ---- equal to the whole batch
 
 
-def of_each_split(name: str) -> dict[str, dict[str, Tensor]]:
-    loss = distributed(name)
-    batch = make_batch(name, ROWS)
-    found = {}
-    for split in SPLITS:
-        loss.zero_grad()
-        total(loss(part_of(batch, split))).backward()
-        found[split] = gradients(loss)
-    return found
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_gradients_are_those_of_the_whole_batch(two_ranks: LearningRanks, name: str) -> None:
-    alone = make_loss(name)
-    total(alone(make_batch(name, ROWS))).backward()
-    whole = gradients(alone)
-    assert len(whole) == len(list(alone.parameters()))
-    for found in two_ranks.run(of_each_split, name):
-        for split in SPLITS:
-            assert_close(found[split], whole, atol=1e-6)
-
-
-def masked_batch(valid: str) -> TensorDict:
-    batch = make_batch("dqn", ROWS)
-    mask = torch.ones(ROWS, 1, dtype=torch.bool)
-    if valid == "some":
-        mask[4:11] = False  # four valid rows on rank 0, one on rank 1
-    else:
-        mask[6:] = False  # none on rank 1, whose loss is NaN
-    batch["collector"] = TensorDict({"mask": mask}, [ROWS])
+def masked(batch: TensorDict, valid: Tensor) -> TensorDict:
+    batch["collector"] = TensorDict({"mask": valid[:, None]}, [ROWS])
     return batch
 
 
-def of_masked_rows(valid: str) -> dict[str, Tensor]:
-    loss = distributed("dqn")
-    total(loss(part_of(masked_batch(valid), "equal"))).backward()
-    return gradients(loss)
-
-
-@pytest.mark.parametrize("valid", ["some", "none on rank 1"])
-def test_a_mask_weighs_as_many_rows_as_it_leaves(two_ranks: LearningRanks, valid: str) -> None:
-    alone = make_loss("dqn")
-    total(alone(masked_batch(valid))).backward()
-    for found in two_ranks.run(of_masked_rows, valid):
-        assert_close(found, gradients(alone))
-
-
-def prioritized_batch(name: str) -> TensorDict:
+def weighted(name: str) -> TensorDict:
+    """Rank 0's rows have small weights, and TorchRL divides by the sum of a batch's weights."""
     batch = make_batch(name, ROWS)
-    # Rank 0's rows have small weights, and TorchRL divides by the sum of a batch's weights.
     batch["priority_weight"] = torch.linspace(0.05, 1, ROWS) ** 2
-    batch["collector"] = TensorDict({"mask": torch.arange(ROWS)[:, None] % 4 > 0}, [ROWS])
     return batch
 
 
-def of_prioritized_rows(name: str) -> dict[str, Tensor]:
-    loss = distributed(name)
-    total(loss(part_of(prioritized_batch(name), "unequal"))).backward()
-    return gradients(loss)
-
-
-@pytest.mark.parametrize("name", ["dqn", "sac", "discrete_sac", "td3", "ddpg"])
-def test_importance_weights_count_as_in_the_whole_batch(two_ranks, name: str) -> None:
-    alone = make_loss(name)
-    total(alone(prioritized_batch(name))).backward()
-    for found in two_ranks.run(of_prioritized_rows, name):
-        assert_close(found, gradients(alone), atol=1e-6)
-
-
-def batch_for_one_rank(counted_by: str) -> TensorDict:
-    batch = make_batch("dqn", ROWS)
-    if counted_by == "weights":
-        batch["priority_weight"] = torch.linspace(0.1, 1, ROWS)
-    elif counted_by == "mask":
-        batch["collector"] = TensorDict({"mask": torch.arange(ROWS)[:, None] % 4 > 0}, [ROWS])
-    return batch
-
-
-def of_no_rows(counted_by: str) -> dict[str, Tensor]:
-    loss = distributed("dqn")
-    rows = batch_for_one_rank(counted_by)
-    loss(rows if dist.get_rank() == 0 else rows[:0])["loss"].backward()
-    return gradients(loss)
-
-
-@pytest.mark.parametrize("counted_by", ["rows", "weights", "mask"])
-def test_a_rank_without_rows_takes_those_of_the_others(two_ranks, counted_by: str) -> None:
-    alone = make_loss("dqn")
-    alone(batch_for_one_rank(counted_by))["loss"].backward()
-    for found in two_ranks.run(of_no_rows, counted_by):
-        assert_close(found, gradients(alone))
+def some_rows(name: str) -> TensorDict:
+    return masked(weighted(name), torch.arange(ROWS) % 4 > 0)
 
 
 def padded_trajectories() -> TensorDict:
@@ -177,17 +86,109 @@ def padded_trajectories() -> TensorDict:
     return batch
 
 
-def of_padded_trajectories() -> dict[str, Tensor]:
-    loss = distributed("ppo")
-    total(loss(part_of(padded_trajectories(), "equal"))).backward()
-    return gradients(loss)
+def plainly(loss: LossModule, batch: TensorDict) -> None:
+    total(loss(batch)).backward()
 
 
-def test_a_mask_counts_steps_that_the_batch_size_does_not_show(two_ranks: LearningRanks) -> None:
-    alone = make_loss("ppo")
-    total(alone(padded_trajectories())).backward()
-    for found in two_ranks.run(of_padded_trajectories):
-        assert_close(found, gradients(alone), atol=1e-6)
+def with_autocast(loss: LossModule, batch: TensorDict) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        value = total(loss(batch))
+    value.backward()
+
+
+def compiled(loss: LossModule, batch: TensorDict) -> None:
+    total(torch.compile(loss, backend="eager")(batch)).backward()
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ArithmeticError("in the middle of a pass")
+
+
+def after_a_failed_pass(loss: LossModule, batch: TensorDict) -> None:
+    some = next(loss.parameters())
+    with pytest.raises(ArithmeticError):
+        (loss(batch.clone())["loss"] + Fails.apply(some).sum()).backward()
+    loss.zero_grad()
+    loss(batch)["loss"].backward()
+
+
+def two_calls_and_a_penalty(loss: LossModule, batch: TensorDict) -> None:
+    other = batch.exclude("priority_weight")
+    values = [loss(batch)["loss"], loss(other)["loss"]]
+    (values[0] + 3 * values[1] + sum(p.square().sum() for p in loss.parameters())).backward()
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One backward pass over ``rows`` of all ranks."""
+
+    loss: str
+    rows: Callable[[], TensorDict]
+    split: str = "unequal"
+    way: Callable[[LossModule, TensorDict], None] = plainly
+    atol: float = 1e-6
+
+
+def dqn_rows() -> TensorDict:
+    return make_batch("dqn", ROWS)
+
+
+ROW = torch.arange(ROWS)
+MASKED = {
+    # Four valid rows on rank 0, one on rank 1.
+    "some": Case("dqn", lambda: masked(dqn_rows(), (ROW < 4) | (ROW > 10)), "equal"),
+    "none on rank 1": Case("dqn", lambda: masked(dqn_rows(), ROW < 6), "equal"),
+    "all on rank 0": Case("dqn", lambda: some_rows("dqn"), "one rank"),
+    "steps that the batch size does not show": Case("ppo", padded_trajectories, "equal"),
+}
+WHOLE = {
+    **{
+        (name, split): Case(name, lambda name=name: make_batch(name, ROWS), split)
+        for name in NAMES
+        for split in ("equal", "unequal")
+    },
+    **{
+        (name, "weights"): Case(name, lambda name=name: some_rows(name))
+        for name in ("dqn", "sac", "discrete_sac", "td3", "ddpg")
+    },
+    "no rows on rank 1": Case("dqn", dqn_rows, "one rank"),
+    "no weights on rank 1": Case("dqn", lambda: weighted("dqn"), "one rank"),
+    "mixed precision": Case("dqn", dqn_rows, way=with_autocast, atol=5e-3),
+    "compiled": Case("dqn", dqn_rows, way=compiled),
+    "after a pass that fails on every rank": Case("dqn", dqn_rows, way=after_a_failed_pass),
+    "two calls": Case("dqn", lambda: some_rows("dqn"), way=two_calls_and_a_penalty),
+}
+
+
+def of_cases(table: str) -> dict[Any, dict[str, Tensor]]:
+    found = {}
+    for name, case in globals()[table].items():
+        loss = distributed(case.loss)
+        case.way(loss, part_of(case.rows(), case.split))
+        found[name] = gradients(loss)
+    return found
+
+
+def require_gradients_of_the_whole_batch(ranks: LearningRanks, table: str) -> None:
+    for found in ranks.run(of_cases, table):
+        for name, case in globals()[table].items():
+            alone = make_loss(case.loss)
+            case.way(alone, case.rows())
+            assert_close(found[name], gradients(alone), case.atol)
+
+
+def test_gradients_are_those_of_the_whole_batch(two_ranks: LearningRanks) -> None:
+    require_gradients_of_the_whole_batch(two_ranks, "WHOLE")
+
+
+def test_a_mask_weighs_as_many_rows_as_it_leaves(two_ranks: LearningRanks) -> None:
+    require_gradients_of_the_whole_batch(two_ranks, "MASKED")
 
 
 def of_rows_counted_by_the_caller() -> dict[str, Tensor]:
@@ -198,15 +199,6 @@ def of_rows_counted_by_the_caller() -> dict[str, Tensor]:
     loss.set_rows(len(kept))
     kept.mean().backward()
     return gradients(loss)
-
-
-def test_the_caller_may_count_rows(two_ranks: LearningRanks) -> None:
-    alone = make_loss("dqn")
-    alone.reduction = "none"
-    losses = alone(make_batch("dqn", ROWS))["loss"]
-    torch.cat([losses[1:3], losses[4:]]).mean().backward()
-    for found in two_ranks.run(of_rows_counted_by_the_caller):
-        assert_close(found, gradients(alone))
 
 
 def of_no_rows_counted_by_the_caller(count: Callable[[float], Any]) -> dict[str, Tensor]:
@@ -220,12 +212,18 @@ def of_no_rows_counted_by_the_caller(count: Callable[[float], Any]) -> dict[str,
     return gradients(loss)
 
 
-@pytest.mark.parametrize("count", [float, torch.tensor])
-def test_a_caller_who_counts_no_rows_adds_nothing(two_ranks, count: Callable) -> None:
+def test_the_caller_may_count_rows_or_none(two_ranks: LearningRanks) -> None:
+    alone = make_loss("dqn")
+    alone.reduction = "none"
+    losses = alone(make_batch("dqn", ROWS))["loss"]
+    torch.cat([losses[1:3], losses[4:]]).mean().backward()
+    for found in two_ranks.run(of_rows_counted_by_the_caller):
+        assert_close(found, gradients(alone))
     alone = make_loss("dqn")
     alone(make_batch("dqn", ROWS)[:6])["loss"].backward()
-    for found in two_ranks.run(of_no_rows_counted_by_the_caller, count):
-        assert_close(found, gradients(alone))
+    for count in (float, torch.tensor):
+        for found in two_ranks.run(of_no_rows_counted_by_the_caller, count):
+            assert_close(found, gradients(alone))
 
 
 # ---- ways of using losses
@@ -302,9 +300,7 @@ def after_updates(style: str) -> tuple[dict[str, Tensor], int, str]:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_every_style_of_update_gives_one_process_parameters(
-    two_ranks: LearningRanks, style: str
-) -> None:
+def test_every_style_of_update_gives_one_process_parameters(two_ranks, style: str) -> None:
     alone = make_loss("td3")
     update = Updates(alone, style)
     for seed in range(5):
@@ -335,9 +331,7 @@ def from_afar(direct_bytes: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("direct_bytes", [2**20, -1], ids=["one way", "two ways"])
-def test_ranks_on_several_hosts_average_as_those_of_one(
-    two_ranks: LearningRanks, direct_bytes: int
-) -> None:
+def test_ranks_on_several_hosts_average_as_those_of_one(two_ranks, direct_bytes: int) -> None:
     alone = make_loss("td3")
     for seed in range(2):
         total(alone(make_batch("td3", ROWS, seed))).backward()
@@ -364,7 +358,7 @@ def test_ranks_may_reach_different_parameters(two_ranks: LearningRanks) -> None:
     (first, critic), (second, _) = two_ranks.run(reached_by_one_rank)
     assert_close(first, second, atol=0)
     actor = {name for name in first if name.startswith("actor")}
-    assert actor and not actor & critic.keys(), "gradients of what nobody reached"
+    assert actor and not actor & critic.keys(), "gradients of what no rank reached"
     alone = make_loss("td3")
     alone(make_batch("td3", ROWS)[:6])["loss_actor"].backward()
     halved = {name: grad / 2 for name, grad in gradients(alone).items() if name in actor}
@@ -387,57 +381,7 @@ def test_gradients_of_an_earlier_pass_stay_in_the_sum(two_ranks: LearningRanks) 
     total(alone(make_batch("td3", ROWS))).backward()
     alone(make_batch("td3", ROWS))["loss_qvalue"].backward()
     (alone(make_batch("td3", ROWS)[:6])["loss_actor"] / 2).backward()
-    assert_close(first, gradients(alone), atol=1e-6)
-
-
-def after_a_failed_pass() -> dict[str, Tensor]:
-    loss = distributed("dqn")
-    batch = part_of(make_batch("dqn", ROWS), "equal")
-
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            raise ArithmeticError("in the middle of a pass")
-
-    some = next(loss.parameters())
-    with pytest.raises(ArithmeticError):
-        (loss(batch.clone())["loss"] + Fails.apply(some).sum()).backward()
-    loss.zero_grad()
-    loss(batch)["loss"].backward()
-    return gradients(loss)
-
-
-def test_a_pass_that_fails_on_every_rank_does_not_spoil_the_next(two_ranks: LearningRanks) -> None:
-    alone = make_loss("dqn")
-    alone(make_batch("dqn", ROWS))["loss"].backward()
-    for found in two_ranks.run(after_a_failed_pass):
-        assert_close(found, gradients(alone))
-
-
-def with_autocast() -> list[dict[str, Tensor]]:
-    found = []
-    loss = distributed("dqn")
-    for split in ("equal", "unequal"):
-        loss.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            value = loss(part_of(make_batch("dqn", ROWS), split))["loss"]
-        value.backward()
-        found.append(gradients(loss))
-    return found
-
-
-def test_mixed_precision(two_ranks: LearningRanks) -> None:
-    alone = make_loss("dqn")
-    with torch.autocast("cpu", torch.bfloat16):
-        value = alone(make_batch("dqn", ROWS))["loss"]
-    value.backward()
-    for found in two_ranks.run(with_autocast):
-        for of_split in found:
-            assert_close(of_split, gradients(alone), atol=5e-3)
+    assert_close(first, gradients(alone))
 
 
 def scaled_updates(loss: LossModule, batches: list[TensorDict], parts: int) -> list[float]:
@@ -478,7 +422,7 @@ def test_a_gradient_scaler_skips_on_all_ranks_what_overflows_on_one(two_ranks) -
     assert scales == [1024, 2048, 1024, 1024, 2048], "the third update was skipped"
     for found, state, _ in two_ranks.run(with_a_scaler):
         assert found == scales
-        assert_close(state, dict(alone.state_dict()), atol=1e-6)
+        assert_close(state, dict(alone.state_dict()))
 
 
 def after_unfreezing() -> tuple[dict[str, Tensor], str]:
@@ -521,22 +465,6 @@ def test_a_loss_may_be_converted_later(two_ranks, dtype: torch.dtype, of: str) -
     assert all(grad.dtype == dtype for grad in first.values())
     assert_close(first, second, atol=0)
     assert_close(first, gradients(alone), atol=1e-12 if dtype == torch.float64 else 2e-2, rtol=0)
-
-
-def two_calls_in_one_pass() -> dict[str, Tensor]:
-    loss = distributed("dqn")
-    batches = [prioritized_batch("dqn"), masked_batch("some")]
-    values = [loss(part_of(batch, "unequal"))["loss"] for batch in batches]
-    (values[0] + 3 * values[1] + sum(p.square().sum() for p in loss.parameters())).backward()
-    return gradients(loss)
-
-
-def test_two_calls_and_a_penalty_may_go_backward_at_once(two_ranks: LearningRanks) -> None:
-    alone = make_loss("dqn")
-    values = [alone(batch)["loss"] for batch in (prioritized_batch("dqn"), masked_batch("some"))]
-    (values[0] + 3 * values[1] + sum(p.square().sum() for p in alone.parameters())).backward()
-    for found in two_ranks.run(two_calls_in_one_pass):
-        assert_close(found, gradients(alone), atol=1e-6)
 
 
 def what_is_told(break_something: Callable[[LossModule], None]) -> str:
@@ -669,20 +597,6 @@ def test_losses_in_a_loss_are_averaged_once(two_ranks: LearningRanks) -> None:
     alone = Both()
     alone(make_batch("dqn", ROWS)).backward()
     for found in two_ranks.run(of_a_nested_loss):
-        assert_close(found, gradients(alone), atol=1e-6)
-
-
-def compiled() -> dict[str, Tensor]:
-    loss = distributed("dqn")
-    fast = torch.compile(loss, backend="eager")
-    fast(part_of(make_batch("dqn", ROWS), "unequal"))["loss"].backward()
-    return gradients(loss)
-
-
-def test_a_compiled_loss(two_ranks: LearningRanks) -> None:
-    alone = make_loss("dqn")
-    alone(make_batch("dqn", ROWS))["loss"].backward()
-    for found in two_ranks.run(compiled):
         assert_close(found, gradients(alone))
 
 
@@ -727,7 +641,7 @@ def test_a_kl_penalty_can_be_adapted_to_the_rows_of_all(two_ranks: LearningRanks
     assert min(betas) < max(betas)
     for found, gradient in two_ranks.run(betas_of_all_ranks):
         assert found == betas
-        assert_close(gradient, gradients(alone), atol=1e-6)
+        assert_close(gradient, gradients(alone))
 
 
 # ---- 200 updates
@@ -751,7 +665,7 @@ def after_200_updates(name: str) -> tuple[str, str]:
     return before, loss.check_drift()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["sac", "ppo"])
 def test_nothing_drifts_in_200_updates(two_ranks: LearningRanks, name: str) -> None:
     checksums = two_ranks.run(after_200_updates, name)
     assert len(set(checksums)) == 1
@@ -802,34 +716,3 @@ def with_noise() -> tuple[str, ...]:
 def test_the_noise_of_layers_is_not_drift(two_ranks: LearningRanks) -> None:
     for names in two_ranks.run(with_noise):
         assert names == ("value_network_params.module.0.module.0.weight_mu",)
-
-
-# ---- what DistributedDataParallel does instead
-
-
-class Tensors(nn.Module):
-    """A loss for DistributedDataParallel, which does not look into a TensorDict."""
-
-    def __init__(self, loss: LossModule) -> None:
-        super().__init__()
-        self.loss = loss
-
-    def forward(self, batch: TensorDict) -> dict[str, Tensor]:
-        return dict(self.loss(batch).items())
-
-
-def with_plain_ddp() -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    batch = part_of(make_batch("td3", ROWS), "equal")
-    ours, theirs, split = distributed("td3"), make_loss("td3"), make_loss("td3")
-    total(ours(batch.clone())).backward()
-    whole, in_parts = (DistributedDataParallel(Tensors(loss)) for loss in (theirs, split))
-    total(whole(batch.clone())).backward()
-    in_parts(batch.clone())["loss_qvalue"].backward()
-    return gradients(ours), gradients(theirs), gradients(split)
-
-
-def test_plain_ddp_agrees_where_it_applies_and_is_silent_where_not(two_ranks) -> None:
-    (ours, theirs, split), (_, _, other) = two_ranks.run(with_plain_ddp)
-    assert_close(ours, theirs, atol=1e-6)
-    # This is why DistributedLoss does not use it: the first of two passes averages nothing.
-    assert any(not torch.equal(split[name], other[name]) for name in split)

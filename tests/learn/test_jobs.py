@@ -20,14 +20,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torchrl.data import TensorDictReplayBuffer
 
-from tests.learn.losses import (
-    ACTIONS,
-    OBSERVATION,
-    gradients,
-    make_batch,
-    make_loss,
-    total,
-)
+from tests.learn.losses import ACTIONS, OBSERVATION, gradients, make_batch, make_loss, total
 from tests.learn.ranks import LearningRanks
 from tests.spawn import run_job
 from torchrl_dist import (

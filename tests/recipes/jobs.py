@@ -136,10 +136,10 @@ def ending(job: Job) -> Iterator[Job]:
 def finished(arguments: Sequence[str], cwd: Path, **kwargs: Any) -> Job:
     """Run to the end; the job must succeed and leave no process behind."""
     with started(arguments, cwd, **kwargs) as job:
-        everybody: set[psutil.Process] = set()
+        seen: set[psutil.Process] = set()
 
         def ended() -> bool:
-            everybody.update(job.descendants())
+            seen.update(job.descendants())
             return job.process.poll() is not None
 
         give_up = time.monotonic() + DEADLINE_S
@@ -147,7 +147,7 @@ def finished(arguments: Sequence[str], cwd: Path, **kwargs: Any) -> Job:
             assert time.monotonic() < give_up, f"still runs\n{job.said()}"
             time.sleep(0.1)
         assert job.process.returncode == 0, job.said()
-        assert_gone(list(everybody))
+        assert_gone(list(seen))
     return job
 
 
@@ -180,7 +180,7 @@ def assert_gone(processes: Sequence[psutil.Process], timeout_s: float = 10.0) ->
 
 
 def progress(output: Path, *, more_than: int = 0) -> Callable[[], bool]:
-    """Whether the run in ``output`` has saved ``more_than`` so many gradient steps."""
+    """Whether the run in ``output`` has saved ``more_than`` that many gradient steps."""
 
     def learning() -> bool:
         with contextlib.suppress(CheckpointError):
@@ -191,7 +191,7 @@ def progress(output: Path, *, more_than: int = 0) -> Callable[[], bool]:
 
 
 def workers_of(job: Job) -> list[psutil.Process]:
-    """Ranks and collectors: processes without children but for helpers."""
+    """Ranks and collectors: processes without children except helpers."""
 
     return [
         process

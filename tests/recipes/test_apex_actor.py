@@ -230,6 +230,6 @@ def test_each_environment_explores_at_its_own_rate_and_not_at_all_when_greedy() 
         assert (policy(TensorDict({"observation": observation}, [3]))["action"] == greedy).all()
 
 
-def test_epsilons_are_no_weights() -> None:
+def test_epsilons_are_not_part_of_the_weights() -> None:
     policy = EpsilonGreedy(QNetwork(4, 2, (8,)), torch.tensor([0.3]))
     assert all(key.startswith("network.") for key in policy.state_dict())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import os
 import shutil
 import signal
 from pathlib import Path
@@ -15,7 +14,6 @@ from torchrl_dist.checkpoint import load_checkpoint
 from torchrl_dist.cli import main
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.recipes.training.monitor import check_wandb
-from torchrl_dist.runtime import ForkServer
 
 from .jobs import (
     ENDLESS,
@@ -92,9 +90,7 @@ def test_a_second_fresh_run_in_the_same_folder_is_refused(
     assert "--resume" in printed.err
 
 
-def test_resume_continues_weights_counters_and_buffer(
-    trained: tuple[Path, Job], tmp_path: Path, fork_server: ForkServer
-) -> None:
+def test_resume_continues_weights_counters_and_buffer(trained, tmp_path, fork_server) -> None:
     """``learning-starts`` equals the capacity: only a buffer that is still there lets it learn."""
     copy_of(trained, tmp_path)
     before = load_checkpoint(tmp_path / "run/checkpoint.pt")
@@ -114,9 +110,7 @@ def test_resume_continues_weights_counters_and_buffer(
     assert history["frames"] == 3512
 
 
-def test_no_collectors_means_that_the_learners_collect(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_collectors_means_that_the_learners_collect(tmp_path, monkeypatch) -> None:
     """Two, with one buffer. And Weights & Biases is logged to, where it is installed."""
     toy = [*RUN, *TOY, "--collectors", "0", "--learners", "2", "--total-frames", "1024"]
     has_wandb = importlib.util.find_spec("wandb") is not None
@@ -136,78 +130,51 @@ def test_wandb_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         check_wandb("a-test")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stop_signal_leaves_a_checkpoint_and_no_process_and_resumes(
-    tmp_path: Path, number: signal.Signals, fork_server: ForkServer
+def test_a_stop_signal_during_an_endless_evaluation_leaves_a_checkpoint_and_no_process(
+    tmp_path: Path,
 ) -> None:
-    arguments = [*RUN, *ENDLESS, "--collectors", "1"]
-    if number == signal.SIGTERM:  # comes while episodes are evaluated that never end
-        (tmp_path / "endless.py").write_text(NEVER_ENDS)
-        arguments += ["--env", "endless:Endless-v0", "--eval-max-steps", "1000000000"]
-    with started(arguments, tmp_path) as job:
+    (tmp_path / "endless.py").write_text(NEVER_ENDS)
+    arguments = [*RUN, *ENDLESS, "--collectors", "1", "--eval-max-steps", "1000000000"]
+    with started([*arguments, "--env", "endless:Endless-v0"], tmp_path) as job:
         job.until(progress(tmp_path / "run"), "progress")
-        everybody = job.descendants()
-        assert everybody
-        if number == signal.SIGINT:
-            os.killpg(job.process.pid, number)  # as a terminal does: the collectors get it too
-        else:
-            job.process.send_signal(number)
-        assert job.wait(20) == 128 + number, job.said()
-        assert_gone(everybody)
-    assert job.result["stopped_by"] == number.name
+        processes = job.descendants()
+        assert processes
+        job.process.send_signal(signal.SIGTERM)
+        assert job.wait(40) == 128 + signal.SIGTERM, job.said()
+        assert_gone(processes)
+    assert job.result["stopped_by"] == "SIGTERM"
     assert "Traceback" not in job.stderr.read_text(), job.said()
     saved = load_checkpoint(tmp_path / job.result["checkpoint"])
     assert saved.counters["updates"] == job.result["updates"] > 0
-    frames = job.result["frames"]
-    if number == signal.SIGINT:
-        more = str(frames + 256)
-        resumed = finished_here([*RUN, "--resume", "--total-frames", more], tmp_path, fork_server)
-        assert resumed["frames"] == frames + 256
-        assert resumed["updates"] > saved.counters["updates"]
-
-
-def test_training_ends_well_without_a_collector_that_was_killed(tmp_path: Path) -> None:
-    arguments = [*RUN, *TOY, "--total-frames", "20_000", "--collectors", "3"]
-    with started(arguments, tmp_path) as job:
-        job.until(progress(tmp_path / "run"), "progress")
-        everybody = job.descendants()
-        workers_of(job)[0].kill()
-        assert job.wait() == 0, job.said()
-        assert_gone(everybody)
-    result = job.result
-    assert result["frames"] == 20_000
-    assert len(result["lost_collectors"]) == 1
-    assert f"{result['lost_collectors'][0]} is lost" in job.stderr.read_text()
-    assert "Traceback" not in job.stderr.read_text(), job.said()
 
 
 def test_nothing_outlives_a_learner_that_was_killed(tmp_path: Path) -> None:
     with started([*RUN, *ENDLESS, "--collectors", "2"], tmp_path) as job:
         job.until(progress(tmp_path / "run"), "progress")
-        everybody = job.descendants()
-        assert len(everybody) >= 2
+        processes = job.descendants()
+        assert len(processes) >= 2
         job.process.kill()
         job.process.wait()
-        assert_gone(everybody, timeout_s=10)
+        assert_gone(processes, timeout_s=10)
     load_checkpoint(tmp_path / "run/checkpoint.pt")
 
 
 def test_torchrun_restarts_a_job_that_lost_a_rank_and_it_goes_on(tmp_path: Path) -> None:
     """The learner, and then the collector."""
     launcher = [*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "2"]
-    arguments = [*RUN, *TOY, "--total-frames", "20_000"]
-    everybody = []
+    arguments = [*RUN, *TOY, "--total-frames", "10_000"]
+    processes = []
     updates = 0
     with started(arguments, tmp_path, launcher=launcher) as job:
         for victim in ("0", "1"):
             job.until(progress(tmp_path / "run", more_than=updates), "progress")
-            everybody += job.descendants()
+            processes += job.descendants()
             ranks = {p.environ()["RANK"]: p for p in workers_of(job)}
             ranks[victim].kill()
             assert_gone([ranks[victim]])
             updates = load_checkpoint(tmp_path / "run/checkpoint.pt").counters["updates"]
         assert job.wait() == 0, job.said()
-        assert_gone(everybody)
+        assert_gone(processes)
     result = job.result
     assert result["resumes"] == 2, job.said()
-    assert result["frames"] == 20_000
+    assert result["frames"] == 10_000

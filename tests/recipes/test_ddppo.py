@@ -49,7 +49,7 @@ def moments_are_those_of_all_rows(ranks) -> None:
 
 
 def cut_rows_are_left_out(learner: DDPPO, data) -> None:
-    """Half of rank 1's are padding, of values that nobody could overlook."""
+    """Half of rank 1's are padding, of values that would be noticed."""
     mask = torch.ones(data.shape, dtype=torch.bool)
     if learner.ranks.index == 1:
         mask[:, 8:] = False
@@ -180,9 +180,7 @@ def test_learners_normalize_stop_anneal_and_end_rollouts_together(tmp_path) -> N
         ({"collectors": 1}, 4, {"learner": 2, "collector": 2}),
     ],
 )
-def test_roles_follow_from_the_options_and_the_launchers_ranks(
-    settings: dict[str, int], launched: int | None, roles: dict[str, int]
-) -> None:
+def test_roles_follow_from_the_options_and_the_launchers_ranks(settings, launched, roles) -> None:
     assert DDPPOConfig(**settings).roles(launched) == roles
 
 
@@ -202,7 +200,7 @@ def test_the_least_batch_follows_what_a_cut_leaves_and_the_launchers_learners() 
         DDPPOConfig(frames_per_batch=79, preempt_min_part=0.1)
     DDPPOConfig(frames_per_batch=80, preempt_min_part=0.1)
     DDPPOConfig(frames_per_batch=8, preempt_fraction=1.0)  # none is cut
-    DDPPOConfig(frames_per_batch=4, learners=1)  # there is nobody to wait for
+    DDPPOConfig(frames_per_batch=4, learners=1)  # there is no other to wait for
     for refused in (
         DDPPOConfig(frames_per_batch=32).roles,
         lambda ranks: DDPPOConfig(frames_per_batch=32).check_launched({}, ranks),

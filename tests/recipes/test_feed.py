@@ -11,15 +11,11 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from tests.recipes.learners import a_learner, recipe_of
 from torchrl_dist import local_cluster
-from torchrl_dist.recipes.apex import recipe as apex
 from torchrl_dist.recipes.apex.config import ApexConfig
-from torchrl_dist.recipes.parts.environments import look_at
-from torchrl_dist.recipes.parts.networks import PolicySpec
-from torchrl_dist.recipes.sac import recipe as sac
 from torchrl_dist.recipes.sac.config import SACConfig
 from torchrl_dist.recipes.training.feed import Feed, moved
-from torchrl_dist.recipes.training.loop import Start
 
 CPU = torch.device("cpu")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -82,29 +78,17 @@ def test_what_was_drawn_is_handed_out_once_also_after_a_pause(ahead: bool) -> No
     assert learn_from(feed, []) == [source.drawn]
 
 
-def a_learner(module: Any, config: Any, session: Any) -> Any:
-    torch.manual_seed(0)
-    task = look_at(config.env, discrete=config.discrete)
-    policy = PolicySpec.of(task, config.policy_kind, config.hidden)
-    return module.build(config, task, policy, session, Start())
-
-
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(
-    ("module", "kind", "more"),
+    ("kind", "more"),
     [
-        (apex, ApexConfig, {"updates_per_batch": 3}),
-        (sac, SACConfig, {"batch_size": 32, "updates_per_frame": 0.25}),
+        (ApexConfig, {"updates_per_batch": 3}),
+        (SACConfig, {"batch_size": 32, "updates_per_frame": 0.25}),
     ],
     ids=["apex", "sac"],
 )
 def test_a_recipe_learns_once_from_every_batch_it_draws(
-    module: Any,
-    kind: Any,
-    more: dict[str, Any],
-    ahead: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    kind: Any, more: dict[str, Any], ahead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn = []
 
@@ -116,13 +100,13 @@ def test_a_recipe_learns_once_from_every_batch_it_draws(
 
         return Feed(one, device, ahead=ahead)
 
-    monkeypatch.setattr(module, "Feed", counted)
+    monkeypatch.setattr(recipe_of(kind), "Feed", counted)
     config = kind(
         hidden=(8,), frames_per_batch=32, envs_per_collector=2, total_frames=320, capacity=1000,
         learning_starts=64, device="cpu", output_dir=str(tmp_path), **more,
     )  # fmt: skip
     with local_cluster({"learner": 1}) as session:
-        learner = a_learner(module, config, session)
+        learner = a_learner(config, session)
         frames = 0
         for report in learner.collector:
             frames += 32

@@ -140,12 +140,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("recipe", RUNS)
-def test_a_run_with_images_learns_and_resumes(
-    recipe: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-) -> None:
+def test_a_run_with_images_learns_and_resumes(recipe: str, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     updates = []
     for more in (["--total-frames", "32"], ["--total-frames", "48", "--resume"]):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -28,15 +27,11 @@ Faulty.step = step
 # Of the others, kill and stop are those of test_apex_job.py and test_recipe_jobs.py, and what an
 # environment does in the learner, or an evaluation, of test_training.py and test_evaluator.py.
 @pytest.mark.parametrize(("recipe", "place", "fault"), [("impala", "store", "kill")])
-def test_a_failing_process_ends_the_job_or_does_not(
-    recipe: str, place: str, fault: str, tmp_path: Path
-) -> None:
+def test_a_failing_process_ends_the_job_or_does_not(recipe, place, fault, tmp_path) -> None:
     run(Cell(recipe, place, fault), tmp_path, frames=1000, timeout_s=20.0, collectors=1)
 
 
-def test_a_run_goes_on_without_a_reader_and_saves_when_the_terminal_is_closed(
-    tmp_path: Path,
-) -> None:
+def test_a_run_goes_on_without_a_reader_and_saves_when_the_terminal_is_closed(tmp_path) -> None:
     """Its environment prints, changes the working directory, and ends the process that evaluates
     it."""
     text = ENVIRONMENT.format(fault="exit", place="evaluation", after=5, base=BASES["apex"])
@@ -58,10 +53,10 @@ def test_a_run_goes_on_without_a_reader_and_saves_when_the_terminal_is_closed(
         os.close(reader)
         updates = load_checkpoint(checkpoint).counters["updates"]
         job.until(progress(tmp_path / "run", more_than=updates), "progress without a reader")
-        everybody = job.descendants()
+        processes = job.descendants()
         job.process.send_signal(signal.SIGHUP)
         assert job.wait() == 128 + signal.SIGHUP, job.said()
-        assert_gone(everybody)
+        assert_gone(processes)
     result = job.result
     assert result["stopped_by"] == "SIGHUP" and result["failed_evaluations"] == 2
     assert result["lost_collectors"] == ["collector1"]  # it took the evaluator's place

@@ -86,7 +86,7 @@ def test_every_recipe_runs_on_two_nodes_under_torchrun(network, tmp_path: Path) 
     }
     assert all(r["updates"] > 0 and r["lost_collectors"] == [] for r in results.values())
     assert results["apex resumed"]["resumes"] == 1
-    # Only the rows of before let it learn from its first batch on.
+    # Only with the earlier rows can it learn from its first batch on.
     assert results["apex resumed"]["updates"] == results["apex"]["updates"] + 2 * 10
     assert 0.1 < results["sac"]["updates"] / results["sac"]["frames"] < 0.4
     for name in ("pex", "two", "sac"):  # a shard on each node

@@ -1,4 +1,4 @@
-"""The recipe's small parts: who may use a folder, evaluation, the picture, the log files."""
+"""The recipe's small parts: use of a folder, evaluation, the picture, the log files."""
 
 from __future__ import annotations
 
@@ -136,9 +136,7 @@ def test_a_run_that_failed_before_its_first_checkpoint_is_not_said_to_be_resumab
 
 
 @pytest.mark.parametrize("option", ["output", "replay"])
-def test_a_folder_that_cannot_be_read_is_refused(
-    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_read_is_refused(option: str, tmp_path, monkeypatch) -> None:
     folder = tmp_path / option
     folder.mkdir()
 
@@ -177,7 +175,7 @@ def test_evaluation_repeats_with_its_seed_and_differs_without() -> None:
     assert first == again != other
 
 
-def test_a_rendered_episode_hands_out_its_pictures_and_ends_after_so_many_steps() -> None:
+def test_a_rendered_episode_returns_its_pictures_and_ends_after_the_given_steps() -> None:
     def push(observation: torch.Tensor) -> torch.Tensor:
         return torch.tensor(1)
 
@@ -231,9 +229,7 @@ def test_a_task_has_the_environments_sizes() -> None:
             look_at(env, discrete=discrete)
 
 
-def test_an_environment_may_be_a_function_of_the_users(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_environment_may_be_a_function_of_the_users(tmp_path, monkeypatch) -> None:
     (tmp_path / "my_envs_of_a_test.py").write_text(
         "import gymnasium\n"
         "def short(**options):\n"
@@ -258,9 +254,7 @@ def test_collectors_are_given_clipped_rewards_and_evaluations_are_not() -> None:
 
 
 @pytest.mark.parametrize("reward", [2.0, np.array([2.0]), np.float32(2.0), float("nan")])
-def test_a_reward_may_be_an_array_and_a_nan_stays_one(
-    reward: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reward_may_be_an_array_and_a_nan_stays_one(reward: Any, monkeypatch) -> None:
     class Giving(gymnasium.Wrapper):
         def step(self, action: Any) -> Any:
             observation, _, *rest = self.env.step(action)
@@ -324,9 +318,7 @@ def batch_norm(inputs, outputs):
 """
 
 
-def test_a_network_may_be_a_function_of_the_users(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_network_may_be_a_function_of_the_users(tmp_path, monkeypatch) -> None:
     (tmp_path / "my_networks_of_a_test.py").write_text(NETWORKS)
     (tmp_path / "leaves.py").write_text("raise SystemExit(0)")
     monkeypatch.chdir(tmp_path)
@@ -364,7 +356,7 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
             choose_device(ApexConfig(device="cuda"), session)
 
 
-def test_what_binds_is_whoever_waits_less() -> None:
+def test_the_process_that_waits_less_is_the_bound() -> None:
     assert Bound.of(0.8, 0.1).by == "collectors"
     assert Bound.of(0.1, 0.8).by == "learner"
     assert Bound.of(0.5, 0.45).by == "both"
@@ -432,9 +424,7 @@ def test_a_run_that_fails_before_its_first_checkpoint_removes_the_logs_that_it_m
     assert tmp_path.exists() is (mine is not None)
 
 
-def test_logs_go_where_weights_and_biases_does_not_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logs_go_where_weights_and_biases_does_not_start(tmp_path, monkeypatch) -> None:
     def refuse(*_: object) -> None:
         raise ConfigurationError("--wandb: no")
 
@@ -455,7 +445,7 @@ def test_of_equally_good_policies_the_one_after_a_good_one_ranks_higher(tmp_path
     assert max(seen, key=monitor.rank) is seen[2]
 
 
-def test_an_evaluation_that_is_no_number_is_never_the_best(tmp_path: Path) -> None:
+def test_an_evaluation_that_gives_nan_is_never_the_best(tmp_path: Path) -> None:
     monitor = Monitor(tmp_path, total_frames=100, title="t", threshold=None)
     monitor.collected(30, [], lag=0)
     unknown = monitor.evaluated([float("nan")])

@@ -1,4 +1,4 @@
-"""Whole jobs of the recipes beside Ape-X, started from the command line, at toy size."""
+"""Whole jobs of the other recipes than Ape-X, started from the command line, at toy size."""
 
 from __future__ import annotations
 
@@ -11,24 +11,14 @@ import torch
 
 from torchrl_dist import local_cluster
 from torchrl_dist.checkpoint import load_checkpoint
-from torchrl_dist.recipes.ddppo import recipe as ddppo
-from torchrl_dist.recipes.impala import recipe as impala
-from torchrl_dist.recipes.parts.environments import look_at
-from torchrl_dist.recipes.parts.networks import PolicySpec
+from torchrl_dist.recipes.ddppo.config import DDPPOConfig
+from torchrl_dist.recipes.impala.config import ImpalaConfig
 from torchrl_dist.recipes.parts.play import play
-from torchrl_dist.recipes.sac import recipe as sac
-from torchrl_dist.recipes.training.loop import Start
+from torchrl_dist.recipes.sac.config import SACConfig
 from torchrl_dist.runtime import ForkServer
 
-from .jobs import (
-    TORCHRUN,
-    assert_gone,
-    finished,
-    finished_here,
-    progress,
-    started,
-    workers_of,
-)
+from .jobs import TORCHRUN, assert_gone, finished, finished_here, progress, started, workers_of
+from .learners import a_learner
 
 SMALL = ["--hidden", "8", "--eval-episodes", "2", "--eval-max-steps", "20"]
 OFTEN = ["--eval-interval-frames", "500", "--checkpoint-interval-s", "0.2"]
@@ -47,14 +37,14 @@ def test_a_job_goes_on_without_a_lost_collector_stops_when_told_and_resumes(
     arguments = [*run, *TOY[recipe], *SMALL, *OFTEN, "--total-frames", "100_000_000"]
     with started(arguments, tmp_path) as job:
         job.until(progress(tmp_path / "run"), "progress")
-        everybody = job.descendants()
+        processes = job.descendants()
         workers_of(job)[0].kill()
         job.until(lambda: " is lost (" in job.stderr.read_text(), "notice of the loss")
         updates = load_checkpoint(tmp_path / "run/checkpoint.pt").counters["updates"]
         job.until(progress(tmp_path / "run", more_than=updates), "progress without it")
         os.killpg(job.process.pid, signal.SIGINT)  # as a terminal does: all get it
         assert job.wait(30) == 128 + signal.SIGINT, job.said()
-        assert_gone(everybody)
+        assert_gone(processes)
     result = job.result
     assert result["stopped_by"] == "SIGINT"
     assert len(result["lost_collectors"]) == 1
@@ -78,9 +68,7 @@ def test_a_job_goes_on_without_a_lost_collector_stops_when_told_and_resumes(
     assert len(play(tmp_path / "run", episodes=2, seed=0)["returns"]) == 2
 
 
-def test_learners_of_a_launcher_train_and_others_take_the_run_over(
-    tmp_path: Path, fork_server: ForkServer
-) -> None:
+def test_learners_of_a_launcher_train_and_others_take_the_run_over(tmp_path, fork_server) -> None:
     """Started by torchrun, resumed by one command with its own processes."""
     run = ["train", "ddppo", "--output-dir", "run"]
     toy = [*run, *SMALL, "--frames-per-batch", "128", "--total-frames", "512"]
@@ -97,10 +85,10 @@ def test_a_lost_learner_ends_the_job_with_a_checkpoint(tmp_path: Path) -> None:
     toy = [*run, *SMALL, *OFTEN, "--frames-per-batch", "128", "--total-frames", "100_000_000"]
     with started(toy, tmp_path) as job:
         job.until(progress(tmp_path / "run"), "progress")
-        everybody = job.descendants()
+        processes = job.descendants()
         workers_of(job)[0].kill()
         assert job.wait(60) == 1, job.said()
-        assert_gone(everybody)
+        assert_gone(processes)
     (line,) = [x for x in job.stderr.read_text().splitlines() if "torchrl-dist: failed" in x]
     assert "learner1" in line or "rank 1" in line
     assert "--resume" in line
@@ -108,19 +96,18 @@ def test_a_lost_learner_ends_the_job_with_a_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "settings"), [(ddppo, {"learners": 1}), (impala, {}), (sac, {"learning_starts": 16})]
+    ("kind", "settings"),
+    [(DDPPOConfig, {"learners": 1}), (ImpalaConfig, {}), (SACConfig, {"learning_starts": 16})],
 )
-def test_a_restored_learner_takes_the_same_next_step(recipe, settings, tmp_path: Path) -> None:
-    config = next(c for name, c in vars(recipe).items() if name.endswith("Config"))(
+def test_a_restored_learner_takes_the_same_next_step(kind, settings, tmp_path: Path) -> None:
+    config = kind(
         output_dir=str(tmp_path), frames_per_batch=64, collectors=0, hidden=(8,), **settings
     )
-    task = look_at(config.env, discrete=config.discrete)
-    policy = PolicySpec.of(task, config.policy_kind, config.hidden)
     learners = []
 
     def step(learner, data, frames: int) -> None:
         torch.manual_seed(frames)
-        if recipe is sac:  # it draws its batches itself
+        if kind is SACConfig:  # it draws its batches itself
             learner._update(data.clone())
         else:
             learner.learn(data.clone(), frames)
@@ -128,9 +115,9 @@ def test_a_restored_learner_takes_the_same_next_step(recipe, settings, tmp_path:
     with local_cluster({"learner": 1}) as session:
         try:
             for frames in (0, 64):
-                learners.append(recipe.build(config, task, policy, session, Start(frames=frames)))
+                learners.append(a_learner(config, session, seed=frames, frames=frames))
             data = next(iter(learners[0].collector))
-            data = learners[0].buffer.sample() if recipe is sac else data
+            data = learners[0].buffer.sample() if kind is SACConfig else data
             step(learners[0], data, 64)
             learners[1].load_state_dict(learners[0].state_dict())
             for learner in learners:

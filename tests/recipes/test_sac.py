@@ -84,22 +84,6 @@ def test_the_greedy_action_is_the_middle_of_what_the_actor_draws() -> None:
     torch.testing.assert_close(medians, network.greedy(observation), atol=0.06, rtol=0.1)
 
 
-def test_how_random_a_policy_is_to_be_does_not_depend_on_the_unit_of_actions() -> None:
-    torch.manual_seed(0)
-    network = PolicySpec.of(TASK, "squashed_gaussian", (8,)).network()
-    seen = TensorDict({"observation": torch.randn(500, 3)}, [500])
-    above = []
-    for bound in (1.0, 0.1, 2.0):
-        task = dataclasses.replace(TASK, action_low=(-bound,), action_high=(bound,))
-        actor = squashed_gaussian_actor(network, task.action_low, task.action_high)
-        torch.manual_seed(1)
-        drawn = actor.get_dist(seen)
-        entropy = -drawn.log_prob(drawn.sample()).mean()
-        above.append(float(entropy) - target_entropy(task))
-    assert target_entropy(dataclasses.replace(TASK, action_low=(-1.0,), action_high=(1.0,))) == -1
-    assert above == pytest.approx([above[0]] * 3, abs=1e-3)
-
-
 def test_losses_do_not_depend_on_the_unit_of_actions() -> None:
     """Nor do rewards: the density of actions in another unit would add a bonus to each step."""
     scaled = torch.rand(20, 1) * 1.9 - 0.95
@@ -126,17 +110,7 @@ def test_losses_do_not_depend_on_the_unit_of_actions() -> None:
     assert {"loss_qvalue", "loss_actor", "loss_alpha", "entropy"} <= found[0].keys()
     for other in found[1:]:
         assert other == pytest.approx(found[0], rel=1e-4, abs=1e-4)
-
-
-def test_values_do_not_depend_on_the_unit_of_actions() -> None:
-    seen, scaled = torch.randn(20, 3), torch.rand(20, 1) * 2 - 1
-    found = []
-    for bound in (1.0, 1e-3, 1e3):
-        torch.manual_seed(0)
-        task = dataclasses.replace(TASK, action_low=(-bound,), action_high=(bound,))
-        found.append(ActionValue(task, (8,))(seen, scaled * bound).detach())
-    torch.testing.assert_close(found[1], found[0])
-    torch.testing.assert_close(found[2], found[0])
+    assert target_entropy(dataclasses.replace(TASK, action_low=(-1.0,), action_high=(1.0,))) == -1
 
 
 class OtherActions(gymnasium.ActionWrapper):

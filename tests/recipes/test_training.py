@@ -14,6 +14,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from tests.recipes.learners import a_learner, recipe_of
 from torchrl_dist import SharedMemmapStorage, local_cluster
 from torchrl_dist.checkpoint import load_checkpoint
 from torchrl_dist.errors import (
@@ -23,37 +24,20 @@ from torchrl_dist.errors import (
     RemoteError,
     TorchRLDistError,
 )
-from torchrl_dist.recipes.apex import recipe as apex
 from torchrl_dist.recipes.apex.config import ApexConfig
-from torchrl_dist.recipes.ddppo import recipe as ddppo
 from torchrl_dist.recipes.ddppo.config import DDPPOConfig
 from torchrl_dist.recipes.impala import recipe as impala
 from torchrl_dist.recipes.impala.config import ImpalaConfig
-from torchrl_dist.recipes.parts.environments import look_at
-from torchrl_dist.recipes.parts.networks import PolicySpec
-from torchrl_dist.recipes.sac import recipe as sac
 from torchrl_dist.recipes.sac.config import SACConfig
 from torchrl_dist.recipes.training import loop as training
 from torchrl_dist.recipes.training.config import RecipeConfig, config_to_resume
 from torchrl_dist.recipes.training.loop import Start, choose_device, stream_seed, train
 from torchrl_dist.recipes.training.shared_rows import shared_buffer
-from torchrl_dist.runtime import Session
 
 SMALL: dict[str, Any] = {
     "hidden": (8,), "frames_per_batch": 32, "envs_per_collector": 2, "total_frames": 320,
     "device": "cpu",
 }  # fmt: skip
-BUILDS: dict[type, Any] = {
-    ApexConfig: apex.build, DDPPOConfig: ddppo.build, ImpalaConfig: impala.build,
-    SACConfig: sac.build,
-}  # fmt: skip
-
-
-def a_learner(config: Any, session: Session, seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    task = look_at(config.env, discrete=config.discrete)
-    policy = PolicySpec.of(task, config.policy_kind, config.hidden)
-    return BUILDS[type(config)](config, task, policy, session, Start())
 
 
 @pytest.mark.parametrize(
@@ -117,9 +101,7 @@ def test_a_resumed_learner_has_the_settings_it_was_given(kind: type, tmp_path: P
 
 
 @pytest.mark.parametrize("kind", [DeadlineError, PeerLostError])
-def test_a_run_that_fails_of_others_keeps_what_was_learned(
-    kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_fails_of_others_keeps_what_was_learned(kind, tmp_path, monkeypatch) -> None:
     config = ImpalaConfig(**SMALL, output_dir=str(tmp_path), checkpoint_interval_s=3600.0)
 
     def fails_at_the_second(config: Any, task: Any, policy: Any, session: Any, start: Any) -> Any:
@@ -159,8 +141,15 @@ class Spoiled(gymnasium.Wrapper):
         return (observation, reward, *rest)
 
 
-@pytest.mark.parametrize("broken", ["raises", "exits", "NaN observation", "nan", "1e30"])
-@pytest.mark.parametrize("kind", [ApexConfig, DDPPOConfig, ImpalaConfig, SACConfig])
+@pytest.mark.parametrize(
+    ("kind", "broken"),
+    [
+        *((ApexConfig, broken) for broken in ("raises", "NaN observation", "1e30")),
+        *((DDPPOConfig, broken) for broken in ("exits", "nan")),
+        *((ImpalaConfig, broken) for broken in ("raises", "NaN observation")),
+        *((SACConfig, broken) for broken in ("exits", "NaN observation", "nan")),
+    ],
+)
 def test_a_run_whose_environment_breaks_keeps_a_checkpoint_to_go_on_from(
     kind: type, broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,7 +170,7 @@ def test_a_run_whose_environment_breaks_keeps_a_checkpoint_to_go_on_from(
     message = {"raises": "the axle broke", "exits": "SystemExit: 0"}.get(broken, "Spoiled-v0")
     errors = RemoteError if broken in ("raises", "exits") else TorchRLDistError
     with local_cluster({"learner": 1}) as session, pytest.raises(errors, match=message):
-        train(BUILDS[kind], config, session)
+        train(recipe_of(kind).build, config, session)
     del gymnasium.registry["Spoiled-v0"]
     saved = load_checkpoint(config.checkpoint_path)
     assert all(value.isfinite().all() for value in saved.policy.values())
@@ -207,9 +196,7 @@ def test_rows_of_an_attempt_that_was_killed_before_its_first_checkpoint_are_drop
 
 
 @pytest.mark.parametrize("kind", [ApexConfig, SACConfig])
-def test_clipped_rewards_on_disk_stay_clipped(
-    kind: type[RecipeConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clipped_rewards_on_disk_stay_clipped(kind: type[RecipeConfig], monkeypatch) -> None:
     saved = SimpleNamespace(config=kind(reward_clip=1.0).as_plain())
     monkeypatch.setattr("torchrl_dist.checkpoint.load_checkpoint", lambda path, recipe: saved)
     with pytest.raises(ConfigurationError, match="--reward-clip: got 0.0, .* has 1.0"):
@@ -222,9 +209,7 @@ def test_tuples_that_begin_alike_have_seeds_of_their_own() -> None:
     assert len({stream_seed(*numbers) for numbers in tuples}) == len(tuples)
 
 
-def test_all_learners_use_the_cpu_where_gpus_do_not_suffice(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_all_learners_use_the_cpu_where_gpus_do_not_suffice(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
