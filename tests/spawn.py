@@ -230,6 +230,19 @@ def reserved_port() -> int:
     return port
 
 
+def wait_until(condition: Callable[[], Any], what: object = "", timeout_s: float = 60.0) -> Any:
+    """Wait until ``condition()`` is true, and return its value.
+
+    Args:
+        what: for the message of the error, which shows it as it is at the end of the wait.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"this did not happen in {timeout_s:g} s: {what}"
+        time.sleep(0.01)
+    return value
+
+
 def is_helper(process: psutil.Process) -> bool:
     """Whether it is a helper process of multiprocessing, or forks a torchrun's ranks.
 
@@ -288,11 +301,11 @@ if __name__ == "__main__":
 def stop(pid: int) -> None:
     """Stop another process, and wait until all of its threads have stopped."""
     os.kill(pid, signal.SIGSTOP)
-    deadline = time.monotonic() + 10
-    while any(thread.read_text().rpartition(")")[2].split()[0] not in "Tt"
-              for thread in Path(f"/proc/{pid}/task").glob("*/stat")):  # fmt: skip
-        assert time.monotonic() < deadline, f"process {pid} does not stop"
-        time.sleep(0.005)
+    states = lambda: [  # noqa: E731
+        thread.read_text().rpartition(")")[2].split()[0]
+        for thread in Path(f"/proc/{pid}/task").glob("*/stat")
+    ]
+    wait_until(lambda: set(states()) <= {"T", "t"}, f"process {pid} stops")
 
 
 def stop_self() -> None:
