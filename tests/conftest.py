@@ -54,7 +54,7 @@ _turns: Turns | None = None
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Return three for the whole suite, whose tests spend a quarter of their time waiting.
 
-    Return none for a part of it, which would have to wait until the workers start.
+    Return zero for a part of it, which would have to wait until the workers start.
     """
     return 3 if config.args == config.getini("testpaths") else 0
 
@@ -111,7 +111,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Files:
 
 
 def pytest_collection_finish() -> None:
-    """Called when everything is imported."""
+    """Compact the memory once everything is imported."""
     warm.large_pages()
 
 

@@ -234,11 +234,14 @@ def wait_until(condition: Callable[[], Any], what: object = "", timeout_s: float
     """Wait until ``condition()`` is true, and return its value.
 
     Args:
-        what: for the message of the error, which shows it as it is at the end of the wait.
+        what: for the message of the error, or a function that returns it.
     """
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"this did not happen in {timeout_s:g} s: {what}"
+        if time.monotonic() > deadline:
+            raise AssertionError(
+                f"not within {timeout_s:g} s: {what() if callable(what) else what}"
+            )
         time.sleep(0.01)
     return value
 

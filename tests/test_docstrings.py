@@ -28,7 +28,7 @@ PUBLIC: dict[str, Any] = {
     for name in importlib.import_module(package).__all__
     if name != "__version__"
 }
-# The base has the example of all errors; the fork server's is conftest's, which serves all tests.
+# The base class has the example of all errors, and conftest's fork server serves all tests.
 WITHOUT = {n for n, v in PUBLIC.items() if inspect.isclass(v) and issubclass(v, TorchRLDistError)}
 WITHOUT = WITHOUT - {"TorchRLDistError"} | {"ForkServer"}
 
@@ -46,11 +46,11 @@ def test_the_example_of_a_public_name_runs(
     assert test.examples, f"{name} has no example"
     outcome, said = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS), list[str]()
     failed, _ = outcome.run(test, out=said.append, clear_globs=False)
-    if "storage" in test.globs:  # at the end of a process it happens by itself
+    if "storage" in test.globs:  # the end of a process would do so
         test.globs["storage"].close()
     assert not failed, "".join(said)
 
 
-def test_every_error_says_what_it_is() -> None:
+def test_every_error_has_a_description() -> None:
     for name in WITHOUT:
         assert len((inspect.getdoc(PUBLIC[name]) or "").split()) > 5, name

@@ -88,7 +88,7 @@ def test_what_a_page_outside_the_site_links_to_is_there(page: str) -> None:
         assert (ROOT / page).parent.joinpath(link).exists(), link
 
 
-# ---- what was asked for
+# ---- demands
 
 
 def test_no_demand_is_missing_from_the_table() -> None:

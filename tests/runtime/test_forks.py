@@ -159,14 +159,14 @@ def test_a_forked_child_has_no_part_in_what_was_drawn_ahead(buffer) -> None:
     buffer.sample()
     ahead = [future for round_ in buffer.sampler._source._rounds for future in round_.futures]
     assert ahead
-    held, give_back = threading.Event(), threading.Event()
+    held, release = threading.Event(), threading.Event()
 
     def hold() -> None:
         with contextlib.ExitStack() as stack:
             for future in ahead:
                 stack.enter_context(future._condition)
             held.set()
-            give_back.wait(60)
+            release.wait(60)
 
     thread = threading.Thread(target=hold, daemon=True)
     thread.start()
@@ -174,12 +174,12 @@ def test_a_forked_child_has_no_part_in_what_was_drawn_ahead(buffer) -> None:
     try:
         assert end_of(start(_refuse, {"empty": buffer.empty, "sample": buffer.sample}), 20) == 0
     finally:
-        give_back.set()
+        release.set()
         thread.join(10)
     assert len(buffer.sample()) == 8
 
 
-def test_a_buffer_of_this_node_is_renewed_beside_one_that_others_host(
+def test_a_buffer_of_this_node_is_renewed_next_to_one_that_others_host(
     buffer, tmp_path: Path
 ) -> None:
     """Each child finds the locks of the local buffer free, although threads sample from it."""

@@ -20,7 +20,7 @@ NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 @pytest.fixture(autouse=True)
-def handlers_are_put_back() -> Iterator[None]:
+def handlers_are_restored() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
     now = {number: signal.getsignal(number) for number in STOP_SIGNALS}
@@ -31,9 +31,9 @@ def handlers_are_put_back() -> Iterator[None]:
 
 @pytest.fixture
 def stop() -> Iterator[StopSignals]:
-    latch = Latch()
-    signals = StopSignals(latch)
-    signals.latch = latch
+    said, latch = [], Latch()
+    signals = StopSignals(latch, said.append)
+    signals.said, signals.latch = said, latch
     signals.install()
     yield signals
     signals.restore()
@@ -41,17 +41,10 @@ def stop() -> Iterator[StopSignals]:
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_the_first_signal_is_a_request_and_is_printed_once(number):
-    said, latch = [], Latch()
-    signals = StopSignals(latch, said.append)
-    signals.install()
-    try:
-        signal.raise_signal(number)
-        signal.raise_signal(signal.SIGUSR1)
-        assert latch.wait(0) and signals.received == number and said == [number]
-    finally:
-        signals.restore()
-        latch.close()
+def test_the_first_signal_is_a_request_and_is_printed_once(stop, number):
+    signal.raise_signal(number)
+    signal.raise_signal(signal.SIGUSR1)
+    assert stop.latch.wait(0) and stop.received == number and stop.said == [number]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +109,6 @@ def test_a_programs_own_handlers_stay():
 def test_a_forked_child_can_be_terminated_and_does_not_stop_its_parent(stop):
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
     child.start()
-    time.sleep(0.3)
     for number in NOTICES:  # as Slurm sends them to every process of a step
         os.kill(child.pid, number)
     child.join(0.2)
