@@ -59,6 +59,15 @@ def missing() -> str | None:
 
 
 @contextlib.contextmanager
+def on_three_hosts(folder: Path) -> Iterator[Callable[..., subprocess.Popen]]:
+    """Run a Slurm over three hosts, which the function has as its attribute ``network``."""
+    with netns.hosts(3) as network, cluster(network, folder) as run:
+        run.network = network  # type: ignore[attr-defined]
+        yield run
+    assert netns.leftovers() == []
+
+
+@contextlib.contextmanager
 def cluster(network: list[Host], folder: Path) -> Iterator[Callable[..., subprocess.Popen]]:
     """Run a Slurm; yield a function that starts a command on the first host, like ``Popen``.
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import netns, slurm
+from tests import slurm
 from tests.recipes.jobs import TOY, progress
 from tests.spawn import wait_until
 from torchrl_dist.cli import main
@@ -188,11 +188,8 @@ def test_submit_without_slurm_is_an_error(
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., subprocess.Popen]]:
     if slurm.missing() is not None:
         pytest.skip(f"no Slurm here: {slurm.missing()}")
-    with netns.hosts(3) as network:
-        with slurm.cluster(network, tmp_path_factory.mktemp("cluster") / "slurm") as run:
-            run.network = network
-            yield run
-    assert netns.leftovers() == []
+    with slurm.on_three_hosts(tmp_path_factory.mktemp("cluster") / "slurm") as run:
+        yield run
 
 
 class Submitted:

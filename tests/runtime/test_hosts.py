@@ -29,7 +29,7 @@ def network() -> Iterator[list[Host]]:
     assert netns.leftovers() == []
 
 
-def everybody_calls_everybody(folder: str) -> None:
+def all_call_all(folder: str) -> None:
     with session(ROLES, timeout_s=30) as me:
         world = me.world
         facts = (world.node_rank, world.local_rank, world.host, world.launcher, world.one_node)
@@ -41,7 +41,7 @@ def everybody_calls_everybody(folder: str) -> None:
 
 
 def test_ranks_on_three_hosts_know_their_nodes_and_call_each_other(network, tmp_path):
-    job = run_torchrun(network, everybody_calls_everybody, {"folder": str(tmp_path)}, tmp_path,
+    job = run_torchrun(network, all_call_all, {"folder": str(tmp_path)}, tmp_path,
                        nproc=[2, 1, 1])  # fmt: skip
     assert job.wait(90) == [0, 0, 0], str(job)
     facts = [json.loads((tmp_path / f"facts{rank}").read_text()) for rank in range(4)]

@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict
 
 from tests.runtime.helpers import Counter
-from torchrl_dist.errors import ConfigurationError, RemoteError
+from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.runtime import session, wire
 from torchrl_dist.runtime.membership import Membership
 from torchrl_dist.runtime.pool import DaemonPool
@@ -29,6 +29,10 @@ def test_large_tensors_stay_outside_the_bytes_and_closures_go_inside():
     assert len(body) < 4_000 and len(tensors) == 1
     triple, back = wire.loads(body, tensors)
     assert triple(2) == 6 and (back == data).all()
+    data = TensorDict({"pixels": torch.randint(0, 255, (8, 4, 20, 20)), "x": torch.rand(8, 3)}, [8])
+    for sent in (data, data[::2], data.consolidate()):
+        back = wire.loads(*wire.dumps(sent))
+        assert (back == sent).all() and back.batch_size == sent.batch_size
 
 
 def test_nested_unpickling_keeps_the_outer_tensors():
@@ -166,22 +170,12 @@ def test_a_single_process_calls_itself_directly():
     with session({"learner": 1, "collector": -1}, timeout_s=5) as me:
         assert me.of_role("collector") == () and me.lost() == () and me.role == "learner"
         counter = me.remote(me.me, Counter, 2)
-        assert counter.call("add", 3) == 5
-        assert counter.submit("add", 1).result(5) == 6
         assert me.call(me.me, threading.get_ident) == threading.get_ident()
-        with pytest.raises(RemoteError, match="learner0") as info:
-            counter.call("add", "x")
-        assert isinstance(info.value.__cause__, TypeError)
         me.barrier()
     with pytest.raises(ConfigurationError, match="not in a session"):
         counter.call("add", 1)
     with session(timeout_s=5), pytest.raises(ConfigurationError, match="has ended"):
         counter.call("add", 1)
-
-
-def test_an_invalid_deadline_is_refused():
-    with session(timeout_s=5) as me, pytest.raises(ConfigurationError, match="timeout_s"):
-        me.call(me.me, int, timeout_s=0)
 
 
 def test_a_signal_requests_a_stop_a_second_raises_and_the_previous_handler_returns():
