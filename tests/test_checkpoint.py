@@ -41,7 +41,7 @@ def a_checkpoint(value: float = 1.0) -> Checkpoint:
     )
 
 
-def test_what_is_saved_comes_back_equal(tmp_path: Path) -> None:
+def test_a_loaded_checkpoint_equals_the_saved_one(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "c.pt", a_checkpoint(2.0))
     loaded = load_checkpoint(tmp_path / "c.pt", recipe="apex")
     assert torch.equal(loaded.policy["weight"], torch.full((50, 50), 2.0))

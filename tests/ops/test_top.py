@@ -87,7 +87,7 @@ def text_of(picture: object, width: int = 100) -> str:
     ],
     ids=["random", "prioritized", "without replacement", "slices"],
 )
-def test_what_any_sampler_draws_is_counted_without_a_limiter(sampler, tmp_path: Path) -> None:
+def test_draws_of_any_sampler_are_counted_without_a_limiter(sampler, tmp_path: Path) -> None:
     storage = SharedMemmapStorage(64, scratch_dir=tmp_path / "replay")
     buffer = SharedReplayBuffer(storage=storage, sampler=sampler(), batch_size=8)
     buffer.extend(TensorDict({"episode": torch.arange(32) // 4}, [32]))
@@ -98,7 +98,7 @@ def test_what_any_sampler_draws_is_counted_without_a_limiter(sampler, tmp_path: 
     storage.close()
 
 
-def test_what_other_processes_draw_counts_where_the_rows_are(tmp_path: Path) -> None:
+def test_draws_of_other_processes_are_counted_where_the_rows_are(tmp_path: Path) -> None:
     folder = tmp_path / "replay"
     with session() as me:
         buffer = replay_buffer(

@@ -15,7 +15,6 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from tests.replay.conftest import folder  # noqa: F401
 from tests.replay.faults import end_of, start
 from tests.runtime.helpers import Counter
 from torchrl_dist import (
@@ -41,11 +40,11 @@ def job(fork_server) -> Iterator[Session]:
 
 
 @pytest.fixture
-def buffer(job: Session, folder: Path) -> HostedReplayBuffer:  # noqa: F811
+def buffer(job: Session, tmp_path: Path) -> HostedReplayBuffer:
     owners = job.of_role("owner")
     buffer = replay_buffer(
         job, "rows", capacity=64, batch_size=8, hosts=owners, alpha=0.6, beta=0.4,
-        scratch_dir=folder, shortcut=False, prefetch=2,
+        scratch_dir=tmp_path / "rows", shortcut=False, prefetch=2,
     )  # fmt: skip
     buffer.extend(_rows())
     buffer.flush()
@@ -84,7 +83,9 @@ def _begins_and_ends(function: Callable[[], object]) -> bool:
 
 
 @pytest.mark.timeout(240)
-def test_a_forked_child_is_told_that_it_is_not_a_member(job: Session, buffer, folder: Path) -> None:  # noqa: F811
+def test_a_forked_child_is_not_a_member_and_gets_an_error(
+    job: Session, buffer, tmp_path: Path
+) -> None:
     """Fork while threads use everything that has a lock of ours.
 
     Torch's generator has a lock that a child inherits locked if a thread draws numbers at that
@@ -117,7 +118,7 @@ def test_a_forked_child_is_told_that_it_is_not_a_member(job: Session, buffer, fo
                 "len": lambda: len(buffer),
                 "read": lambda: buffer[:],
                 "empty": buffer.empty,
-                "save": lambda: buffer.dumps(folder / "saved"),
+                "save": lambda: buffer.dumps(tmp_path / "saved"),
                 "flush": buffer.flush,
                 "another one": lambda: replay_buffer(
                     job, "more", capacity=8, batch_size=8, hosts=(peer,)

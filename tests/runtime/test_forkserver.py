@@ -337,7 +337,7 @@ def test_a_forked_server_ends_with_the_process_it_comes_from(tmp_path: Path) -> 
     wait_gone([int(pid) for pid in pids])
 
 
-def test_a_client_is_told_that_nothing_can_be_forked_and_the_others_live(
+def test_a_client_gets_an_error_if_nothing_can_be_forked_and_the_others_go_on(
     cluster: Session, fork_server: ForkServer
 ) -> None:
     children = psutil.Process(fork_server.pid).children
@@ -352,7 +352,7 @@ def test_a_client_is_told_that_nothing_can_be_forked_and_the_others_live(
         assert len(cluster.call(peer, start_in_child)[1]) == 2
 
 
-def test_the_parent_is_told_too_before_the_server_ends() -> None:
+def test_the_parent_gets_the_error_too_before_the_server_ends() -> None:
     with ForkServer() as server:
         server.wait_up()
         with room_for(1, server.pid):
@@ -384,7 +384,7 @@ def test_a_client_that_cannot_be_accepted_does_not_disturb_the_server(
 
 
 @pytest.mark.parametrize("room", [1, 2, 3, 4])
-def test_a_client_that_is_not_accepted_is_told(
+def test_a_client_that_is_not_accepted_gets_an_error(
     fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
     monkeypatch.setattr(module, "_address", fork_server.address)

@@ -120,7 +120,7 @@ def test_when_a_cable_is_pulled_both_sides_know_and_the_others_go_on(network, tm
     assert job.wait(30, [0, 1]) == [0, 0], str(job)
 
 
-def test_a_host_that_was_paused_too_long_is_told_that_the_job_goes_on_without_it(network, tmp_path):
+def test_a_host_that_was_paused_too_long_gets_an_error_and_the_job_goes_on(network, tmp_path):
     job = start_and_disturb(network, tmp_path, "silent", network[2].pause)
     assert "no sign of life" in (tmp_path / "report").read_text()
     network[2].resume()

@@ -354,7 +354,7 @@ def test_semaphores_of_children_that_are_killed_are_unlinked():
     wait_until(lambda: not any(map(os.path.exists, paths)), paths)
 
 
-def test_the_driver_is_told_that_it_does_not_serve():
+def test_the_driver_may_not_serve():
     with session() as alone, pytest.raises(ConfigurationError, match="driver"):
         alone.serve()
 
@@ -386,7 +386,7 @@ def test_one_of_two_clusters_in_two_threads_is_refused_and_the_other_works(fork_
         assert alone.peers == (alone.me,)
 
 
-def test_a_collector_or_buffer_without_a_cluster_is_told_the_likely_line(fork_server):
+def test_a_collector_or_buffer_without_a_cluster_gets_a_message_with_the_likely_line(fork_server):
     with local_cluster({"learner": 1, "actor": 1}, timeout_s=60, fork_server=fork_server) as me:
         collector = functools.partial(
             RPCBatchedCollector, "CartPole-v1", frames_per_batch=4, total_frames=4

@@ -67,7 +67,7 @@ def test_tensors_of_every_kind_come_back_as_they_were(make, size: int):
 
 
 @pytest.mark.parametrize("make", [torch.zeros, np.zeros])
-def test_small_ones_are_copies_that_may_be_changed(make):
+def test_small_tensors_and_arrays_are_copies_that_may_be_changed(make):
     sent = make(100)
     body = wire.dumps(sent)
     sent += 1

@@ -56,7 +56,7 @@ def test_the_first_signal_is_a_request_and_is_printed_once(stop, number):
         (signal.SIGHUP, signal.SIGHUP, SystemExit),
     ],
 )
-def test_a_second_one_raises(stop, first, second, error):
+def test_a_second_signal_raises(stop, first, second, error):
     signal.raise_signal(first)
     if second != signal.SIGINT:
         signal.raise_signal(second)  # twice for one stop, as timeout(1) and Slurm do
