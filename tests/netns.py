@@ -168,14 +168,7 @@ def hosts(count: int, *, ipv6: bool = False, way_s: float = 0.0) -> Iterator[lis
     folder = Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir="/dev/shm"))
     subnet = _SUBNET6 if ipv6 else _SUBNET
     network = [
-        Host(
-            f"host{k}",
-            f"{subnet}{k + 1}",
-            f"{prefix}-{k}",
-            folder,
-            switch,
-            f"port{k}",
-        )
+        Host(f"host{k}", f"{subnet}{k + 1}", f"{prefix}-{k}", folder, switch, f"port{k}")
         for k in range(count)
     ]
     cables = contextlib.ExitStack()

@@ -230,7 +230,7 @@ def reserved_port() -> int:
     return port
 
 
-def wait_until(condition: Callable[[], Any], what: object = "", timeout_s: float = 60.0) -> Any:
+def wait_until(condition: Callable[[], Any], what: object = "", timeout_s: float = 100.0) -> Any:
     """Wait until ``condition()`` is true, and return its value.
 
     Args:

@@ -100,9 +100,7 @@ def test_nearly_plain_values_are_converted_and_can_be_read(tmp_path: Path) -> No
         assert types(loaded[name]) == types(plain), name
 
 
-def test_a_value_that_could_not_be_read_is_not_written_and_the_old_file_stays(
-    tmp_path: Path,
-) -> None:
+def test_a_value_that_could_not_be_read_is_not_written_and_the_old_file_stays(tmp_path) -> None:
     path = save_checkpoint(tmp_path / "c.pt", a_checkpoint(1.0))
     for value in (enum.Enum("E", "a").a, object(), {torch.ones(1): 1}, {1}, 1j, Path("x")):
         with pytest.raises(CheckpointError, match=r"extra\.v"):
@@ -205,9 +203,7 @@ def test_a_full_disk_is_an_oserror_and_the_old_file_stays(tmp_path: Path, room: 
     ("field", "wrong"),
     [("recipe", 3), ("config", [1]), ("policy", None), ("extra", "x"), ("format_version", "1")],
 )
-def test_a_field_of_another_type_and_a_missing_one_are_named(
-    tmp_path: Path, field: str, wrong: object
-) -> None:
+def test_a_field_of_another_type_and_a_missing_one_are_named(tmp_path, field, wrong) -> None:
     path = save_checkpoint(tmp_path / "c.pt", a_checkpoint())
     content = torch.load(path, weights_only=True)
     torch.save(content | {field: wrong}, path)

@@ -113,13 +113,7 @@ def test_a_wrong_command_gets_one_line(capsys: pytest.CaptureFixture[str]) -> No
         ({"SLURM_PROCID": "2", "SLURM_NTASKS": "4"}, ["rank 2", "SLURM", "srun"]),
     ],
 )
-def test_a_rank_that_refuses_prints_its_number(
-    variables: dict[str, str],
-    names: list[str],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_that_refuses_prints_its_number(variables, names, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -129,9 +123,7 @@ def test_a_rank_that_refuses_prints_its_number(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_command_in_which_something_calls_exit_fails_with_a_message(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_in_which_something_calls_exit_fails_with_a_message(capsys, monkeypatch) -> None:
     monkeypatch.setattr("torchrl_dist.cli._inspect", lambda options: sys.exit(0))
     assert main(["inspect", "x"]) == 1
     assert "something called sys.exit(0)" in capsys.readouterr().err
@@ -167,20 +159,13 @@ cli.console()
         (OSError(errno.ENOSPC, "No space left on device"), {0: 1, 1: 1}),
     ],
 )
-def test_a_result_that_no_reader_got_is_a_failure(
-    problem: OSError | None,
-    codes: dict[int, int],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_result_that_no_reader_got_is_a_failure(problem, codes, capsys, monkeypatch) -> None:
     monkeypatch.setattr("torchrl_dist.runtime.outputs.problem_of", lambda stream: problem)
     assert {code: _delivered(code) for code in codes} == codes
     assert ("No space left" in capsys.readouterr().err) == (codes[0] == 1)
 
 
-def test_a_folder_that_does_not_fit_the_command_is_refused_and_stays_unchanged(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_does_not_fit_the_command_is_refused_and_stays_unchanged(tmp_path, capsys):
     train = ["train", "apex", "--output-dir"]
     assert "there is no" in refused([*train, str(tmp_path / "run"), "--resume"], capsys)
     (tmp_path / "thesis.tex").write_text("precious")
@@ -232,9 +217,7 @@ def test_a_resumed_job_of_a_launcher_has_the_shape_that_its_ranks_were_given(rec
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_help_names_every_field_of_the_configuration(
-    recipe: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_names_every_field_of_the_configuration(recipe: str, capsys) -> None:
     assert main(["train", recipe, "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     for field in dataclasses.fields(RECIPES[recipe].config):
@@ -243,9 +226,7 @@ def test_help_names_every_field_of_the_configuration(
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_printed_configuration_can_be_read_back(
-    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_printed_configuration_can_be_read_back(recipe: str, tmp_path, capsys) -> None:
     wanted = ["--seed", "3", "--hidden", "8", "4", "--learning-rate", "1e-3"]
     assert main(["train", recipe, *wanted, "--print-config"]) == 0
     printed = capsys.readouterr().out
@@ -288,9 +269,7 @@ def test_the_last_line_is_json_whatever_the_result(capsys: pytest.CaptureFixture
     assert json.loads(line) == {"mean_return": None, "returns": [1.0, None]}
 
 
-def test_help_and_refusals_do_not_wait_for_torch_and_play_starts_nothing_distributed(
-    tmp_path: Path,
-) -> None:
+def test_help_and_refusals_do_not_wait_for_torch_and_play_starts_nothing_distributed(tmp_path):
     path = a_policy(tmp_path / "checkpoint.pt")
     script = f"""
 import sys
@@ -314,9 +293,7 @@ def test_configuration_survives_a_checkpoint() -> None:
     assert from_plain(ApexConfig, as_lists) == config
 
 
-def test_play_gets_the_best_return_with_a_perfect_policy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_play_gets_the_best_return_with_a_perfect_policy(tmp_path, capsys) -> None:
     path = a_policy(tmp_path / "checkpoint.pt")
     assert main(["play", str(tmp_path), "--episodes", "3", "--seed", "5"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -335,9 +312,7 @@ def test_play_refuses_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "--seed" in refused(["play", str(good), "--seed", "-1"], capsys)
 
 
-def test_play_writes_a_video(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_play_writes_a_video(tmp_path, capsys, monkeypatch) -> None:
     import imageio_ffmpeg
 
     path = a_policy(tmp_path / "checkpoint.pt")

@@ -6,7 +6,6 @@ import doctest
 import functools
 import importlib
 import inspect
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from torchrl.data import TensorDictReplayBuffer
 
 import torchrl_dist
 from torchrl_dist import TorchRLDistError
-from torchrl_dist.runtime import ForkServer
 
 PACKAGES = (
     "torchrl_dist",
@@ -34,9 +32,7 @@ WITHOUT = WITHOUT - {"TorchRLDistError"} | {"ForkServer"}
 
 
 @pytest.mark.parametrize("name", sorted(PUBLIC.keys() - WITHOUT))
-def test_the_example_of_a_public_name_runs(
-    name: str, fork_server: ForkServer, tmp_path: Path
-) -> None:
+def test_the_example_of_a_public_name_runs(name: str, fork_server, tmp_path) -> None:
     text = inspect.getdoc(PUBLIC[name]) or ""
     found = {"torch": torch, "TensorDict": TensorDict, **PUBLIC}
     found["TensorDictReplayBuffer"] = TensorDictReplayBuffer

@@ -161,9 +161,7 @@ WRITERS = {"replay": _store, "dumps": _dump, "checkpoint": _save, "run": _begin}
 
 
 @pytest.mark.parametrize("prepared", PREPARED)
-def test_files_that_another_user_prepared_are_refused_and_change_nothing(
-    ground: Path, prepared: str
-) -> None:
+def test_files_that_another_user_prepared_are_refused_and_change_nothing(ground, prepared) -> None:
     folder = ground / ("above/share-example" if prepared == "above" else "share-example")
     notes = ground / "home" / "notes"
     run_as(OTHER, PREPARED[prepared], folder, notes)
@@ -197,9 +195,7 @@ def test_the_folder_of_readme_is_made_for_this_user_alone(ground: Path) -> None:
     run_as(VICTIM, use)
 
 
-def test_a_folder_that_a_group_can_write_to_needs_permission(
-    ground: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_a_group_can_write_to_needs_permission(ground: Path, monkeypatch) -> None:
     def use(folder: Path, accepted: bool) -> None:
         if accepted:
             own_files.make_folder(folder)
@@ -220,9 +216,7 @@ def test_a_folder_that_a_group_can_write_to_needs_permission(
         monkeypatch.delenv(own_files.GROUP)
 
 
-def test_taking_the_name_of_a_users_folder_gives_no_access_to_its_files(
-    ground: Path,
-) -> None:
+def test_taking_the_name_of_a_users_folder_gives_no_access_to_its_files(ground: Path) -> None:
     (ground / f"torchrl_dist-{VICTIM}").mkdir()
 
     def use() -> None:
@@ -398,9 +392,7 @@ def test_no_link_is_followed_and_no_existing_file_counts_as_new(tmp_path: Path) 
 @pytest.mark.parametrize(
     "path", ["a/b", "a/../b", "link/b", "link/../b", "/", "gone/../b", "link", "chain/x"]
 )
-def test_links_are_resolved_as_the_system_does_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
+def test_links_are_resolved_as_the_system_does_it(tmp_path, monkeypatch, path: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a" / "c").mkdir(parents=True)
     (tmp_path / "link").symlink_to("a/c")

@@ -135,9 +135,7 @@ def test_a_slow_env_is_spread_over_nodes_unless_the_learner_is_full() -> None:
     ("step_s", "idle_s", "nodes"),
     [(1e-4, 0.0, 1), (1e-4, 1e-2, 4), (1e-2, 0.0, 4), (1e-2, 1e-2, 1)],
 )
-def test_a_recommended_layout_has_no_more_processes_than_pay(
-    step_s: float, idle_s: float, nodes: int
-) -> None:
+def test_a_recommended_layout_has_no_more_processes_than_pay(step_s, idle_s, nodes) -> None:
     """Where two pay, on two cores, a layout with 32 was faster by a hair."""
     found = measured(step_cpu_s=((1, step_s), (8, 8 * step_s)), idle_s=idle_s)
     plan = command.plan(found, SUBJECT, 2, nodes, 1e6, "a:b")
@@ -188,9 +186,7 @@ def test_an_update_is_measured_with_the_networks_of_the_recipe() -> None:
     assert update_s(hidden=(256, 256), networks=3) > 1.5 * update_s()
 
 
-def test_a_busy_machine_is_named_before_its_figures(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_busy_machine_is_named_before_its_figures(monkeypatch, capsys) -> None:
     monkeypatch.setattr("torchrl_dist.plan.measure.measure", lambda *_, **__: measured())
     monkeypatch.setattr("torchrl_dist.plan.measure.usable_cores", lambda: 4)
     for load, busy in ((3.5, True), (0.4, False)):
@@ -286,7 +282,6 @@ def collect_over_nodes(folder: str) -> None:
         Path(folder, "rate").write_text(json.dumps(rate))
 
 
-@pytest.mark.alone
 @pytest.mark.timeout(200)
 @pytest.mark.skipif(netns.missing() is not None, reason=str(netns.missing()))
 def test_two_nodes_collect_as_predicted(tmp_path: Path) -> None:

@@ -47,9 +47,7 @@ def test_a_learner_gains_more_if_its_work_grows_with_the_rows() -> None:
     assert by_row > 1.3 * by_batch
 
 
-def test_the_map_is_printed_and_drawn(
-    tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_map_is_printed_and_drawn(tmp_path, capsys, monkeypatch) -> None:
     for name, values in (("WORKERS", (2, 8)), ("SPREADS", (0.01, 1.0)), ("DEADLINES", (0.1, 1.0))):
         monkeypatch.setattr(regimes, name, values)
     picture, lines = tmp_path / "map.png", tmp_path / "map.jsonl"

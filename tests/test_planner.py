@@ -10,15 +10,7 @@ import numpy as np
 import pytest
 
 from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.planner import (
-    Costs,
-    Layout,
-    decide,
-    machine_repair,
-    predict,
-    rank,
-    slowest,
-)
+from torchrl_dist.planner import Costs, Layout, decide, machine_repair, predict, rank, slowest
 
 # tianshou#1172: Ray workers that sleep, nodes of 48 cores; (workers, seconds per step, steps/s)
 PUBLISHED = [
@@ -161,9 +153,7 @@ def test_throughput_grows_with_processes_and_cores_and_never_beats_either_bound(
 @pytest.mark.parametrize("law", ["normal", "lognormal", "one in ten takes ten times as long"])
 @pytest.mark.parametrize(("steps", "tolerance"), [(1, 0.25), (64, 0.05)])
 @pytest.mark.parametrize("workers", [2, 32])
-def test_the_slowest_of_many_agrees_with_draws(
-    law: str, steps: int, tolerance: float, workers: int
-) -> None:
+def test_the_slowest_of_many_agrees_with_draws(law, steps, tolerance, workers) -> None:
     rng = np.random.default_rng(0)
     shape = (2000, workers, steps)
     if law == "normal":

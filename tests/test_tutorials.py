@@ -148,9 +148,7 @@ def memory() -> Iterator[Path]:
         for path in NOTEBOOKS
     ],
 )
-def test_a_notebook_finds_what_its_text_says_and_leaves_nothing(
-    path: Path, folder: Path, memory: Path
-) -> None:
+def test_a_notebook_finds_what_its_text_says_and_leaves_nothing(path, folder, memory) -> None:
     before = set(FOLDER.iterdir())
     notebook = nbformat.read(path, as_version=4)
     run(notebook, folder / "work", memory)

@@ -62,9 +62,7 @@ def test_one_wheel_is_for_every_python_and_its_kernel_loads(wheel: Path, tmp_pat
     assert Path(loaded.strip()) == kernel.with_name("_kernel.abi3.so")
 
 
-def test_next_to_its_clone_an_editable_install_is_the_package_and_not_the_clone(
-    tmp_path: Path,
-) -> None:
+def test_next_to_its_clone_an_editable_install_is_the_package_and_not_the_clone(tmp_path) -> None:
     """``git clone``, ``pip install -e torchrl_dist``, and python from the folder of the clone."""
     clone(tmp_path / "torchrl_dist")
     build = (

@@ -39,21 +39,11 @@ if __name__ == "__main__":
 from tensordict import TensorDictBase
 from torchrl import collectors
 from torchrl.data import ReplayBuffer
-from torchrl.data.replay_buffers import (
-    replay_buffers,
-    samplers,
-    storages,
-    writers,
-)
+from torchrl.data.replay_buffers import replay_buffers, samplers, storages, writers
 from torchrl.envs import EnvBase
 
 import torchrl_dist
-from torchrl_dist.errors import (
-    DeadlineError,
-    PeerLostError,
-    RemoteError,
-    TorchRLDistError,
-)
+from torchrl_dist.errors import DeadlineError, PeerLostError, RemoteError, TorchRLDistError
 
 _FOLDER = Path("/dev/shm") / f"torchrl_dist-suite-{os.getpid()}-{uuid.uuid4().hex[:6]}"
 _built = 0

@@ -222,10 +222,7 @@ def leave(path: Path) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )  # fmt: skip
-def test_a_planted_fault_is_found(
-    plant: Callable, check: str, state: str, says: str, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_a_planted_fault_is_found(plant, check, state, says, tmp_path, monkeypatch) -> None:
     if plant is srun_without_cpus_per_task and os.cpu_count() == 1:
         pytest.skip("needs two cores")
     before = [each.state for each in examine(probe(tmp_path, env={})) if each.check == check]
@@ -241,9 +238,7 @@ def test_a_planted_fault_is_found(
 # ---- what cannot be planted here
 
 
-def test_a_folder_is_tried_with_the_buffers_own_locks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_is_tried_with_the_buffers_own_locks(tmp_path, monkeypatch) -> None:
     """A file system may refuse locks of open files, or hide them from other processes."""
 
     def refuse(fd: int, byte: int) -> bool:
@@ -289,9 +284,7 @@ def test_a_folder_is_tried_with_the_buffers_own_locks(
         ),
     ],
 )  # fmt: skip
-def test_a_recorded_fault_is_found_and_its_ranks_are_named(
-    healthy: Probe, change: dict, check: str, state: str, says: str
-) -> None:
+def test_a_recorded_fault_is_found_and_its_ranks_are_named(healthy, change, check, state, says):
     between = change.keys() & {field.name for field in dataclasses.fields(Rounds)}
     rounds = dataclasses.replace(ROUNDS, **change) if between else ROUNDS
     probed = healthy if between else dataclasses.replace(healthy, **change)
@@ -366,9 +359,7 @@ def test_a_rank_that_waits_alone_names_the_missing_one() -> None:
     assert done.returncode == 2 and "rank1 (rank 1) did not join" in " ".join(done.stdout.split())
 
 
-def test_clean_removes_what_dead_jobs_left_and_nothing_else(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_clean_removes_what_dead_jobs_left_and_nothing_else(tmp_path, capsys) -> None:
     leave(tmp_path / "left")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes").write_text("x")
@@ -381,9 +372,7 @@ def test_clean_removes_what_dead_jobs_left_and_nothing_else(
     assert said.out.startswith("<details>") and "| torch | ok |" in said.out
 
 
-def test_the_table_names_check_finding_and_cure(
-    healthy: Probe, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_table_names_check_finding_and_cure(healthy: Probe, capsys) -> None:
     doctor.show(examine(dataclasses.replace(healthy, open_files=100)))
     said = capsys.readouterr().out
     assert "at most 100" in said and "fail open files: ulimit -n 4096" in said

@@ -175,9 +175,7 @@ def says(answer: bytes, then_silent: bool) -> Iterator[int]:
 
 @pytest.mark.parametrize("then_silent", [True, False])
 @pytest.mark.parametrize("answer", ["nothing", "a half", "TLS"])
-def test_a_wrong_program_in_place_of_the_store_or_the_driver_is_reported(
-    answer: str, then_silent: bool
-) -> None:
+def test_a_wrong_program_in_place_of_the_store_or_the_driver_is_reported(answer, then_silent):
     with says(JUNK[answer], then_silent) as port:
         start = time.monotonic()
         with pytest.raises(DeadlineError, match=f"127.0.0.1:{port}"):
@@ -188,9 +186,7 @@ def test_a_wrong_program_in_place_of_the_store_or_the_driver_is_reported(
 
 
 @needs_two_users
-def test_junk_of_another_user_keeps_no_client_out_of_the_fork_server(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_junk_of_another_user_keeps_no_client_out_of_the_fork_server(monkeypatch) -> None:
     with forkserver.ForkServer() as server:
 
         def flood() -> None:
@@ -361,9 +357,7 @@ def all_commands(ground: Path) -> None:
 
 
 @needs_two_users
-def test_attacks_by_another_user_on_a_recipe_and_every_command_have_no_effect(
-    ground: Path,
-) -> None:
+def test_attacks_by_another_user_on_a_recipe_and_every_command_have_no_effect(ground: Path) -> None:
     run = ground / "home" / "run"
     strange = {name: what for name, what in contents(ground).items() if what[0] == OTHER}
     assert len(strange) > 60

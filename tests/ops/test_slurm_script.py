@@ -66,9 +66,7 @@ def test_the_script_is_the_golden_one_and_shells_accept_it(name: str) -> None:
         ("", 137, 137, False),
     ],
 )
-def test_a_recipes_job_ends_by_its_learners_code(
-    told: str, of_all: int, ends: int, requeued: bool, tmp_path: Path
-) -> None:
+def test_a_recipes_job_ends_by_its_learners_code(told, of_all, ends, requeued, tmp_path) -> None:
     """Other programs play Slurm's commands and the learner."""
     commands = {
         "srun": f'printf "%s" "{told}" > "$TORCHRL_DIST_EXIT_FILE"; exit {of_all}',
@@ -89,9 +87,7 @@ def test_a_recipes_job_ends_by_its_learners_code(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_first_rank_writes_its_exit_code_to_the_scripts_file(
-    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_rank_writes_its_exit_code_to_the_scripts_file(rank, tmp_path, monkeypatch):
     place = f"RANK={rank} LOCAL_RANK={rank} WORLD_SIZE=2 LOCAL_WORLD_SIZE=2"
     for word in (*place.split(), "MASTER_ADDR=localhost", "MASTER_PORT=1"):
         monkeypatch.setenv(*word.split("="))
@@ -133,9 +129,7 @@ def test_the_first_rank_writes_its_exit_code_to_the_scripts_file(
         ("--signal-s 70000 --time 2-0 -- python t.py", "expected at most 65535"),
     ],
 )
-def test_a_job_that_would_fail_in_the_queue_is_refused(
-    arguments: str, says: str, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_job_that_would_fail_in_the_queue_is_refused(arguments: str, says: str, capsys) -> None:
     assert main(["slurm", *arguments.split()]) == 2
     said = capsys.readouterr()
     assert says in said.err and said.out == "" and said.err.count("\n") == 1
@@ -173,9 +167,7 @@ def test_the_command_line_makes_the_job(capsys: pytest.CaptureFixture) -> None:
         assert text.count(f"-m torchrl_dist train {recipe}") == 2 and "replay" not in text
 
 
-def test_submit_without_slurm_is_an_error(
-    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_submit_without_slurm_is_an_error(capsys, monkeypatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert main(["slurm", "--submit", "--", "python", "train.py"]) == 2
     assert "sbatch is not installed" in capsys.readouterr().err
@@ -265,9 +257,7 @@ def tasks_of(job: Submitted) -> list[list[str]]:
     return sorted(line.split() for line in (job.folder / "tasks").read_text().splitlines())
 
 
-def test_a_heterogeneous_job_has_rank_0_on_the_first_component_and_is_requeued(
-    run, tmp_path: Path
-) -> None:
+def test_a_heterogeneous_job_has_rank_0_on_the_first_component_and_is_requeued(run, tmp_path):
     (tmp_path / "task.sh").write_text(TASK)
     both = ["--partition=gpu", "--collector-nodes=2", "--collector-partition=cpu"]
     job = Submitted(run, tmp_path, [*both, "--", "bash", "task.sh", "1"])
@@ -282,9 +272,7 @@ def test_a_heterogeneous_job_has_rank_0_on_the_first_component_and_is_requeued(
     assert job.state() == "COMPLETED", job.said()
 
 
-def test_a_job_is_not_requeued_beyond_its_limit_nor_after_it_was_cancelled(
-    run, tmp_path: Path
-) -> None:
+def test_a_job_is_not_requeued_beyond_its_limit_nor_after_it_was_cancelled(run, tmp_path) -> None:
     (tmp_path / "task.sh").write_text(TASK)
     job = Submitted(run, tmp_path, ["--requeues=1", "--", "bash", "task.sh", "9"])
     job.until(lambda: (tmp_path / "up0-0").exists(), "first start")

@@ -275,9 +275,7 @@ def fake(folder: Path, name: str, answer: str) -> None:
     (folder / name).chmod(0o755)
 
 
-def test_slurms_state_of_a_job_without_a_visible_learner_is_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_slurms_state_of_a_job_without_a_visible_learner_is_shown(tmp_path, monkeypatch, capsys):
     """The job waits to be started again, or has failed."""
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(os, "execvp", lambda *_: pytest.fail("it runs nowhere"))
@@ -297,9 +295,7 @@ def test_slurms_state_of_a_job_without_a_visible_learner_is_shown(
     assert top.slurm_state(process_stamp(1)) is None and top.slurm_state(None) is None
 
 
-def test_the_command_runs_on_the_node_of_a_slurm_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_runs_on_the_node_of_a_slurm_job(tmp_path, monkeypatch) -> None:
     fake(tmp_path, "squeue", "echo node7")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(sys, "argv", ["torchrl-dist", "top", "4711", "--once"])
@@ -322,9 +318,7 @@ def test_a_wrong_interval_and_a_wrong_job_are_refused(capsys: pytest.CaptureFixt
 
 
 @pytest.fixture
-def job(
-    fork_server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[RPCBatchedCollector]:
+def job(fork_server, tmp_path, monkeypatch) -> Iterator[RPCBatchedCollector]:
     """Two collectors write into a limited buffer; the test takes batches."""
     monkeypatch.setattr(pulse, "_EVERY_S", 0.1)
     monkeypatch.chdir(tmp_path)
@@ -436,9 +430,7 @@ def test_in_a_terminal_it_answers_keys_and_restores_the_terminal(job, tmp_path: 
     os.close(theirs)
 
 
-def test_without_a_terminal_it_prints_a_line_per_interval_and_ends(
-    job, capsys: pytest.CaptureFixture
-) -> None:
+def test_without_a_terminal_it_prints_a_line_per_interval_and_ends(job, capsys) -> None:
     go_on(job, 0.3)
     timer = threading.Timer(1.0, job.shutdown)
     timer.start()

@@ -83,9 +83,7 @@ def _begins_and_ends(function: Callable[[], object]) -> bool:
 
 
 @pytest.mark.timeout(240)
-def test_a_forked_child_is_not_a_member_and_gets_an_error(
-    job: Session, buffer, tmp_path: Path
-) -> None:
+def test_a_forked_child_is_not_a_member_and_gets_an_error(job: Session, buffer, tmp_path) -> None:
     """Fork while threads use everything that has a lock of ours.
 
     Torch's generator has a lock that a child inherits locked if a thread draws numbers at that

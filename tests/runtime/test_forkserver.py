@@ -164,9 +164,7 @@ def test_a_descriptor_that_cannot_be_passed_ends_the_client_instead_of_the_wait(
     assert psutil.pid_exists(fork_server.pid)
 
 
-def test_default_timeouts_of_sockets_change_nothing(
-    fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_default_timeouts_of_sockets_change_nothing(fork_server, monkeypatch) -> None:
     monkeypatch.setattr(module, "_address", fork_server.address)
     socket.setdefaulttimeout(0.01)
     try:
@@ -190,9 +188,7 @@ def stop_in_a_command() -> None:
     stop_self()
 
 
-def test_a_client_stopped_between_a_command_and_its_ends_holds_up_no_other(
-    cluster: Session,
-) -> None:
+def test_a_client_stopped_between_a_command_and_its_ends_holds_up_no_other(cluster) -> None:
     first, second = cluster.of_role("b")
     answer = cluster.submit(first, stop_in_a_command)
     stopped = psutil.Process(cluster.pid_of(first))
@@ -227,9 +223,7 @@ def test_children_have_children_of_the_same_server_which_end_with_their_client(
     assert cluster.call(second, os.getpid) == cluster.pid_of(second)
 
 
-def test_a_process_whose_server_has_ended_starts_its_own_with_which_all_children_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_process_whose_server_has_ended_starts_its_own_with_which_all_children_end(monkeypatch):
     monkeypatch.setattr(module, "_address", "\0torchrl_dist-absent")
     with ForkServer() as server:
         with local_cluster({"a": 1, "b": 2}, timeout_s=30, fork_server=server) as job:
@@ -320,9 +314,7 @@ def run_forks(start: Callable, folder: Path, how: str = "") -> warm.Running:
     [(subprocess.Popen, "", "fork"), (warm.start, "thread", "fresh")],
     ids=["fork", "fresh"],
 )
-def test_a_fork_of_this_process_serves_if_it_has_no_threads(
-    tmp_path: Path, start: Callable, how: str, kind: str
-) -> None:
+def test_a_fork_of_this_process_serves_if_it_has_no_threads(tmp_path, start, how, kind) -> None:
     run_forks(start, tmp_path, how).wait(80)
     printed = (tmp_path / "out").read_text()
     kinds = re.sub(r"[\d ]+\n", "\n", printed).splitlines()
@@ -337,9 +329,7 @@ def test_a_forked_server_ends_with_the_process_it_comes_from(tmp_path: Path) -> 
     wait_gone([int(pid) for pid in pids])
 
 
-def test_a_client_gets_an_error_if_nothing_can_be_forked_and_the_others_go_on(
-    cluster: Session, fork_server: ForkServer
-) -> None:
+def test_a_client_gets_an_error_if_nothing_can_be_forked_and_the_others_go_on(cluster, fork_server):
     children = psutil.Process(fork_server.pid).children
     before = children()
     first, second = cluster.of_role("b")
@@ -384,9 +374,7 @@ def test_a_client_that_cannot_be_accepted_does_not_disturb_the_server(
 
 
 @pytest.mark.parametrize("room", [1, 2, 3, 4])
-def test_a_client_that_is_not_accepted_gets_an_error(
-    fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch, room: int
-) -> None:
+def test_a_client_that_is_not_accepted_gets_an_error(fork_server, monkeypatch, room: int) -> None:
     monkeypatch.setattr(module, "_address", fork_server.address)
     fork_server.wait_up()
     before = len(descriptors(fork_server.pid))
@@ -398,9 +386,7 @@ def test_a_client_that_is_not_accepted_gets_an_error(
     wait_until(lambda: len(descriptors(fork_server.pid)) <= before)
 
 
-def test_a_process_that_was_forked_meanwhile_does_not_keep_the_children_alive(
-    client: ForkServer,
-) -> None:
+def test_a_process_that_was_forked_meanwhile_does_not_keep_the_children_alive(client) -> None:
     children = client._children
     read, write = os.pipe()
     pid = os.fork()

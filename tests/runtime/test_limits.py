@@ -31,9 +31,7 @@ def set_limits(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[int, int]]:
     return found
 
 
-def test_soft_limits_are_raised_if_they_do_not_suffice(
-    set_limits: dict[int, tuple[int, int]],
-) -> None:
+def test_soft_limits_are_raised_if_they_do_not_suffice(set_limits) -> None:
     limits.check_limits(1, one_node=True, starts=1, driver=True)
     assert set_limits[resource.RLIMIT_NOFILE] == (1024, 1 << 20)  # enough, so unchanged
     set_limits[resource.RLIMIT_NPROC] = (200, NONE)
@@ -42,9 +40,7 @@ def test_soft_limits_are_raised_if_they_do_not_suffice(
     assert set_limits[resource.RLIMIT_NPROC] == (NONE, NONE)
 
 
-def test_too_few_descriptors_are_reported_before_anything_is_started(
-    set_limits: dict[int, tuple[int, int]],
-) -> None:
+def test_too_few_descriptors_are_reported_before_anything_is_started(set_limits) -> None:
     set_limits[resource.RLIMIT_NOFILE] = (40, 40)
     with pytest.raises(ConfigurationError, match=r"have 40 files .* 3 processes .*ulimit -n 4096"):
         with local_cluster({"learner": 1, "collector": 2}):
@@ -111,16 +107,9 @@ def work() -> Iterator[Path]:
 
 @pytest.mark.parametrize(
     ("start", "limit"),
-    [
-        ("session", "-n 15"),
-        ("local_cluster", "-n 40"),
-        ("torchrun", "-u 30"),
-        ("train", "-u 45"),
-    ],
+    [("session", "-n 15"), ("local_cluster", "-n 40"), ("torchrun", "-u 30"), ("train", "-u 45")],
 )
-def test_a_program_under_a_low_limit_says_so_and_does_not_abort(
-    start: str, limit: str, work: Path
-) -> None:
+def test_a_program_under_a_low_limit_says_so_and_does_not_abort(start, limit, work) -> None:
     by_user = limit.startswith("-u")
     if by_user and (os.getuid() != 0 or shutil.which("setpriv") is None):
         pytest.skip("needs root and setpriv, to become a user with a limit of processes")

@@ -244,10 +244,7 @@ def test_children_belong_to_the_callers_job_and_have_no_state_of_the_server(clus
 def test_everything_listens_on_loopback_only(fork_server):
     gc.collect()  # until then, stores of earlier tests in this process still listen
     with local_cluster(
-        {"learner": 2, "collector": 1},
-        timeout_s=20,
-        process_group="gloo",
-        fork_server=fork_server,
+        {"learner": 2, "collector": 1}, timeout_s=20, process_group="gloo", fork_server=fork_server
     ) as me:
         pids = [me.pid_of(peer) for peer in me.peers]
         addresses = listening_addresses(pids)

@@ -87,9 +87,7 @@ def pulses() -> list[Path]:
     return [path for folder in own_files.user_folders() for path in folder.glob(name)]
 
 
-def test_a_worker_in_a_slow_step_is_named_with_its_place(
-    fork_server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_in_a_slow_step_is_named_with_its_place(fork_server, caplog, monkeypatch) -> None:
     monkeypatch.setattr(pulse, "_EVERY_S", 0.1)
     caplog.set_level(logging.WARNING, "torchrl_dist")
     with local_cluster({"learner": 1, "collector": 2}, fork_server=fork_server) as session:
@@ -156,9 +154,7 @@ def test_a_stopped_worker_and_a_learner_that_does_something_else_are_reported_di
     assert pulses() == []
 
 
-def test_the_file_of_a_killed_job_is_removed_by_the_next_and_of_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_file_of_a_killed_job_is_removed_by_the_next_and_of_no_other(tmp_path, monkeypatch):
     monkeypatch.setattr(own_files, "_MEMORY", str(tmp_path))
     folder = own_files.user_folder()
     with subprocess.Popen(["sleep", "60"]) as dead:

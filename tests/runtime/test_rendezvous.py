@@ -116,9 +116,7 @@ def test_rank_0_says_that_its_port_is_taken(one_node: bool) -> None:
 
 
 @pytest.mark.parametrize("closes", [True, False])
-def test_a_store_that_cannot_be_made_closes_its_descriptor_once_and_says_why(
-    monkeypatch, closes: bool
-) -> None:
+def test_a_store_that_cannot_be_made_closes_its_descriptor_once_and_says_why(monkeypatch, closes):
     others = []
 
     def fail(*args: object, master_listen_fd: int, **options: object) -> None:

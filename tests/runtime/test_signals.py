@@ -109,6 +109,7 @@ def test_a_programs_own_handlers_stay():
 def test_a_forked_child_can_be_terminated_and_does_not_stop_its_parent(stop):
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
     child.start()
+    time.sleep(0.3)
     for number in NOTICES:  # as Slurm sends them to every process of a step
         os.kill(child.pid, number)
     child.join(0.2)

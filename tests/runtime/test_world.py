@@ -65,9 +65,7 @@ FABRIC = variables("WORLD_SIZE=4 NODE_RANK=0 LOCAL_RANK=2 MASTER_ADDR=127.0.0.1 
         ),
     ],
 )  # fmt: skip
-def test_the_environment_of_each_launcher_is_read_completely(
-    env: dict[str, str], expected: World
-) -> None:
+def test_the_environment_of_each_launcher_is_read_completely(env, expected) -> None:
     world = World.from_env(env)
     assert dataclasses.replace(world, master_hosts=()) == expected
     assert world.one_node == (world.launcher in ("single", "fabric"))
