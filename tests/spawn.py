@@ -56,22 +56,13 @@ class Job:
         return "\n".join([*parts, f"--- torchrun ---\n{self.agent[-4000:]}"])
 
 
-def spawn(
-    nproc: int, *, timeout_s: float = 120.0, max_restarts: int = 0, cold: bool = False
-) -> Callable:
+def spawn(nproc: int, *, timeout_s: float = 120.0) -> Callable:
     """Decorate a test: its body runs in ``nproc`` ranks, with the test's fixtures pickled."""
 
     def decorate(body: Callable) -> Callable:
         @functools.wraps(body)
         def test(**fixtures: Any) -> None:
-            job = run_job(
-                body,
-                fixtures,
-                nproc=nproc,
-                timeout_s=timeout_s,
-                max_restarts=max_restarts,
-                cold=cold,
-            )
+            job = run_job(body, fixtures, nproc=nproc, timeout_s=timeout_s)
             assert job.returncode == 0, str(job)
 
         test.__signature__ = inspect.signature(body)  # pytest reads the fixtures from it

@@ -68,7 +68,7 @@ def ranks_that_disagree_about_roles_are_told() -> None:
             pass
 
 
-@spawn(nproc=3, timeout_s=120, cold=True)
+@spawn(nproc=3, timeout_s=120)
 def test_in_one_job_sessions_of_each_kind_follow_one_another():
     the_driver_calls_and_the_others_serve_until_it_is_done()
     ranks_with_code_of_their_own_meet_at_barriers_and_wait_for_the_slowest()
