@@ -54,27 +54,24 @@ _turns: Turns | None = None
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Return three for the whole suite, whose tests spend a quarter of their time waiting.
 
-    Return none for a part of it, which would have to wait until the workers start.
+    Return zero for a part of it, which would have to wait until the workers start.
     """
     return 3 if config.args == config.getini("testpaths") else 0
 
 
-# First the files that fork hundreds of times, while a worker is small, because a fork copies the
-# tables of all its pages. Then the longest files, so that no worker still runs one when the others
-# are done.
-_FIRST = (
-    "replay/test_kills.py",
-    "tests/test_tutorials.py",
-    "replay/test_stores.py",
-    "replay/test_interrupts.py",
-    "recipes/test_apex_job.py",
-    "recipes/test_recipe_jobs.py",
-    "recipes/test_nodes.py",
-    "replay/test_program_fuzz.py",
-    "learn/test_jobs.py",
-    "ops/test_slurm_script.py",
-    "replay/test_shard_hosts.py",
-)
+# The longest files begin first, so that no worker still runs one when the others are done. Files
+# that fork hundreds of times come before files of the same length, while a worker is small, because
+# a fork copies the tables of all its pages.
+_FIRST = [
+    *("replay/test_kills.py", "tests/test_tutorials.py", "ops/test_slurm_script.py"),
+    *("replay/test_stores.py", "replay/test_interrupts.py", "bench/test_train_bench.py"),
+    *("recipes/test_apex_job.py", "collect/test_same_data.py", "collect/test_answers.py"),
+    *("recipes/test_recipe_jobs.py", "bench/test_collect_bench.py", "replay/test_shard_hosts.py"),
+    *("collect/test_rollout.py", "collect/test_node.py", "learn/test_jobs.py"),
+    *("bench/test_remote_bench.py", "collect/test_stops.py", "bench/test_replay_bench.py"),
+    *("collect/test_collector_cluster.py", "recipes/test_nodes.py", "runtime/test_forkserver.py"),
+    *("ops/test_second_user.py", "runtime/test_hosts.py", "replay/test_program_fuzz.py"),
+]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -100,10 +97,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class _Files(LoadFileScheduling):
-    """Run all tests of a file in one part, one after another, and likewise those that run alone."""
+    """Run all tests of a file in one part, one after another, and likewise those that run alone.
+
+    Notebooks, which share nothing, run in any part.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
-        return ALONE if is_alone(nodeid) else super()._split_scope(nodeid)
+        if is_alone(nodeid):
+            return ALONE
+        file = super()._split_scope(nodeid)
+        return nodeid if file.endswith("test_tutorials.py") else file
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Files:
@@ -111,7 +114,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Files:
 
 
 def pytest_collection_finish() -> None:
-    """Called when everything is imported."""
+    """Compact the memory once everything is imported."""
     warm.large_pages()
 
 

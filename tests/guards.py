@@ -1,16 +1,16 @@
-"""What each guard of the package is for: revert it, and a test must fail.
+"""Show what each guard of the package is for: without it, a test fails.
 
     python -m tests.guards                   # all, one after another; half an hour
     python -m tests.guards tree-marks ...    # these
 
 A guard is a line or two without which a promise of ``replay``, ``collect`` or ``learn`` does not
-hold. ``guards.txt`` names for each the promise, the text that holds it, a text in its place that
-does not, and a test that must fail then. The script copies package and tests, first runs the tests
-on the copy as it is, then puts in one revert at a time. It prints a table, names the guards that
-no test misses, and exits with their number.
+hold. ``guards.txt`` names for each the promise, the text that holds it, a replacement that does
+not, and a test that must then fail. The script copies package and tests, runs the tests on the
+unchanged copy, then applies one revert at a time. It prints a table, names the guards whose tests
+pass without them, and exits with their number.
 
-``tests/test_guards.py`` checks that every text is found once, so that a guard whose lines were
-rewritten is adapted here.
+``tests/test_guards.py`` checks that every text is found once, so that a guard is adapted here if
+its lines are rewritten.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Guard:
         name: for the command line.
         promise: what does not hold without it.
         folder: of the package, where the text is looked for in all files.
-        reverts: texts, and what takes their places. Each is found once.
+        reverts: texts, and their replacements. Each text is found once.
         test: fails without the guard.
         kernel: the implementation that has it, ``c`` or ``numpy``; ``any``: both need it.
     """
@@ -61,7 +61,7 @@ class Guard:
 
 
 def read_guards(text: str) -> tuple[Guard, ...]:
-    """The guards of ``guards.txt``."""
+    """Parse ``guards.txt``."""
     guards = []
     for block in re.split(r"\n\n(?=# )", text.rstrip("\n"))[1:]:
         title, where, *lines = block.split("\n")
@@ -85,7 +85,7 @@ class RottenError(AssertionError):
 
 
 def reverted(guard: Guard, package: Path) -> dict[Path, str]:
-    """The files that change, with their text after the revert.
+    """Return the files that change, with their text after the revert.
 
     Args:
         package: the folder ``torchrl_dist``.
@@ -129,7 +129,7 @@ def _changed(changes: dict[Path, str]) -> Iterator[None]:
 def _write(path: Path, text: str) -> None:
     path.write_text(text)
     for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
-        compiled.unlink()  # it might be of a text as long, of the same second
+        compiled.unlink()  # it would count as current if the new text is as long and as old
 
 
 def _build(source: Path) -> None:
@@ -157,7 +157,7 @@ class Outcome:
 
 
 def _run(tests: Sequence[str], folder: Path, kernel: str) -> Outcome:
-    """What fails in the copy. Blocks; a test that does not end has failed."""
+    """Run the tests in the copy until they end. A test that does not end has failed."""
     begun = time.monotonic()
     with tempfile.TemporaryFile("w+") as output:
         pid = os.fork()
@@ -193,7 +193,7 @@ def _has_ended(pid: int) -> bool:
 
 
 def _be_pytest(tests: Sequence[str], folder: Path, kernel: str, output: int) -> None:
-    """As ``python -m pytest`` in the copy, but for the imports, which the parent has made."""
+    """Run ``python -m pytest`` in the copy, without the imports that the parent has made."""
     os.setsid()
     for standard in (1, 2):
         os.dup2(output, standard)
@@ -248,7 +248,7 @@ def _try_all(guards: Sequence[Guard], folder: Path, show: bool, baseline: bool) 
         fails = ", ".join(outcome.failed) or f"NONE of {guard.test}"
         line = f"{guard.name} | {guard.promise} | `{what}` | {fails} | {outcome.seconds:.1f}"
         print(line, flush=True)
-    print(f"{len(guards)} guards, {len(survivors)} of them no test misses: {survivors}")
+    print(f"{len(guards)} guards; the tests of {len(survivors)} pass without them: {survivors}")
     return len(survivors)
 
 

@@ -34,7 +34,7 @@ from typing import IO, Any
 import psutil
 
 from tests import warm
-from tests.spawn import rank_script
+from tests.spawn import rank_script, wait_until
 
 INTERFACE = "eth0"
 _SUBNET = "10.77.0."
@@ -168,14 +168,7 @@ def hosts(count: int, *, ipv6: bool = False, way_s: float = 0.0) -> Iterator[lis
     folder = Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir="/dev/shm"))
     subnet = _SUBNET6 if ipv6 else _SUBNET
     network = [
-        Host(
-            f"host{k}",
-            f"{subnet}{k + 1}",
-            f"{prefix}-{k}",
-            folder,
-            switch,
-            f"port{k}",
-        )
+        Host(f"host{k}", f"{subnet}{k + 1}", f"{prefix}-{k}", folder, switch, f"port{k}")
         for k in range(count)
     ]
     cables = contextlib.ExitStack()
@@ -368,10 +361,7 @@ def _start_everywhere(
 
 def wait_for(path: Path, timeout_s: float = 100, job: HostJob | None = None) -> None:
     """Block until a process of the job has made this file."""
-    deadline = time.monotonic() + timeout_s
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path.name} does not appear\n{job}"
-        time.sleep(0.05)
+    wait_until(path.exists, lambda: f"{path.name} does not appear\n{job}", timeout_s)
 
 
 def wait_until_all_are_up(folder: Path, count: int | None = None) -> None:

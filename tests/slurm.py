@@ -3,9 +3,10 @@
     with netns.hosts(3) as network, slurm.cluster(network, tmp_path) as run:
         step = run(["srun", "-n3", sys.executable, "-c", "..."])
 
-Daemons are ours alone, munge's too, with files in a folder of the test's. ``gpu`` is the partition
-of the last host and ``cpu`` that of the others, so that Slurm's order of names is not the order of
-a heterogeneous job's components. Needs root and Debian's slurmctld, slurmd, slurm-client and munge.
+The daemons, with munge's, belong to the test, and keep their files in its folder. ``gpu`` is the
+partition of the last host and ``cpu`` that of the others, so that Slurm's order of names is not the
+order of a heterogeneous job's components. This needs root and Debian's slurmctld, slurmd,
+slurm-client and munge.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests import netns
 from tests.netns import Host
+from tests.spawn import wait_until
 
 _NEEDED = ("slurmctld", "slurmd", "srun", "scancel", "munged")
 _CONFIGURATION = """
@@ -52,15 +53,26 @@ KillWait=30
 
 
 def missing() -> str | None:
-    """Why there can be no Slurm here; None if there can."""
+    """Return what is missing to run Slurm here, or None."""
     names = [name for name in _NEEDED if _find(name) is None]
     return f"{', '.join(names)} not installed" if names else netns.missing()
 
 
 @contextlib.contextmanager
+def on_three_hosts(folder: Path) -> Iterator[Callable[..., subprocess.Popen]]:
+    """Run a Slurm over three hosts, which the function has as its attribute ``network``."""
+    with netns.hosts(3) as network, cluster(network, folder) as run:
+        run.network = network  # type: ignore[attr-defined]
+        yield run
+    assert netns.leftovers() == []
+
+
+@contextlib.contextmanager
 def cluster(network: list[Host], folder: Path) -> Iterator[Callable[..., subprocess.Popen]]:
-    """A running Slurm; yields what starts one of its commands on the first host, as ``Popen``
-    does. At the end all its daemons are gone; ``netns.hosts`` ends the jobs."""
+    """Run a Slurm; yield a function that starts a command on the first host, like ``Popen``.
+
+    At the end all daemons have ended. ``netns.hosts`` ends the jobs.
+    """
     folder.mkdir()
     (folder / "state").mkdir()
     names = [host.name for host in network]
@@ -85,21 +97,18 @@ def cluster(network: list[Host], folder: Path) -> Iterator[Callable[..., subproc
         return network[0].start(command, env={**own, **(env or {})}, **rest)
 
     try:
-        deadline = time.monotonic() + 30
-        while not (folder / "munge.socket").exists():
-            assert daemons[0].poll() is None and time.monotonic() < deadline, _logs(folder)
-            time.sleep(0.02)
+        wait_until((folder / "munge.socket").exists, lambda: _logs(folder))
         daemons.append(network[0].start([_find("slurmctld"), "-D"], **options, **output))
         for host in network:
             slurmd = [_find("slurmd"), "-D", "-N", host.name]
             daemons.append(host.start(slurmd, **options, **output))
-        while True:
+
+        def are_idle() -> bool:
             seen = run(["sinfo", "-hN", "-o", "%N %t"], stdout=subprocess.PIPE, text=True)
             states = set(seen.communicate(timeout=30)[0].splitlines())
-            if states == {f"{name} idle" for name in names}:
-                break
-            assert time.monotonic() < deadline, f"{states}\n{_logs(folder)}"
-            time.sleep(0.2)
+            return states == {f"{name} idle" for name in names}
+
+        wait_until(are_idle, lambda: _logs(folder))
         yield run
     finally:
         for daemon in reversed(daemons):

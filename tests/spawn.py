@@ -56,22 +56,13 @@ class Job:
         return "\n".join([*parts, f"--- torchrun ---\n{self.agent[-4000:]}"])
 
 
-def spawn(
-    nproc: int, *, timeout_s: float = 120.0, max_restarts: int = 0, cold: bool = False
-) -> Callable:
+def spawn(nproc: int, *, timeout_s: float = 120.0) -> Callable:
     """Decorate a test: its body runs in ``nproc`` ranks, with the test's fixtures pickled."""
 
     def decorate(body: Callable) -> Callable:
         @functools.wraps(body)
         def test(**fixtures: Any) -> None:
-            job = run_job(
-                body,
-                fixtures,
-                nproc=nproc,
-                timeout_s=timeout_s,
-                max_restarts=max_restarts,
-                cold=cold,
-            )
+            job = run_job(body, fixtures, nproc=nproc, timeout_s=timeout_s)
             assert job.returncode == 0, str(job)
 
         test.__signature__ = inspect.signature(body)  # pytest reads the fixtures from it
@@ -230,6 +221,22 @@ def reserved_port() -> int:
     return port
 
 
+def wait_until(condition: Callable[[], Any], what: object = "", timeout_s: float = 100.0) -> Any:
+    """Wait until ``condition()`` is true, and return its value.
+
+    Args:
+        what: for the message of the error, or a function that returns it.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            raise AssertionError(
+                f"not within {timeout_s:g} s: {what() if callable(what) else what}"
+            )
+        time.sleep(0.01)
+    return value
+
+
 def is_helper(process: psutil.Process) -> bool:
     """Whether it is a helper process of multiprocessing, or forks a torchrun's ranks.
 
@@ -288,11 +295,11 @@ if __name__ == "__main__":
 def stop(pid: int) -> None:
     """Stop another process, and wait until all of its threads have stopped."""
     os.kill(pid, signal.SIGSTOP)
-    deadline = time.monotonic() + 10
-    while any(thread.read_text().rpartition(")")[2].split()[0] not in "Tt"
-              for thread in Path(f"/proc/{pid}/task").glob("*/stat")):  # fmt: skip
-        assert time.monotonic() < deadline, f"process {pid} does not stop"
-        time.sleep(0.005)
+    states = lambda: [  # noqa: E731
+        thread.read_text().rpartition(")")[2].split()[0]
+        for thread in Path(f"/proc/{pid}/task").glob("*/stat")
+    ]
+    wait_until(lambda: set(states()) <= {"T", "t"}, f"process {pid} stops")
 
 
 def stop_self() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,7 @@ MODULES = [
 ]  # the package's own __init__ names everything, lazily
 
 
+@functools.cache
 def imports_of(path: Path) -> set[str]:
     """Absolute names of all that a module imports, also inside functions."""
     package = ["torchrl_dist", *path.relative_to(ROOT).parts[:-1]]
@@ -71,18 +74,19 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
-def layer_of(name: str) -> str:
-    return name.split(".")[1] if "." in name else "__init__"
+def imports() -> Iterator[tuple[Path, str, str]]:
+    """Yield each import: the module's path, the layer of the module, and what it imports."""
+    for path in MODULES:
+        for name in imports_of(path):
+            yield path, path.relative_to(ROOT).parts[0].removesuffix(".py"), name
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_point_down(path: Path) -> None:
-    own = path.relative_to(ROOT).parts[0].removesuffix(".py")
-    assert own in LAYERS, f"{own} has no layer yet: add it to LAYERS"
-    for name in imports_of(path):
+def test_imports_point_down() -> None:
+    for path, own, name in imports():
         if not name.startswith("torchrl_dist.") or name == "torchrl_dist.__version__":
             continue
-        other = layer_of(name)
+        assert own in LAYERS, f"{own} has no layer yet: add it to LAYERS"
+        other = name.split(".")[1]
         assert other in LAYERS, f"{path} imports {name}: import it from the module that defines it"
         assert other == own or LAYERS[other] < LAYERS[own], f"{path} imports {name}"
 
@@ -92,19 +96,17 @@ def test_folders_of_a_package_import_lower_ones_only(package: str) -> None:
     order = FOLDERS[package]
     folders = {path.name for path in (ROOT / package).iterdir() if (path / "__init__.py").exists()}
     assert folders == set(order), "name each folder in FOLDERS, where it belongs"
-    for path in MODULES:
+    for path, own, name in imports():
         parts = path.relative_to(ROOT).parts
-        if parts[0] != package or len(parts) < 3:
-            continue  # modules beside the folders may use them all
-        for name in imports_of(path):
-            if name.startswith(f"torchrl_dist.{package}."):
-                other = name.split(".")[2]
-                assert other in order, f"{path} imports {name}, which lies above the folders"
-                assert order.index(other) <= order.index(parts[1]), f"{path} imports {name}"
+        # modules next to the folders may use them all
+        if own == package and len(parts) > 2 and name.startswith(f"torchrl_dist.{package}."):
+            other = name.split(".")[2]
+            assert other in order, f"{path} imports {name}, which lies above the folders"
+            assert order.index(other) <= order.index(parts[1]), f"{path} imports {name}"
 
 
 def test_no_modules_import_one_another_in_a_circle() -> None:
-    """Imports for type checkers included: whoever reads one module must not have read the other."""
+    """Not even for type checkers, so that a reader can understand one module before the other."""
     modules = {
         ".".join((ROOT.name, *p.relative_to(ROOT).with_suffix("").parts)): p for p in MODULES
     }
@@ -114,12 +116,10 @@ def test_no_modules_import_one_another_in_a_circle() -> None:
     assert not below, f"in circles, or above one: {sorted(below)}"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_only_runtime_imports_rpc_and_nothing_imports_ray(path: Path) -> None:
-    for name in imports_of(path):
-        assert not name.startswith("ray.") and name != "ray"
-        if name.startswith("torch.distributed.rpc"):
-            assert path.parent == ROOT / "runtime"
+def test_only_runtime_imports_rpc_and_nothing_imports_ray() -> None:
+    for path, own, name in imports():
+        assert name.split(".")[0] != "ray", path
+        assert own == "runtime" or not name.startswith("torch.distributed.rpc"), path
 
 
 def test_public_names_are_pinned_and_exist() -> None:

@@ -57,12 +57,10 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("--env no:such:thing", ["--env"]),
         ("--total-frames -1", ["--total-frames", "-1", "at least 1"]),
         ("--total-frames many", ["--total-frames", "many"]),
-        ("--total-frames 1.5", ["--total-frames", "1.5"]),
         ("--collectors -2", ["--collectors", "-2", "at least 0"]),
         ("--gamma 1.5", ["--gamma", "1.5", "at most 1"]),
         ("--gamma 0", ["--gamma", "more than 0"]),
         ("--learning-rate nan", ["--learning-rate", "nan", "finite"]),
-        ("--learning-rate inf", ["--learning-rate", "inf"]),
         ("--hidden 64 0", ["--hidden", "0"]),
         ("--hidden", ["--hidden"]),
         ("--capacity 100 --learning-starts 200", ["--learning-starts", "capacity"]),
@@ -71,9 +69,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("--config nowhere.yaml", ["--config", "nowhere.yaml"]),
         ("--no-such-option 1", ["--no-such-option"]),
         ("--output-dir /dev/null", ["--output-dir", "/dev/null"]),
-        ("--output-dir /proc/nowhere", ["--output-dir", "/proc/nowhere"]),
         ("--output-dir runs/x --replay-dir /proc/no/where", ["--replay-dir", "/proc/no"]),
-        ("--output-dir runs/x --replay-dir /dev/null", ["--replay-dir", "/dev/null"]),
         ("gama: 0.9", ["gama", "gamma"]),
         ("gamma: 1e3", ["--gamma", "1000", "at most 1"]),
         ("gamma: [0.9]", ["--gamma"]),
@@ -88,7 +84,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("hidden: &a [*a]", ["--hidden", "a list in a list"]),
     ],
 )
-def test_what_is_wrong_in_arguments_or_a_configuration_file_gets_one_line_that_names_it(
+def test_an_error_in_arguments_or_a_configuration_file_gets_one_line_that_names_it(
     given: str,
     names: list[str],
     capsys: pytest.CaptureFixture[str],
@@ -103,11 +99,9 @@ def test_what_is_wrong_in_arguments_or_a_configuration_file_gets_one_line_that_n
         assert name in line
 
 
-@pytest.mark.parametrize("arguments", [[], ["fly"], ["train"], ["train", "ppo"], ["play"]])
-def test_a_wrong_command_gets_one_line(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    refused(arguments, capsys)
+def test_a_wrong_command_gets_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["fly"], ["train"], ["train", "ppo"], ["play"]):
+        refused(arguments, capsys)
 
 
 @pytest.mark.parametrize(
@@ -119,13 +113,7 @@ def test_a_wrong_command_gets_one_line(
         ({"SLURM_PROCID": "2", "SLURM_NTASKS": "4"}, ["rank 2", "SLURM", "srun"]),
     ],
 )
-def test_a_rank_that_refuses_prints_its_number(
-    variables: dict[str, str],
-    names: list[str],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_that_refuses_prints_its_number(variables, names, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -135,15 +123,13 @@ def test_a_rank_that_refuses_prints_its_number(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_command_in_which_something_calls_exit_fails_with_a_message(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_in_which_something_calls_exit_fails_with_a_message(capsys, monkeypatch) -> None:
     monkeypatch.setattr("torchrl_dist.cli._inspect", lambda options: sys.exit(0))
     assert main(["inspect", "x"]) == 1
     assert "something called sys.exit(0)" in capsys.readouterr().err
 
 
-def test_a_finished_command_does_not_wait_for_threads_of_others_and_needs_no_output() -> None:
+def test_a_finished_command_waits_for_no_thread_of_others_and_needs_no_output() -> None:
     code = """
 import atexit, sys, threading, time
 from torchrl_dist import cli
@@ -173,68 +159,38 @@ cli.console()
         (OSError(errno.ENOSPC, "No space left on device"), {0: 1, 1: 1}),
     ],
 )
-def test_a_result_that_no_reader_got_is_a_failure(
-    problem: OSError | None,
-    codes: dict[int, int],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_result_that_no_reader_got_is_a_failure(problem, codes, capsys, monkeypatch) -> None:
     monkeypatch.setattr("torchrl_dist.runtime.outputs.problem_of", lambda stream: problem)
     assert {code: _delivered(code) for code in codes} == codes
     assert ("No space left" in capsys.readouterr().err) == (codes[0] == 1)
 
 
-def test_nothing_to_resume_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = refused(["train", "apex", "--resume", "--output-dir", str(tmp_path / "run")], capsys)
-    assert "there is no" in line
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_folder_with_files_is_not_used_for_a_fresh_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_does_not_fit_the_command_is_refused_and_stays_unchanged(tmp_path, capsys):
+    train = ["train", "apex", "--output-dir"]
+    assert "there is no" in refused([*train, str(tmp_path / "run"), "--resume"], capsys)
     (tmp_path / "thesis.tex").write_text("precious")
-    line = refused(["train", "apex", "--output-dir", str(tmp_path)], capsys)
-    assert "not empty" in line
+    assert "not empty" in refused([*train, str(tmp_path)], capsys)
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
-
-
-def test_a_resumed_run_cannot_change_what_is_on_disk(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
     config = ApexConfig(output_dir=str(tmp_path), hidden=(8,))
     save_checkpoint(config.checkpoint_path, Checkpoint("apex", config.as_plain(), {}))
-    arguments = ["train", "apex", "--resume", "--output-dir", str(tmp_path), "--hidden", "16"]
-    line = refused(arguments, capsys)
-    assert "--hidden" in line
-    assert "cannot change" in line
+    line = refused([*train, str(tmp_path), "--resume", "--hidden", "16"], capsys)
+    assert "--hidden" in line and "cannot change" in line
 
 
-def test_a_copied_run_goes_on_in_the_copy(
+def test_a_resumed_run_has_its_own_configuration_and_a_copied_run_stays_in_the_copy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    config = ApexConfig(output_dir="original")
+    config = ApexConfig(output_dir="original", hidden=(8,), n_steps=3)
     copy = ApexConfig().checkpoint_path  # in the default folder
     for path in (config.checkpoint_path, copy):
         save_checkpoint(path, Checkpoint("apex", config.as_plain(), {}))
-    assert main(["train", "apex", "--resume", "--print-config"]) == 0
-    Path("printed.yaml").write_text(capsys.readouterr().out)
-    found = ApexConfig(**read_options("printed.yaml", ApexConfig))
-    assert found == dataclasses.replace(config, output_dir=str(copy.parent))
-    assert found.checkpoint_path == copy
-
-
-def test_the_printed_configuration_of_a_resumed_run_is_that_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = ApexConfig(output_dir=str(tmp_path), hidden=(8,), n_steps=3)
-    save_checkpoint(config.checkpoint_path, Checkpoint("apex", config.as_plain(), {}))
-    asked = ["train", "apex", "--resume", "--output-dir", str(tmp_path), "--print-config"]
-    assert main([*asked, "--learning-rate", "1e-5"]) == 0
-    (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
-    found = ApexConfig(**read_options(tmp_path / "printed.yaml", ApexConfig))
-    assert found == dataclasses.replace(config, learning_rate=1e-5)
+    asked = ["train", "apex", "--resume", "--print-config", "--learning-rate", "1e-5"]
+    for words, folder in (["--output-dir", "original"], "original"), ([], str(copy.parent)):
+        assert main([*asked, *words]) == 0
+        Path("printed.yaml").write_text(capsys.readouterr().out)
+        found = ApexConfig(**read_options("printed.yaml", ApexConfig))
+        assert found == dataclasses.replace(config, output_dir=folder, learning_rate=1e-5)
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -261,9 +217,7 @@ def test_a_resumed_job_of_a_launcher_has_the_shape_that_its_ranks_were_given(rec
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_help_names_every_field_of_the_configuration(
-    recipe: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_names_every_field_of_the_configuration(recipe: str, capsys) -> None:
     assert main(["train", recipe, "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     for field in dataclasses.fields(RECIPES[recipe].config):
@@ -272,9 +226,7 @@ def test_help_names_every_field_of_the_configuration(
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_printed_configuration_can_be_read_back(
-    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_printed_configuration_can_be_read_back(recipe: str, tmp_path, capsys) -> None:
     wanted = ["--seed", "3", "--hidden", "8", "4", "--learning-rate", "1e-3"]
     assert main(["train", recipe, *wanted, "--print-config"]) == 0
     printed = capsys.readouterr().out
@@ -317,19 +269,19 @@ def test_the_last_line_is_json_whatever_the_result(capsys: pytest.CaptureFixture
     assert json.loads(line) == {"mean_return": None, "returns": [1.0, None]}
 
 
-def test_help_and_refusals_do_not_wait_for_torch() -> None:
-    script = """
+def test_help_and_refusals_do_not_wait_for_torch_and_play_starts_nothing_distributed(tmp_path):
+    path = a_policy(tmp_path / "checkpoint.pt")
+    script = f"""
 import sys
 from torchrl_dist.cli import main
 assert main(["--help"]) == 0
 assert main(["train", "apex", "--help"]) == 0
 assert main(["train", "apex", "--gamma", "7"]) == 2
 assert "torch" not in sys.modules
+assert main(["play", {str(path)!r}, "--episodes", "1"]) == 0
+heavy = {{"torchrl", "tensordict", "matplotlib", "torchrl_dist.runtime"}}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
 """
-    in_a_new_python(script)
-
-
-def in_a_new_python(script: str) -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
     assert done.returncode == 0, done.stderr.decode()
 
@@ -341,27 +293,12 @@ def test_configuration_survives_a_checkpoint() -> None:
     assert from_plain(ApexConfig, as_lists) == config
 
 
-def test_play_reaches_what_the_policy_can(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_play_gets_the_best_return_with_a_perfect_policy(tmp_path, capsys) -> None:
     path = a_policy(tmp_path / "checkpoint.pt")
     assert main(["play", str(tmp_path), "--episodes", "3", "--seed", "5"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert result["returns"] == [500.0, 500.0, 500.0]
-    assert result["mean_return"] == 500.0
+    assert result["returns"] == [500.0] * 3 and result["mean_return"] == 500.0
     assert result["checkpoint"] == str(path)
-
-
-def test_play_starts_nothing_distributed(tmp_path: Path) -> None:
-    path = a_policy(tmp_path / "checkpoint.pt")
-    script = f"""
-import sys
-from torchrl_dist.cli import main
-assert main(["play", {str(path)!r}, "--episodes", "1"]) == 0
-heavy = {{"torchrl", "tensordict", "matplotlib", "torchrl_dist.runtime"}}
-assert not heavy & set(sys.modules), heavy & set(sys.modules)
-"""
-    in_a_new_python(script)
 
 
 def test_play_refuses_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -375,9 +312,7 @@ def test_play_refuses_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "--seed" in refused(["play", str(good), "--seed", "-1"], capsys)
 
 
-def test_play_writes_a_video(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_play_writes_a_video(tmp_path, capsys, monkeypatch) -> None:
     import imageio_ffmpeg
 
     path = a_policy(tmp_path / "checkpoint.pt")
@@ -393,14 +328,7 @@ def test_play_writes_a_video(
     assert "torchrl-dist[video]" in refused(arguments, capsys)
 
 
-def test_python_dash_m_is_the_command() -> None:
-    command = [sys.executable, "-m", "torchrl_dist", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0
-    assert done.stdout.startswith("torchrl-dist ")
-
-
-def test_a_plot_takes_the_place_of_pictures_only(tmp_path: Path) -> None:
+def test_a_plot_replaces_pictures_only(tmp_path: Path) -> None:
     from torchrl_dist.bench.command import check_folders
 
     (tmp_path / "notes.png").write_text("mine")

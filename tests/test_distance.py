@@ -1,4 +1,4 @@
-"""What work costs over a long way: 100 ms to and fro between two hosts (network namespaces)."""
+"""The cost of work over a long way: a round trip between two hosts (namespaces) takes 100 ms."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ pytestmark = [
     ),
 ]
 WAY_S = 0.05
-BATCHES, STEPS = 40, 5
+BATCHES, STEPS = 30, 5
 
 
 def least_s(function: Callable[[], object], count: int) -> float:
-    """How long a call takes at least: beyond the way, what else the machine does counts."""
+    """Return how long a call takes at least, because other work of the machine delays some."""
     times = []
     for _ in range(count):
         began = time.perf_counter()
@@ -49,7 +49,7 @@ def seconds_per_batch(buffer: HostedReplayBuffer) -> float:
 
 
 def take_steps() -> list[float]:
-    """Seconds of an update, and of one before which the ranks ask each other whether to stop."""
+    """Return the seconds of an update, without and with the question whether to stop."""
     with DistributedLoss(make_loss("sac"), timeout_s=60) as loss:
         batch = make_batch("sac", 4)
 

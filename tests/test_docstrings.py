@@ -6,7 +6,6 @@ import doctest
 import functools
 import importlib
 import inspect
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from torchrl.data import TensorDictReplayBuffer
 
 import torchrl_dist
 from torchrl_dist import TorchRLDistError
-from torchrl_dist.runtime import ForkServer
 
 PACKAGES = (
     "torchrl_dist",
@@ -28,15 +26,13 @@ PUBLIC: dict[str, Any] = {
     for name in importlib.import_module(package).__all__
     if name != "__version__"
 }
-# The base has the example of all errors; the fork server's is conftest's, which serves all tests.
+# The base class has the example of all errors, and conftest's fork server serves all tests.
 WITHOUT = {n for n, v in PUBLIC.items() if inspect.isclass(v) and issubclass(v, TorchRLDistError)}
 WITHOUT = WITHOUT - {"TorchRLDistError"} | {"ForkServer"}
 
 
 @pytest.mark.parametrize("name", sorted(PUBLIC.keys() - WITHOUT))
-def test_the_example_of_a_public_name_runs(
-    name: str, fork_server: ForkServer, tmp_path: Path
-) -> None:
+def test_the_example_of_a_public_name_runs(name: str, fork_server, tmp_path) -> None:
     text = inspect.getdoc(PUBLIC[name]) or ""
     found = {"torch": torch, "TensorDict": TensorDict, **PUBLIC}
     found["TensorDictReplayBuffer"] = TensorDictReplayBuffer
@@ -46,11 +42,11 @@ def test_the_example_of_a_public_name_runs(
     assert test.examples, f"{name} has no example"
     outcome, said = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS), list[str]()
     failed, _ = outcome.run(test, out=said.append, clear_globs=False)
-    if "storage" in test.globs:  # at the end of a process it happens by itself
+    if "storage" in test.globs:  # the end of a process would do so
         test.globs["storage"].close()
     assert not failed, "".join(said)
 
 
-def test_every_error_says_what_it_is() -> None:
+def test_every_error_has_a_description() -> None:
     for name in WITHOUT:
         assert len((inspect.getdoc(PUBLIC[name]) or "").split()) > 5, name

@@ -58,6 +58,8 @@ ALLOWED = {
     (".github/CONTRIBUTING.md", 'not "is to"'),
     # in a picture that is stored with the notebook
     ("tutorials/1_one_buffer_for_all_ranks.ipynb", "who wrote which slot"),
+    # a name that the table of demands has
+    ("tests/runtime/test_local.py", "names whom it waited for"),
     # a heading that the table of demands names
     ("tutorials/5_does_a_receive_deadline_pay.ipynb", "## Who is in the data?"),
     ("tutorials/reference/demands.md", "*Who is in the data?*"),

@@ -1,4 +1,4 @@
-"""Attacks by another user of the machine, who prepares folders, links, pipes and huge files.
+"""Attacks by another user of the machine with prepared folders, links, pipes and huge files.
 
 Nothing of ours is changed or read, nothing hangs, and nothing of theirs is removed.
 """
@@ -12,31 +12,27 @@ import os
 import shutil
 import signal
 import stat
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import pytest
 import torch
 
-from tests.replay.faults import forked, kill_self, rows_of, run_forked
-from torchrl_dist import RPCBatchedCollector, local_cluster, own_files
+from tests.replay.faults import kill_self, rows_of, run_forked
+from torchrl_dist import own_files
 from torchrl_dist.checkpoint import Checkpoint, save_checkpoint
 from torchrl_dist.cli import main as cli
 from torchrl_dist.errors import CheckpointError, ConfigurationError, DirectoryError
-from torchrl_dist.ops import probe
 from torchrl_dist.recipes.parts.plots import draw_learning_curve
 from torchrl_dist.recipes.training.run_directory import check_rows, claim, claim_rows
-from torchrl_dist.replay import SharedMemmapStorage, SharedReplayBuffer
+from torchrl_dist.replay import SharedMemmapStorage
 from torchrl_dist.runtime import pulse
 from torchrl_dist.runtime.world import process_stamp
 
 VICTIM, OTHER = 65532, 65533
 ESCAPE = "\x1b]0;mine\x07"
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become two other users")
 
 
 def become(uid: int) -> None:
@@ -54,20 +50,28 @@ def run_as(uid: int, function: Callable[..., None], *arguments: Any) -> None:
     assert run_forked(body) == 0
 
 
-@pytest.fixture
-def ground(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+@contextlib.contextmanager
+def common_ground() -> Iterator[Path]:
     """A folder like /dev/shm: all users can create files, and remove their own."""
-    if os.geteuid() != 0:
-        pytest.skip("needs root, to become two other users")
     path = Path(tempfile.mkdtemp(prefix="torchrl_dist-test-", dir="/dev/shm"))
     path.chmod(0o1777)
     (path / "home").mkdir(0o755)
     (path / "home" / "notes").write_text("measured for a year")
     for each in (path / "home", path / "home" / "notes"):
         os.chown(each, VICTIM, VICTIM)
-    monkeypatch.setattr(own_files, "_MEMORY", str(path))
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture
+def ground(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to become two other users")
+    with common_ground() as path:
+        monkeypatch.setattr(own_files, "_MEMORY", str(path))
+        yield path
 
 
 def contents(folder: Path) -> dict[str, Any]:
@@ -85,7 +89,7 @@ def contents(folder: Path) -> dict[str, Any]:
 
 
 def _links(folder: Path, notes: Path) -> None:
-    """Prepare the names that get written as links to a file of the victim."""
+    """Make links to a file of the victim, with the names of files that get written."""
     folder.mkdir()
     (folder / "lock").touch()
     for name in (
@@ -157,9 +161,7 @@ WRITERS = {"replay": _store, "dumps": _dump, "checkpoint": _save, "run": _begin}
 
 
 @pytest.mark.parametrize("prepared", PREPARED)
-def test_files_that_another_user_prepared_are_refused_and_change_nothing(
-    ground: Path, prepared: str
-) -> None:
+def test_files_that_another_user_prepared_are_refused_and_change_nothing(ground, prepared) -> None:
     folder = ground / ("above/share-example" if prepared == "above" else "share-example")
     notes = ground / "home" / "notes"
     run_as(OTHER, PREPARED[prepared], folder, notes)
@@ -193,9 +195,7 @@ def test_the_folder_of_readme_is_made_for_this_user_alone(ground: Path) -> None:
     run_as(VICTIM, use)
 
 
-def test_a_folder_that_a_group_can_write_to_needs_permission(
-    ground: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_a_group_can_write_to_needs_permission(ground: Path, monkeypatch) -> None:
     def use(folder: Path, accepted: bool) -> None:
         if accepted:
             own_files.make_folder(folder)
@@ -216,9 +216,7 @@ def test_a_folder_that_a_group_can_write_to_needs_permission(
         monkeypatch.delenv(own_files.GROUP)
 
 
-def test_taking_the_name_of_a_users_folder_gives_no_access_to_its_files(
-    ground: Path,
-) -> None:
+def test_taking_the_name_of_a_users_folder_gives_no_access_to_its_files(ground: Path) -> None:
     (ground / f"torchrl_dist-{VICTIM}").mkdir()
 
     def use() -> None:
@@ -231,7 +229,7 @@ def test_taking_the_name_of_a_users_folder_gives_no_access_to_its_files(
     run_as(VICTIM, use)
 
 
-# ---- commands next to a running job
+# ---- commands
 
 
 def litter(ground: Path) -> None:
@@ -272,112 +270,20 @@ def litter(ground: Path) -> None:
         each.chmod(0o1777)
 
 
-def meddle(ground: Path) -> None:
-    """Try what one user can do with the files of another user's running job."""
-    (job,) = ground.glob("home/replay")
-    for attempt in (
-        lambda: os.listdir(job),
-        lambda: (job / "control.bin").read_bytes(),
-        lambda: (job / "data" / "observation.bin").read_bytes(),
-        lambda: os.rename(job, ground / "taken"),
-        lambda: [os.rename(each, ground / "taken") for each in own_folders(ground)],
-        lambda: [os.listdir(each) for each in own_folders(ground)],
-    ):
-        with pytest.raises(PermissionError):
-            attempt()
-
-
-def own_folders(ground: Path) -> list[Path]:
-    found = [each for each in ground.glob("torchrl_dist-*") if each.stat().st_uid == VICTIM]
-    assert len(found) == 1
-    return found
-
-
-def said_by(*arguments: str) -> str:
-    """Return what a command prints, with escape sequences; it has 30 s."""
-    signal.alarm(30)
+def said_by(*arguments: str) -> tuple[int, str]:
+    """Return a command's exit code and what it prints; it has 100 s."""
+    signal.alarm(100)
     printed, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
-        code = cli(arguments)
+        try:
+            code = cli(arguments)
+        except SystemExit as error:
+            code = int(error.code or 0)
     signal.alarm(0)
     said = printed.getvalue() + errors.getvalue()
     assert code in (0, 1, 2), said
-    assert "\x1b" not in said and "\x07" not in said, said
-    return said
-
-
-def test_a_second_user_with_all_tricks_against_a_job_and_the_commands(
-    ground: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_as(OTHER, litter, ground)
-    strange = {name: what for name, what in contents(ground).items() if what[0] == OTHER}
-    assert len(strange) > 50
-    monkeypatch.setattr(pulse, "_EVERY_S", 0.05)
-    gymnasium.make("CartPole-v1").close()  # import now what may be unreadable later
-    for command in (["doctor", "--no-round-trips"], ["clean", str(ground)], ["top", "--once"]):
-        cli(command)
-    ready, tell = os.pipe()
-    waits, go = os.pipe()
-
-    def job() -> None:
-        become(VICTIM)
-        os.chdir(ground / "work")
-        if not os.access(sys.executable, os.X_OK):
-            probe._lock_error = lambda *_: None  # which starts a process
-        with local_cluster({"learner": 1}) as session:
-            buffer = SharedReplayBuffer(
-                storage=SharedMemmapStorage(
-                    512, scratch_dir=ground / "home" / "replay", job_id=session.world.job_id
-                ),
-                batch_size=8,
-            )
-            with RPCBatchedCollector(
-                "CartPole-v1", session=session, frames_per_batch=16, replay_buffer=buffer
-            ) as collector:
-                batches = iter(collector)
-                while collector._pulse.path is None or not collector._pulse.path.exists():
-                    next(batches)
-                os.write(tell, b"1")
-                os.read(waits, 1)
-                own = session.world.job_id
-                for arguments in ([], [own], [str(ground / "home" / "replay")]):
-                    told = said_by("top", *arguments, "--once", "--json", "--interval", "0.1")
-                    assert json.loads(told)["job_id"] == own
-                assert own in said_by("top", "--once", "--interval", "0.1").replace("\n", "")
-                for run in (ground / "work" / "runs").iterdir():
-                    assert "neither" in said_by("top", str(run))
-                for place in ([], [str(ground)], [str(ground / "home")]):
-                    told = json.loads(said_by("clean", "--remove", "--json", *place))
-                    mine = [each for each in told["directories"] if str(ground) in each["path"]]
-                    assert all(each["state"] == "in use" for each in mine), mine
-                for each in ground.iterdir():
-                    said_by("clean", "--remove", str(each))
-                    assert ("user" in said_by("inspect", str(each))) == (
-                        each.lstat().st_uid == OTHER and (each / "header.json").exists()
-                    )
-                told = said_by("doctor", "--folder", str(ground), "--no-round-trips", "--clean")
-                assert "leftovers" in told
-                assert said_by("doctor", "--folder", str(ground), "--no-round-trips", "--report")
-                told = json.loads(said_by("inspect", "--json", str(ground / "home" / "replay")))
-                assert told["length"] > 0
-            buffer.storage.close()
-        assert own_files.user_folders() == []
-
-    def body() -> None:
-        os.close(go)
-        job()
-
-    before = contents(ground / "home")
-    with forked(body) as victim:
-        os.close(tell)
-        assert os.read(ready, 1) == b"1"
-        run_as(OTHER, meddle, ground)
-        os.write(go, b"1")
-        assert os.waitstatus_to_exitcode(os.waitpid(victim, 0)[1]) == 0
-    for fd in (ready, waits, go):
-        os.close(fd)
-    assert contents(ground / "home") == before
-    assert {n: w for n, w in contents(ground).items() if w[0] == OTHER} == strange
+    assert "\x1b" not in said and "\x07" not in said and "Traceback" not in said, said
+    return code, said
 
 
 def test_results_go_to_a_file_of_this_users_only(ground: Path) -> None:
@@ -424,7 +330,8 @@ def test_root_removes_nothing_of_another_user_and_nothing_by_its_name(ground: Pa
     (ground / ".app.removed-4" / "lock").touch()
     before = contents(ground)
     for place in (ground, ground / "left", ground / ".app.removed-3"):
-        assert json.loads(said_by("clean", str(place), "--remove", "--json")) == {"directories": []}
+        _, said = said_by("clean", str(place), "--remove", "--json")
+        assert json.loads(said) == {"directories": []}
     assert contents(ground) == before
     run_as(VICTIM, lambda: said_by("clean", str(ground), "--remove"))
     assert not (ground / "left").exists()
@@ -485,9 +392,7 @@ def test_no_link_is_followed_and_no_existing_file_counts_as_new(tmp_path: Path) 
 @pytest.mark.parametrize(
     "path", ["a/b", "a/../b", "link/b", "link/../b", "/", "gone/../b", "link", "chain/x"]
 )
-def test_links_are_resolved_as_the_system_does_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
+def test_links_are_resolved_as_the_system_does_it(tmp_path, monkeypatch, path: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a" / "c").mkdir(parents=True)
     (tmp_path / "link").symlink_to("a/c")
@@ -495,7 +400,7 @@ def test_links_are_resolved_as_the_system_does_it(
     assert own_files.resolved(path) == Path(os.path.realpath(path))
 
 
-def test_control_characters_are_shown_not_obeyed() -> None:
+def test_control_characters_are_printed_as_text() -> None:
     assert own_files.printable(f"ä{ESCAPE}\n\udcff") == "ä\\x1b]0;mine\\x07\\n\\udcff"
     assert own_files.printable("a\nb\x9b", lines=True) == "a\nb\\x9b"
 

@@ -1,4 +1,4 @@
-"""When deadlines pay, and how far a job grows: simulations beside what can be worked out."""
+"""When deadlines pay, and how far a job grows: simulations compared with formulas."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from torchrl_dist.plan.regimes import best_deadline, simulate
 from torchrl_dist.planner import slowest
 
 
-@pytest.mark.parametrize("workers", [2, 16])
-@pytest.mark.parametrize("spread", [0.03, 0.3, 1.0])
+@pytest.mark.parametrize(("workers", "spread"), [(2, 0.03), (16, 0.3), (16, 1.0)])
 def test_waiting_for_all_takes_as_long_as_the_slowest(workers: int, spread: float) -> None:
     found = simulate(workers, spread, batch_s=0.2, rows_s=0.3, replicas=200)
     assert found.workers == workers
@@ -25,7 +24,7 @@ def test_waiting_for_all_takes_as_long_as_the_slowest(workers: int, spread: floa
 
 def test_a_deadline_that_no_worker_meets_takes_the_first_and_loses_nothing() -> None:
     hurried = simulate(8, 1.0, deadline_s=0.0, rounds=400)
-    assert hurried.workers < 2  # and work on them takes no time, so that nobody waits:
+    assert hurried.workers < 2  # and work on them takes no time, so no worker waits:
     assert hurried.rate == pytest.approx(8, rel=0.1)
 
 
@@ -35,25 +34,20 @@ def test_where_all_are_ready_at_once_no_deadline_pays() -> None:
 
 
 def test_more_envs_narrow_a_rollout_and_take_the_deadlines_gain_away() -> None:
-    """What grows with the envs is the gap in seconds, not in parts of a rollout: 4,000 envs per
-    worker need no deadline where 20 might."""
+    """With more envs the gap grows in seconds, but shrinks in parts of a rollout."""
     one_step = math.sqrt(2.02)  # one step in ten takes ten times as long
     few, some, many = (best_deadline(8, one_step / math.sqrt(n), batch_s=0.01).gain
                        for n in (1, 20, 4000))  # fmt: skip
     assert few > 2 and 1.2 < some < 1.6 and many < 1.05
 
 
-def test_a_learner_whose_work_follows_the_rows_gains_more_than_one_that_works_by_the_batch() -> (
-    None
-):
+def test_a_learner_gains_more_if_its_work_grows_with_the_rows() -> None:
     by_row, by_batch = (best_deadline(8, 0.3, **work).gain
                         for work in ({"rows_s": 0.5}, {"batch_s": 0.5}))  # fmt: skip
     assert by_row > 1.3 * by_batch
 
 
-def test_the_map_is_printed_and_drawn(
-    tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_map_is_printed_and_drawn(tmp_path, capsys, monkeypatch) -> None:
     for name, values in (("WORKERS", (2, 8)), ("SPREADS", (0.01, 1.0)), ("DEADLINES", (0.1, 1.0))):
         monkeypatch.setattr(regimes, name, values)
     picture, lines = tmp_path / "map.png", tmp_path / "map.jsonl"

@@ -1,4 +1,4 @@
-"""The cost model: the published table, the laws that it is made of, and what it says of layouts."""
+"""The cost model: the published table, the laws in the model, and its predictions of layouts."""
 
 from __future__ import annotations
 
@@ -10,15 +10,7 @@ import numpy as np
 import pytest
 
 from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.planner import (
-    Costs,
-    Layout,
-    decide,
-    machine_repair,
-    predict,
-    rank,
-    slowest,
-)
+from torchrl_dist.planner import Costs, Layout, decide, machine_repair, predict, rank, slowest
 
 # tianshou#1172: Ray workers that sleep, nodes of 48 cores; (workers, seconds per step, steps/s)
 PUBLISHED = [
@@ -35,8 +27,8 @@ class Lockstep:
     """Constants of a head that sends every worker an action and gathers every worker's step.
 
     Attributes:
-        fixed_s: of a round, beside the step.
-        send_s: per worker; workers step as soon as they have theirs.
+        fixed_s: of a round, in addition to the step.
+        send_s: per worker; a worker steps as soon as it has its action.
         receive_s: per worker.
     """
 
@@ -45,7 +37,7 @@ class Lockstep:
     receive_s: float
 
     def round_s(self, workers: int, step_s: float) -> float:
-        """Sending to all hides the steps of those who were served first, or the other way round."""
+        """Sending to all hides the steps of the first workers, or the other way round."""
         return max(workers * self.send_s, step_s + self.fixed_s) + workers * self.receive_s
 
     def sps(self, workers: int, step_s: float) -> float:
@@ -54,10 +46,10 @@ class Lockstep:
 
 
 def fit_lockstep(rows: Sequence[tuple[int, float, float]]) -> Lockstep:
-    """The constants that fit measured ``(workers, step_s, steps per second)`` best.
+    """Fit the constants to measured ``(workers, step_s, steps per second)``.
 
-    Least squares of the relative errors of a round. The model is linear once it is known in which
-    rows the head is still sending when the first step is done, and that is found by repetition.
+    Minimize the squared relative errors of a round. The model is linear once it is known in which
+    rows the head is still sending when the first step is done, and repetition finds these rows.
     """
     table = np.asarray(rows, float)
     workers, step_s, sps = table.T
@@ -98,7 +90,7 @@ COSTS = Costs(
 
 
 def test_the_published_table_is_predicted_from_other_node_counts() -> None:
-    """Each of the 20 rows from a fit to the 16 rows of other numbers of nodes."""
+    """Predict each of the 20 rows from a fit to the 16 rows of other numbers of nodes."""
     errors = {}
     for left_out in {row[0] for row in PUBLISHED}:
         model = fit_lockstep([row for row in PUBLISHED if row[0] != left_out])
@@ -109,42 +101,18 @@ def test_the_published_table_is_predicted_from_other_node_counts() -> None:
     print(f"\nall 20 rows: {everything}")
     print(f"left out: mean error {np.mean(list(errors.values())):.1%}, {errors}")
     assert np.mean(list(errors.values())) < 0.04
-    # One row does not fit in: 2 nodes and 0.1 s took 20 ms longer than their neighbours let expect.
+    # One row is an outlier: 2 nodes and 0.1 s took 20 ms longer than the rows next to it suggest.
     outlier = errors.pop((96, 0.1))
     assert outlier < 0.2 and max(errors.values()) < 0.08
     assert 4200 < 1 / (everything.send_s + everything.receive_s) < 4300  # the head's own limit
 
 
-def test_a_retrograde_term_does_not_predict_the_table_better() -> None:
-    """The universal scalability law's N (N - 1): fitted it is nil, or it hurts out of sample."""
-
-    def left_out_error(retrograde: bool) -> float:
-        errors = []
-        for left_out in {row[0] for row in PUBLISHED}:
-            seen = np.array([row for row in PUBLISHED if row[0] != left_out])
-            unseen = np.array([row for row in PUBLISHED if row[0] == left_out])
-            columns = [lambda t: t[:, 0] ** 0, lambda t: t[:, 0], lambda t: t[:, 0] ** 2]
-            columns = columns[: 3 if retrograde else 2]
-            round_s = seen[:, 0] / seen[:, 2]
-            matrix = np.stack([column(seen) for column in columns], 1) / round_s[:, None]
-            found = np.linalg.lstsq(matrix, 1 - seen[:, 1] / round_s, rcond=None)[0]
-            parts = [x * column(unseen) for x, column in zip(found, columns, strict=True)]
-            guess = unseen[:, 0] / (unseen[:, 1] + sum(parts))
-            errors += list(np.abs(guess / unseen[:, 2] - 1))
-        return float(np.mean(errors))
-
-    assert left_out_error(retrograde=True) > left_out_error(retrograde=False)
-
-
 # ---- parts
 
 
-def test_processes_with_a_core_each_do_not_slow_one_another() -> None:
+def test_processes_share_the_cores_if_they_have_fewer_than_one_each() -> None:
     for processes in (1, 3, 8):
         assert machine_repair(processes, 2.0, 3.0, 8) == pytest.approx(processes / 5.0)
-
-
-def test_processes_that_only_compute_share_the_cores() -> None:
     assert machine_repair(5, 2.0, 0.0, 2) == 1.0
     assert machine_repair(1, 2.0, 0.0, 2) == 0.5
     assert machine_repair(500, 1e-3, 1.0, 2) == pytest.approx(500 / 1.001, rel=0.01)
@@ -153,13 +121,12 @@ def test_processes_that_only_compute_share_the_cores() -> None:
 
 @pytest.mark.parametrize("cores", [1, 2])
 def test_shared_cores_agree_with_a_simulation(cores: int) -> None:
-    """Processor sharing in small time steps; the law of the times does not matter, so fixed ones
-    that start at random places are compared."""
+    """Simulate processor sharing in small time steps."""
     processes, cpu_s, idle_s, tick = 6, 1.0, 3.0, 0.01
     rng = np.random.default_rng(0)
     left = rng.exponential(cpu_s, processes)
     idle = np.zeros(processes)
-    cycles, ticks = 0, 400_000
+    cycles, ticks = 0, 100_000
     for _ in range(ticks):
         running = idle <= 0
         if running.any():
@@ -184,11 +151,9 @@ def test_throughput_grows_with_processes_and_cores_and_never_beats_either_bound(
 
 
 @pytest.mark.parametrize("law", ["normal", "lognormal", "one in ten takes ten times as long"])
-@pytest.mark.parametrize(("steps", "tolerance"), [(1, 0.25), (8, 0.12), (64, 0.05)])
-@pytest.mark.parametrize("workers", [2, 8, 32])
-def test_the_slowest_of_many_agrees_with_draws(
-    law: str, steps: int, tolerance: float, workers: int
-) -> None:
+@pytest.mark.parametrize(("steps", "tolerance"), [(1, 0.25), (64, 0.05)])
+@pytest.mark.parametrize("workers", [2, 32])
+def test_the_slowest_of_many_agrees_with_draws(law, steps, tolerance, workers) -> None:
     rng = np.random.default_rng(0)
     shape = (2000, workers, steps)
     if law == "normal":
@@ -225,7 +190,7 @@ def test_single_steps_per_message_are_bound_by_messages() -> None:
 
 
 def test_a_learner_that_updates_on_every_frame_is_the_limit_and_nothing_is_distributed() -> None:
-    costs = replace(COSTS, update_s=5e-3, updates_per_frame=1.0)  # as SAC has it
+    costs = replace(COSTS, update_s=5e-3, updates_per_frame=1.0)  # like SAC
     layouts = [Layout(), Layout(envs=64)]
     layouts += [Layout(processes=p, lag=1, wait_all=False) for p in (1, 2, 4)]
     verdict = decide(rank(costs, layouts, 4))

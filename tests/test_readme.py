@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from torchrl.data import ReplayBuffer
 
 import torchrl_dist
 from tests import warm
-from tests.spawn import run_job
+from tests.spawn import run_job, wait_until
 from torchrl_dist.ops.slurm import recipe_of
 from torchrl_dist.runtime import ForkServer
 
@@ -36,8 +35,8 @@ PROGRAMS = {
     for name, nproc, text in PROGRAM.findall(page)
 }
 RANKS = {name for name, (ranks, _) in PROGRAMS.items() if ranks}
-FRESH = {"collect.py", "with_fabric.py"}  # in a process of their own, one as users run them
-# What each prints; from every rank, where there are several.
+FRESH = {"collect.py", "with_fabric.py"}  # run in a separate process, as users run them
+# What each program prints; if it has several ranks, what each rank prints.
 PRINTS = {
     "share.py": r"rank \d sees 10000 rows\n",
     "learn.py": r"rank \d: \w{16}\n",
@@ -64,25 +63,26 @@ def program(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return path
 
 
-def left_beside(program: Path) -> set[str]:
+def files_next_to(program: Path) -> set[str]:
     return {path.name for path in program.parent.iterdir()} - {program.name, "__pycache__"}
 
 
 @pytest.mark.parametrize("program", sorted(RANKS - {"own_loop.py"}), indirect=True)
 def test_a_program_for_torchrun_prints_what_its_page_says(program: Path) -> None:
     ranks, _ = PROGRAMS[program.name]
-    job = run_job([str(program)], nproc=ranks, cold=True)  # as users start it
+    # one of them as users start it
+    job = run_job([str(program)], nproc=ranks, cold=program.name == "share.py")
     assert job.returncode == 0, str(job)
     lines = [job.log(rank).splitlines()[-1] + "\n" for rank in range(ranks)]
     assert all(re.fullmatch(PRINTS[program.name], line) for line in lines), lines
     if program.name == "learn.py":
         assert len({line.split(": ")[1] for line in lines}) == 1, lines
-    assert not left_beside(program)
+    assert not files_next_to(program)
 
 
 @pytest.mark.parametrize("program", ["own_loop.py"], indirect=True)
 def test_the_loop_of_its_page_goes_on_where_it_was_interrupted(program: Path) -> None:
-    """With the rows of its checkpoint: what lay in memory is gone, as on another node."""
+    """It has the rows of its checkpoint, although those in memory are gone, as on another node."""
     steps, run = "STEPS, ROWS, BATCH = 2_000", program.parent / "own-loop"
     text = program.read_text().replace('Path("own-loop")', f'Path("{run}")')
     assert steps in text
@@ -90,9 +90,7 @@ def test_the_loop_of_its_page_goes_on_where_it_was_interrupted(program: Path) ->
     logged = run / "metrics" / "scalars"
 
     def interrupt(agent: warm.Running) -> None:
-        until = time.monotonic() + 100
-        while not (logged / "rows.csv").exists() and time.monotonic() < until:
-            time.sleep(0.05)
+        wait_until((logged / "rows.csv").exists, timeout_s=100)
         agent.send_signal(signal.SIGTERM)
 
     first = run_job([str(program)], nproc=4, timeout_s=150, on_start=interrupt)
@@ -128,7 +126,7 @@ def test_a_program_prints_what_its_page_says(program: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(PRINTS[program.name], done.stdout), done.stdout + done.stderr
-    assert not left_beside(program)
+    assert not files_next_to(program)
 
 
 @pytest.mark.parametrize("program", sorted(PROGRAMS.keys() - FRESH - RANKS), indirect=True)
@@ -138,26 +136,26 @@ def test_a_program_prints_what_its_page_says_in_this_process(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """The imports of a fresh process, and of its children's, are what such a program costs."""
+    """It saves the imports of a fresh process and of its children, its main cost."""
     cluster = functools.partial(torchrl_dist.local_cluster, fork_server=fork_server)
     monkeypatch.setattr(torchrl_dist, "local_cluster", cluster)
     monkeypatch.chdir(program.parent)
     space = runpy.run_path(str(program), run_name="__main__")
     shared = [value for value in space.values() if isinstance(value, ReplayBuffer)]
-    for buffer in shared:  # at the end of a process it happens by itself
+    for buffer in shared:  # the end of a process would do so
         getattr(buffer.storage, "close", lambda: None)()
     printed = capfd.readouterr()
     assert re.fullmatch(PRINTS[program.name], printed.out), printed
     if program.name == "shards.py":
         assert not printed.err
-    assert not left_beside(program)
+    assert not files_next_to(program)
 
 
 def test_every_program_has_an_expectation() -> None:
     assert PROGRAMS.keys() == PRINTS.keys()
 
 
-def test_blocks_that_are_no_programs_compile() -> None:
+def test_blocks_of_python_compile() -> None:
     for path, page in PAGES.items():
         for block in re.findall(r"```python\n(.*?)```", page, re.S):
             compile(block, str(path), "exec")
@@ -192,7 +190,7 @@ def test_ci_runs_the_test_command_as_it_stands() -> None:
     assert command.strip() in (ROOT / ".ci" / "run").read_text().splitlines()
 
 
-def test_only_the_named_things_lie_at_the_top() -> None:
+def test_the_top_folder_has_only_the_named_entries() -> None:
     listed = subprocess.run(
         ["git", "ls-tree", "--name-only", "HEAD"], cwd=ROOT, capture_output=True, text=True
     )

@@ -83,12 +83,12 @@ def test_links_between_pages_and_their_anchors_resolve(site: Path) -> None:
 
 
 @pytest.mark.parametrize("page", ["README.md", ".github/CONTRIBUTING.md"])
-def test_what_a_page_outside_the_site_links_to_is_there(page: str) -> None:
+def test_links_of_pages_outside_the_site_resolve(page: str) -> None:
     for link in re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / page).read_text()):
         assert (ROOT / page).parent.joinpath(link).exists(), link
 
 
-# ---- what was asked for
+# ---- demands
 
 
 def test_no_demand_is_missing_from_the_table() -> None:
@@ -97,7 +97,7 @@ def test_no_demand_is_missing_from_the_table() -> None:
     assert numbers == [list(range(1, n + 1)) for n in (13, 10, 5, 7, 6)]
 
 
-def test_what_shows_a_demand_exists() -> None:
+def test_tests_and_pages_that_show_a_demand_exist() -> None:
     from torchrl_dist.cli import main
 
     rows = re.findall(r"^\| \d+ \| .* \| (.*) \|$", DEMANDS.read_text(), re.M)

@@ -10,7 +10,7 @@ from torchrl_dist.tensors import DTYPES, NAMES, array_of, is_plain
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_names_are_those_of_numpy(name: str) -> None:
+def test_names_of_dtypes_are_numpys(name: str) -> None:
     tensor = torch.zeros(2, dtype=DTYPES[name])
     assert tensor.numpy().dtype == np.dtype(name) and NAMES[tensor.dtype] == name
     assert is_plain(tensor)

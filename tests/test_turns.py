@@ -1,4 +1,4 @@
-"""Tests that must be alone are; they wait for those inside and for nobody who comes later."""
+"""Tests that must run alone do; they wait for running tests and for none that starts later."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.turns import ALONE, Turns, is_alone
 
 
 class Player(threading.Thread):
-    """Takes one turn, and keeps it until it is told to go."""
+    """Take one turn, and keep it until ``leave``."""
 
     def __init__(self, folder: Path, *, alone: bool = False) -> None:
         super().__init__(daemon=True)
@@ -32,11 +32,11 @@ class Player(threading.Thread):
         self.join(20)
 
 
-def test_one_that_wants_to_be_alone_comes_next_and_has_nobody_beside_it(tmp_path: Path) -> None:
+def test_a_test_that_must_run_alone_comes_next_and_runs_alone(tmp_path: Path) -> None:
     first, second = Player(tmp_path), Player(tmp_path)
     assert first.inside.wait(20) and second.inside.wait(20)
     alone = Player(tmp_path, alone=True)
-    time.sleep(0.1)  # it is at the door
+    time.sleep(0.1)  # it waits at the door
     late = Player(tmp_path)
     first.leave()
     assert not alone.inside.wait(0.1) and not late.inside.is_set()
@@ -49,7 +49,7 @@ def test_one_that_wants_to_be_alone_comes_next_and_has_nobody_beside_it(tmp_path
     assert not os.listdir(tmp_path)  # the last one has removed the files
 
 
-def test_a_turn_ends_although_a_child_lives_on(tmp_path: Path) -> None:
+def test_a_turn_ends_although_a_child_goes_on(tmp_path: Path) -> None:
     turns, other = Turns("x", str(tmp_path)), Turns("x", str(tmp_path))
     read, write = os.pipe()
     with turns.take(alone=True):
@@ -77,7 +77,7 @@ def test_a_turn_ends_although_a_child_lives_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.alone
-def test_who_is_marked_is_known_by_name(request: pytest.FixtureRequest) -> None:
+def test_marked_tests_are_known_by_their_names(request: pytest.FixtureRequest) -> None:
     assert is_alone(request.node.nodeid)
     assert is_alone(f"a.py::test_x[1-{ALONE}]")
     for other in (f"a.py::test_{ALONE}", f"a.py::test_x[not_{ALONE}]", "a.py::test_x"):

@@ -1,4 +1,4 @@
-"""The notebooks run, find what they tell, leave nothing behind, and are stored as they ran."""
+"""The notebooks run, find what their text says, leave nothing, and are stored as they ran."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Above(float):
     __hash__ = float.__hash__
 
 
-# What each notebook's last cell prints, at any size; what depends on the machine is left out.
+# What each notebook's last cell prints at any size, without figures that depend on the machine.
 HEADLINES: dict[str, dict[str, Any]] = {
     "1_one_buffer_for_all_ranks": {
         "usual_len": 2500,
@@ -105,7 +105,7 @@ HEADLINES: dict[str, dict[str, Any]] = {
         "SAC on Pendulum": True,
         "checks": True,
         "script": True,
-        "stopped_in_order": True,  # what top sees of so short a job is a matter of luck
+        "stopped_in_order": True,  # what top sees of such a short job depends on chance
     },
 }
 
@@ -115,18 +115,16 @@ COMPARE_TIMES = {"4_collecting_at_every_step_duration"}
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty folder with a short name (sockets below it), where kernels of notebooks of toy size
-    keep their temporary files too; they find the programs of this Python's environment. Their
-    torchrun is forked from a process that has imported torch."""
+    """An empty folder with a short name, because sockets are below it.
+
+    Kernels of notebooks keep their temporary files there, run at toy size, and find the programs of
+    this Python's environment. Their torchrun is forked from a process that has imported torch.
+    """
     folder = Path(tempfile.mkdtemp(prefix="torchrl_dist-tutorial-"))
-    for name in ("temporary", "ipython", "runtime", "work"):
+    for name in ("TMPDIR", "IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "work"):
         (folder / name).mkdir()
-    monkeypatch.setenv("TMPDIR", str(folder / "temporary"))
-    monkeypatch.setenv("IPYTHONDIR", str(folder / "ipython"))
-    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(folder / "runtime"))
-    monkeypatch.setenv(
-        "PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    )
+        monkeypatch.setenv(name, str(folder / name))
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     monkeypatch.setenv("TORCHRL_DIST_TOY", "1")
     with warm.door(folder / "door") as variables:
         for name, value in variables.items():
@@ -137,7 +135,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """What the notebook sees as /dev/shm, so that what others keep there is not taken for its."""
+    """The notebook's /dev/shm, without the files of other programs."""
     with tempfile.TemporaryDirectory(prefix="torchrl_dist-test-", dir="/dev/shm") as memory:
         yield Path(memory)
 
@@ -150,24 +148,24 @@ def memory() -> Iterator[Path]:
         for path in NOTEBOOKS
     ],
 )
-def test_a_notebook_finds_what_it_tells_and_leaves_nothing(
-    path: Path, folder: Path, memory: Path
-) -> None:
-    beside = set(FOLDER.iterdir())
+def test_a_notebook_finds_what_its_text_says_and_leaves_nothing(path, folder, memory) -> None:
+    before = set(FOLDER.iterdir())
     notebook = nbformat.read(path, as_version=4)
     run(notebook, folder / "work", memory)
     assert_found(path.stem, notebook)
-    assert cli(["clean", "--remove", str(memory)]) == 0  # what a host leaves that was killed
+    assert cli(["clean", "--remove", str(memory)]) == 0  # a killed host leaves files
     assert not list(memory.iterdir())
-    assert set(FOLDER.iterdir()) == beside
+    assert set(FOLDER.iterdir()) == before
     torchs = ("torchelastic_", "torchinductor_")  # stay behind any program that uses torch
-    temporary = {file.name for file in (folder / "temporary").iterdir()}
+    temporary = {file.name for file in (folder / "TMPDIR").iterdir()}
     assert not {name for name in temporary if not name.startswith(torchs)}
 
 
 def run(notebook: Any, work: Path, memory: Path) -> None:
-    """In a fresh kernel of this Python, not of one that somebody has registered; ``memory`` is its
-    /dev/shm, where namespaces are allowed."""
+    """Run it in a fresh kernel of this Python, not of a registered one.
+
+    ``memory`` is its /dev/shm if namespaces are allowed.
+    """
     kernel = AsyncKernelManager(kernel_spec_manager=KernelSpecManager(kernel_dirs=[]))
     if shutil.which("unshare") and not subprocess.run(["unshare", "--mount", "true"]).returncode:
         enter = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /dev/shm && exec "$@"']

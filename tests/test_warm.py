@@ -1,4 +1,4 @@
-"""A program that is forked, by ``tests.warm``, is like one that was started."""
+"""A program that ``tests.warm`` forks is like one that was started."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests import warm
-from tests.spawn import is_helper, run_job
+from tests.spawn import is_helper, run_job, wait_until
 
 PROBE = """
 import json, os, pickle, signal, sys, tempfile, threading
@@ -42,13 +42,10 @@ sys.exit(3)
 """
 
 
-@pytest.mark.parametrize("how", ["script", "code", "module"])
-def test_it_finds_what_an_interpreter_would_give_it(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("words", [["-u", "probe.py"], ["-c", PROBE], ["-m", "probe"]])
+def test_a_fork_has_the_state_of_a_new_interpreter(tmp_path: Path, words: list[str]) -> None:
     (tmp_path / "probe.py").write_text(PROBE)
-    command = [sys.executable, *{
-        "script": ["-u", str(tmp_path / "probe.py")], "code": ["-c", PROBE],
-        "module": ["-m", "probe"],
-    }[how], "an", "argument"]  # fmt: skip
+    command = [sys.executable, *words, "an", "argument"]
     env = {
         **os.environ,
         "MARK": "x",
@@ -74,24 +71,15 @@ def test_it_finds_what_an_interpreter_would_give_it(tmp_path: Path, how: str) ->
     assert len(set(drawn)) == 3  # random numbers of their own
 
 
-def test_how_it_ends_is_told() -> None:
-    sleeps = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
-    for number in (signal.SIGKILL, signal.SIGTERM):
-        process = warm.start(sleeps)
-        assert process.poll() is None
+def test_a_signal_ends_a_fork_even_before_its_program_has_begun() -> None:
+    for number in (signal.SIGKILL, *[signal.SIGTERM] * 20):
+        process = warm.start([sys.executable, "-c", "import time; time.sleep(60)"])
         with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(0.01)
+            process.wait(0)
+        assert process.poll() is None
         process.send_signal(number)
         assert process.wait(20) == process.poll() == -number
-        process.send_signal(number)  # to nobody
-
-
-def test_a_signal_that_comes_before_the_program_is_not_lost() -> None:
-    """A fork must not ignore what is sent between its start and its program's first line."""
-    for _ in range(20):
-        process = warm.start([sys.executable, "-c", "import time; time.sleep(60)"])
-        process.terminate()
-        assert process.wait(20) == -signal.SIGTERM
+        process.send_signal(number)  # it has ended
 
 
 def one_rank_is_killed_once(folder: str) -> None:
@@ -116,20 +104,18 @@ def test_torchruns_ranks_are_children_of_its_agent_which_restarts_them(tmp_path:
 def test_a_killed_agent_leaves_no_server_of_its_own() -> None:
     sleeps = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python", "sleep"]
     agent = warm.start([*sleeps, "60"])
-    until = time.monotonic() + 60
-    while not (others := [p for p in psutil.Process(agent.pid).children() if not is_helper(p)]):
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    children = psutil.Process(agent.pid).children
+    others = wait_until(lambda: [child for child in children() if not is_helper(child)])
     (helper,) = filter(is_helper, psutil.Process(agent.pid).children())
     agent.kill()
     assert agent.wait(20) == -signal.SIGKILL
     helper.wait(20)
-    for other in others:  # torchrun's own, which it does not end either
+    for other in others:  # a killed torchrun does not end its ranks either
         other.kill()
 
 
-def test_by_its_name_torchrun_is_started_warm_where_a_door_is_open(tmp_path: Path) -> None:
-    """In the mounts, the folder and the environment of who starts it, with its output and end."""
+def test_torchrun_is_forked_if_a_door_is_open(tmp_path: Path) -> None:
+    """It has its starter's mounts, folder, environment and output, and the starter its status."""
     (tmp_path / "rank.py").write_text(
         "import os, sys, torch\n"
         "is_warm = 'tests.warm' in sys.modules\n"
@@ -170,10 +156,7 @@ def test_a_torchrun_whose_starter_is_killed_ends(tmp_path: Path) -> None:
             ["torchrun", "--standalone", "rank.py"], cwd=tmp_path, stderr=subprocess.DEVNULL,
             env={**os.environ, **variables, "PATH": path},
         )  # fmt: skip
-        until = time.monotonic() + 60
-        while not (up := list(tmp_path.glob("up*"))):
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        up = wait_until(lambda: list(tmp_path.glob("up*")))
         rank = psutil.Process(int(up[0].name[2:]))
         starter.kill()
         starter.wait(20)

@@ -1,3 +1,5 @@
+"""Weights are packed once, and reach modules of any form."""
+
 from __future__ import annotations
 
 import pickle
@@ -36,13 +38,13 @@ def assert_same_state(a: nn.Module, b: nn.Module) -> None:
         assert torch.equal(tensor, b.state_dict()[name]), name
 
 
-def test_unpacked_module_equals_the_packed_one_for_every_dtype_and_buffer() -> None:
-    source, target = Mixed(0), Mixed(1)
-    packed = pickle.loads(pickle.dumps(pack(source, version=7)))
-    unpack(packed, target)
-    assert_same_state(source, target)
-    assert packed.version == 7
-    assert packed.data.dtype == torch.uint8
+def test_an_unpacked_module_equals_the_packed_one_whatever_its_dtypes_and_its_form() -> None:
+    source = Mixed(0)
+    for form in (source, TensorDict.from_module(source).data, source.state_dict()):
+        packed = pickle.loads(pickle.dumps(pack(form, version=7)))
+        unpack(packed, target := Mixed(1))
+        assert_same_state(source, target)
+        assert packed.version == 7 and packed.data.dtype == torch.uint8
 
 
 def test_packed_weights_are_a_snapshot() -> None:
@@ -53,25 +55,6 @@ def test_packed_weights_are_a_snapshot() -> None:
         source.weight.zero_()
     unpack(packed, target)
     assert torch.equal(target.weight, before)
-
-
-def test_module_tensordict_and_state_dict_pack_alike() -> None:
-    source = Mixed(0)
-    for form in (TensorDict.from_module(source).data, source.state_dict()):
-        target = Mixed(1)
-        unpack(pack(form), target)
-        assert_same_state(source, target)
-
-
-def test_a_tied_parameter_travels_once_and_stays_tied() -> None:
-    source, target = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
-    source[1].weight = source[0].weight
-    target[1].weight = target[0].weight
-    packed = pack(source)
-    assert packed.size_bytes == (4 * 4 + 4 + 4) * 4
-    unpack(packed, target)
-    assert_same_state(source, target)
-    assert target[1].weight is target[0].weight
 
 
 def test_a_worker_keeps_the_epsilon_that_wraps_the_learners_policy() -> None:
@@ -88,25 +71,19 @@ def test_a_worker_keeps_the_epsilon_that_wraps_the_learners_policy() -> None:
     assert exploration.eps.item() == pytest.approx(0.37)
 
 
-def test_weights_that_fit_nothing_are_refused_by_name_and_change_nothing() -> None:
+def test_weights_that_do_not_fit_are_refused_by_name_and_change_nothing() -> None:
     target = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     before = {k: v.clone() for k, v in target.state_dict().items()}
     other = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 5))
     with pytest.raises(ConfigurationError, match=r"1\.weight"):
         unpack(pack(other), target)
     assert all(torch.equal(v, before[k]) for k, v in target.state_dict().items())
-
-
-def test_weights_that_fit_two_parts_equally_are_refused() -> None:
     twins = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     with pytest.raises(ConfigurationError, match="equally well"):
         unpack(pack(nn.Linear(2, 2)), twins)
-
-
-def test_a_lazy_layer_is_refused_with_advice() -> None:
-    module = TensorDictModule(nn.LazyLinear(2), in_keys=["observation"], out_keys=["action"])
+    lazy = TensorDictModule(nn.LazyLinear(2), in_keys=["observation"], out_keys=["action"])
     with pytest.raises(ConfigurationError, match="run the module once"):
-        pack(module)
+        pack(lazy)
 
 
 class Tied(nn.Module):
@@ -120,16 +97,20 @@ class Tied(nn.Module):
             self.second.scale = self.first.scale
 
 
+def deliver(weights: object, worker: nn.Module, shared: bool) -> None:
+    if shared:
+        owner, view = SharedWeights(), WeightsView()
+        owner.write(pack(weights))
+        view.take(owner.address, worker)
+    else:
+        unpack(pack(weights), worker)
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_tied_tensors_reach_a_module_that_has_them_apart(shared: bool) -> None:
     learner, worker = Tied(tie=True), Tied(tie=False)
-    packed = pack(learner)
-    if shared:
-        owner, view = SharedWeights(), WeightsView()
-        owner.write(packed)
-        view.take(owner.address, worker)
-    else:
-        unpack(packed, worker)
+    assert len(pack(learner).entries) == 4  # each tied tensor once
+    deliver(learner, worker, shared)
     for name in ("first", "second"):
         for ours, theirs in zip(
             worker.get_submodule(name).parameters(),
@@ -153,13 +134,7 @@ def test_a_tied_module_takes_its_own_state_in_every_form(shared: bool) -> None:
         TensorDict.from_module(learner).data,
         {name: tensor.clone() for name, tensor in sorted(state.items(), reverse=True)},
     ):
-        worker = Tied(tie=True)
-        if shared:
-            owner, view = SharedWeights(), WeightsView()
-            owner.write(pack(form))
-            view.take(owner.address, worker)
-        else:
-            unpack(pack(form), worker)
+        deliver(form, worker := Tied(tie=True), shared)
         assert_same_state(worker, learner)
         assert worker.second.weight is worker.first.weight
 
@@ -178,7 +153,7 @@ def test_parts_of_a_policy_add_up_whatever_their_names() -> None:
     assert completed(whole, every, source, pending=True) is whole
 
 
-def test_a_part_keeps_what_is_tied_tied_and_what_is_not_apart() -> None:
+def test_a_part_keeps_tied_tensors_tied_and_others_apart() -> None:
     def tied() -> nn.Sequential:
         found = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
         found[1].weight = found[0].weight

@@ -29,7 +29,7 @@ def run(*command: str, **options: object) -> str:
 
 
 def clone(tree: Path) -> None:
-    """Building leaves files beside its sources."""
+    """Copy the sources, because building leaves files next to them."""
     leave = shutil.ignore_patterns("*.so", "__pycache__")
     shutil.copytree(ROOT / "torchrl_dist", tree / "torchrl_dist", ignore=leave)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
@@ -62,9 +62,7 @@ def test_one_wheel_is_for_every_python_and_its_kernel_loads(wheel: Path, tmp_pat
     assert Path(loaded.strip()) == kernel.with_name("_kernel.abi3.so")
 
 
-def test_beside_its_clone_an_editable_install_is_the_package_and_not_the_clone(
-    tmp_path: Path,
-) -> None:
+def test_next_to_its_clone_an_editable_install_is_the_package_and_not_the_clone(tmp_path) -> None:
     """``git clone``, ``pip install -e torchrl_dist``, and python from the folder of the clone."""
     clone(tmp_path / "torchrl_dist")
     build = (
@@ -87,12 +85,10 @@ def test_the_kernel_uses_nothing_beyond_the_limited_api_of_python_3_10() -> None
     assert "#define Py_LIMITED_API 0x030A0000" in text
 
 
-def test_a_free_threaded_python_is_refused_with_the_way_out() -> None:
+def test_a_free_threaded_python_is_refused_with_advice() -> None:
     script = "import sys; sys._is_gil_enabled = lambda: False; import torchrl_dist"
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith(
-        "ImportError: torchrl_dist needs Python's global"
-    )
-    assert "PYTHON_GIL=1" in done.stderr
+    error = done.stderr.splitlines()[-1]
+    assert error.startswith("ImportError: torchrl_dist needs Python's global"), error
+    assert done.returncode == 1 and "PYTHON_GIL=1" in done.stderr

@@ -4,14 +4,13 @@
     python tests/torchrl_suite.py rl/test/rb [arguments of pytest]
     python tests/torchrl_suite.py --collector rl/test/test_collectors.py [arguments of pytest]
 
-Wherever a test builds a ``LazyTensorStorage`` or ``LazyMemmapStorage``, a ``SharedMemmapStorage``
-takes its place, and in the buffers over it each writer and sampler of TorchRL's makes room for the
-shared one that stands for it. With ``--collector`` a test's ``Collector`` is an
-``RPCBatchedCollector`` with its worker in the same process, whose batches ``[N, T]`` get the shape
-of the env, and whose errors are those of env and policy as they were raised; tests that need
-TorchRL's other collectors are skipped.
+A ``SharedMemmapStorage`` replaces each ``LazyTensorStorage`` and ``LazyMemmapStorage`` that a test
+builds, and in the buffers over it the shared writer and sampler replace TorchRL's. With
+``--collector`` a test's ``Collector`` is an ``RPCBatchedCollector`` with its worker in the same
+process, whose batches ``[N, T]`` get the shape of the env, and which raises the errors of env and
+policy themselves. Tests that need TorchRL's other collectors are skipped.
 
-A test that built nothing of ours is left out of the count. The others *pass*, are *refused* (they
+A test that built nothing of ours does not count. The others *pass*, are *refused* (they
 fail with an error of this package, which says that it does not do that), or *fail*; ``--list``
 names those, and ``--reasons`` counts the refusals by their message.
 """
@@ -40,21 +39,11 @@ if __name__ == "__main__":
 from tensordict import TensorDictBase
 from torchrl import collectors
 from torchrl.data import ReplayBuffer
-from torchrl.data.replay_buffers import (
-    replay_buffers,
-    samplers,
-    storages,
-    writers,
-)
+from torchrl.data.replay_buffers import replay_buffers, samplers, storages, writers
 from torchrl.envs import EnvBase
 
 import torchrl_dist
-from torchrl_dist.errors import (
-    DeadlineError,
-    PeerLostError,
-    RemoteError,
-    TorchRLDistError,
-)
+from torchrl_dist.errors import DeadlineError, PeerLostError, RemoteError, TorchRLDistError
 
 _FOLDER = Path("/dev/shm") / f"torchrl_dist-suite-{os.getpid()}-{uuid.uuid4().hex[:6]}"
 _built = 0
@@ -102,15 +91,10 @@ class LazyMemmapStorage(SuiteStorage):
     pass
 
 
-def _of(name: str) -> Any:
-    """One of our classes, where this version has it."""
-    return getattr(torchrl_dist, name, None)
-
-
 _SAMPLERS = {
-    samplers.RandomSampler: _of("SharedRandomSampler"),
-    samplers.SliceSampler: _of("SharedSliceSampler"),
-    samplers.SamplerWithoutReplacement: _of("SharedSamplerWithoutReplacement"),
+    samplers.RandomSampler: torchrl_dist.SharedRandomSampler,
+    samplers.SliceSampler: torchrl_dist.SharedSliceSampler,
+    samplers.SamplerWithoutReplacement: torchrl_dist.SharedSamplerWithoutReplacement,
 }
 _WRITERS = {
     writers.RoundRobinWriter: torchrl_dist.SharedCursorWriter,
@@ -161,9 +145,9 @@ def _substitute() -> None:
             _note_arguments(cls)
     instead = {"LazyTensorStorage": LazyTensorStorage, "LazyMemmapStorage": LazyMemmapStorage}
     for name in ("PrioritizedSampler", "PrioritizedSliceSampler"):
-        if (ours := _of(f"Shared{name}")) is not None:
-            instead[name] = type(name, (ours,), {"__module__": __name__})
-            globals()[name] = instead[name]  # to be pickled
+        ours = getattr(torchrl_dist, f"Shared{name}")
+        instead[name] = type(name, (ours,), {"__module__": __name__})
+        globals()[name] = instead[name]  # to be pickled
     for name, module in list(sys.modules.items()):
         public = name in ("torchrl.data", "torchrl.data.replay_buffers")
         if public or module in (storages, samplers, writers, replay_buffers):
@@ -172,8 +156,7 @@ def _substitute() -> None:
                     setattr(module, each, cls)
     for name in ("prioritized", "prioritized_tensordict"):  # whose buffers make the sampler
         module = sys.modules[f"{replay_buffers.__name__}.{name}"]
-        if "PrioritizedSampler" in instead:
-            module.PrioritizedSampler = instead["PrioritizedSampler"]
+        module.PrioritizedSampler = instead["PrioritizedSampler"]
 
 
 def _subclasses(cls: type) -> set[type]:
@@ -261,7 +244,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Any:
 
 
 def _refusal(error: BaseException | None) -> TorchRLDistError | None:
-    """What it goes back to, if that is an error of this package and no mishap."""
+    """Return the refusal of this package that caused the error, if any."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         seen.append(error)

@@ -143,7 +143,7 @@ class Program:
         else:
             sys.path[0] = os.path.dirname(os.path.realpath(arguments[0]))
             sys.argv[:] = arguments
-            main.__file__ = arguments[0]
+            main.__file__ = os.path.abspath(arguments[0])
             code = Path(arguments[0]).read_bytes()
             exec(compile(code, arguments[0], "exec"), main.__dict__)
 
@@ -280,9 +280,9 @@ def start(
 
 @contextlib.contextmanager
 def door(path: Path) -> Iterator[dict[str, str]]:
-    """Within this context, processes with these variables start ``torchrun`` as a fork, too.
+    """Within this context, programs with these variables are forks: see ``tests/children``.
 
-    They must start it by its name. ``path`` is the path of a socket.
+    ``path`` is the path of a socket.
     """
     if is_cold():
         yield {}
@@ -310,16 +310,18 @@ def _run_for(link: socket.socket) -> None:
     with link:
         data, output, _, _ = socket.recv_fds(link, 2**18, 2)
         arguments, env, cwd, mounts = pickle.loads(data)
-        command = [sys.executable, "-m", "torch.distributed.run", *arguments]
+        command = [sys.executable, *arguments]
         out, err = (open(descriptor, "wb") for descriptor in output)
         with out, err:
             process = start(command, env=env, cwd=cwd, stdout=out, stderr=err, mounts=mounts)
         while True:
-            gone, _, _ = select.select([link], [], [], 0.02)
-            if gone:
-                process.terminate()
-                process.wait()
-                return
+            if select.select([link], [], [], 0.02)[0]:
+                number = link.recv(64)
+                if not number:  # the program that asked has ended
+                    process.terminate()
+                    process.wait()
+                    return
+                process.send_signal(int(number))
             if process.poll() is not None:
                 link.send(b"%d" % process.poll())
                 return

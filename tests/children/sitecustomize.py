@@ -1,10 +1,11 @@
-"""In ``PYTHONPATH`` of all processes that tests start: their imports take a third less.
+"""Shorten the imports of all processes that tests start by a third. It is in their ``PYTHONPATH``.
 
 Importing torch and TorchRL makes half a million objects and no garbage, for which the collector
-looks after every 700. It looks as thoroughly here, but less often.
+looks after every 700. Here it looks less often.
 
-Where ``tests.warm`` has opened a door, a ``torchrun`` that somebody starts by its name has no
-imports at all: it has itself forked there, and waits for the end.
+If ``tests.warm`` has opened a door, some programs import nothing: ``torchrun`` and ``torchrl-dist``
+that are started by their names, and kernels of notebooks. They ask there for a fork, forward
+signals to it, and wait for its end.
 """
 
 import gc
@@ -14,14 +15,21 @@ import sys
 gc.set_threshold(10_000)
 
 _door = os.environ.get("TORCHRL_DIST_TESTS_DOOR")
-if _door and sys.orig_argv[1:2] and os.path.basename(sys.orig_argv[1]) == "torchrun":
+_words = sys.orig_argv[1:]
+_modules = {"torchrun": "torch.distributed.run", "torchrl-dist": "torchrl_dist"}
+_module = _modules.get(os.path.basename(_words[0])) if _words else None
+if _door and (_module or _words[:2] == ["-m", "ipykernel_launcher"]):
     import pickle
+    import signal
     import socket
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as _link:
         _link.connect(_door)
         _mounts = f"/proc/{os.getpid()}/ns/mnt"
-        _program = (sys.orig_argv[2:], dict(os.environ), os.getcwd(), _mounts)
+        _arguments = ["-m", _module, *_words[1:]] if _module else _words
+        _program = (_arguments, dict(os.environ), os.getcwd(), _mounts)
         socket.send_fds(_link, [pickle.dumps(_program)], [1, 2])
-        _status = int(_link.recv(64) or 1)  # nothing: the test has ended
+        for _number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(_number, lambda number, _: _link.send(b"%d" % number))
+        _status = int(_link.recv(64) or 1)  # empty if the test has ended
     os._exit(_status if _status >= 0 else 128 - _status)

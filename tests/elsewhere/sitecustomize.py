@@ -1,4 +1,4 @@
-"""In ``PYTHONPATH``: this and all processes that it starts run on a processor that nobody knows."""
+"""Let this process and all that it starts run on an unknown processor. It is in ``PYTHONPATH``."""
 
 import platform
 

@@ -1,4 +1,4 @@
-"""Each check of ``torchrl-dist doctor`` fails where its fault is planted, and says what helps."""
+"""Each check of ``torchrl-dist doctor`` finds a planted fault, and names the cure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from torchrl_dist.replay import SharedMemmapStorage
 from torchrl_dist.replay.node import lock
 from torchrl_dist.runtime.world import process_stamp
 
+Plant = Iterator[dict]  # arguments of ``probe``
 ROUNDS = Rounds(
     names=("rank0 on a", "rank1 on b", "rank2 on c"),
     store_s=1e-4,
@@ -43,7 +43,7 @@ ROUNDS = Rounds(
 
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> Probe:
-    """A machine with nothing amiss, whatever this one is."""
+    """A machine without a fault, whatever this one is like."""
     found = probe(tmp_path_factory.mktemp("healthy"), env={})
     good = {"torch": "2.15.0", "torchrl": "0.14.1", "tensordict": "0.14.3", "gymnasium": "1.4.0"}
     return dataclasses.replace(
@@ -87,57 +87,54 @@ def mounted(point: Path, size: str) -> Iterator[None]:
         subprocess.run(["umount", str(point)], check=True)
 
 
-@contextlib.contextmanager
-def small_shm(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict]:
-    with mounted(folder, "48m"):
-        yield {}
+def small_shm(**arguments: object) -> Callable:
+    def small_shm(folder: Path, patch: pytest.MonkeyPatch) -> Plant:
+        with mounted(folder, "48m"):
+            yield arguments
+
+    return small_shm
 
 
-@contextlib.contextmanager
-def smaller_than_planned(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict]:
-    with mounted(folder, "48m"):
-        yield {"planned_bytes": 1 << 30}
+def told(**arguments: object) -> Callable:
+    def told(folder: Path, patch: pytest.MonkeyPatch) -> Plant:
+        yield arguments
+
+    return told
 
 
-@contextlib.contextmanager
-def full_disk(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict]:
+def full_disk(folder: Path, patch: pytest.MonkeyPatch) -> Plant:
     with mounted(folder, "2m"):
         (folder / "rows").write_bytes(bytes(1536 << 10))
         yield {}
 
 
-@contextlib.contextmanager
-def read_only(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict]:
+def read_only(folder: Path, patch: pytest.MonkeyPatch) -> Plant:
     with mounted(folder, "1m"):
         subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
         yield {}
 
 
-@contextlib.contextmanager
-def on_nfs(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict]:
+def on_nfs(folder: Path, patch: pytest.MonkeyPatch) -> Plant:
     proc = folder / "proc" / "self"
     proc.mkdir(parents=True)
     (proc / "mounts").write_text(f"/dev/vda / ext4 rw 0 0\nserver:/home {folder} nfs4 rw 0 0\n")
     yield {"proc": proc.parent}
 
 
-@contextlib.contextmanager
-def few_files(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict]:
-    # Only said: a process that has run other tests may have more open already.
+def few_files(folder: Path, patch: pytest.MonkeyPatch) -> Plant:
+    # only reported, because a process that has run other tests may have more open already
     found = resource.getrlimit
     limits = {resource.RLIMIT_NOFILE: (200, 200)}
     patch.setattr(resource, "getrlimit", lambda what: limits.get(what) or found(what))
     yield {}
 
 
-@contextlib.contextmanager
-def no_kernel(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict]:
+def no_kernel(folder: Path, patch: pytest.MonkeyPatch) -> Plant:
     patch.setenv("TORCHRL_DIST_KERNEL", "numpy")
     yield {}
 
 
-@contextlib.contextmanager
-def one_core_by_cgroup(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict]:
+def one_core_by_cgroup(folder: Path, patch: pytest.MonkeyPatch) -> Plant:
     group = folder / "cgroup" / "job"
     group.mkdir(parents=True)
     (group / "cpu.max").write_text("50000 100000\n")
@@ -147,8 +144,7 @@ def one_core_by_cgroup(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict
     yield {"proc": folder / "proc", "cgroups": folder / "cgroup", "processes": 3}
 
 
-@contextlib.contextmanager
-def srun_without_cpus_per_task(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict]:
+def srun_without_cpus_per_task(folder: Path, patch: pytest.MonkeyPatch) -> Plant:
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(before)})
     try:
@@ -157,39 +153,12 @@ def srun_without_cpus_per_task(folder: Path, patch: pytest.MonkeyPatch) -> Itera
         os.sched_setaffinity(0, before)
 
 
-@contextlib.contextmanager
-def many_threads(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict]:
-    yield {"env": {"OMP_NUM_THREADS": "64"}}
-
-
-@contextlib.contextmanager
-def no_such_interface(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict]:
-    yield {"env": {"GLOO_SOCKET_IFNAME": "ib7"}}
-
-
-@contextlib.contextmanager
-def nameless_host(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict]:
+def nameless_host(folder: Path, patch: pytest.MonkeyPatch) -> Plant:
     patch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
     yield {}
 
 
-@contextlib.contextmanager
-def unknown_master(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict]:
-    yield {"env": {"MASTER_ADDR": "no-such-host.invalid"}}
-
-
-@contextlib.contextmanager
-def half_of_torchrun(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict]:
-    yield {"env": {"RANK": "0"}}
-
-
-@contextlib.contextmanager
-def not_by_srun(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict]:
-    yield {"env": {"SLURM_PROCID": "1", "SLURM_NTASKS": "4"}}
-
-
-@contextlib.contextmanager
-def under_nohup(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict]:
+def under_nohup(folder: Path, patch: pytest.MonkeyPatch) -> Plant:
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         yield {}
@@ -197,8 +166,7 @@ def under_nohup(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict]:
         signal.signal(signal.SIGUSR1, before)
 
 
-@contextlib.contextmanager
-def another_torchrl(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict]:
+def another_torchrl(folder: Path, patch: pytest.MonkeyPatch) -> Plant:
     info = folder / "torchrl-0.99.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchrl\nVersion: 0.99.0\n")
@@ -206,14 +174,13 @@ def another_torchrl(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict]:
     yield {}
 
 
-@contextlib.contextmanager
-def dead_job(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict]:
+def dead_job(folder: Path, patch: pytest.MonkeyPatch) -> Plant:
     leave(folder / "left")
     yield {}
 
 
 def leave(path: Path) -> None:
-    """What a job that was killed leaves."""
+    """Leave what a killed job leaves."""
 
     def job() -> None:
         stamp = process_stamp(os.getpid())
@@ -226,8 +193,8 @@ def leave(path: Path) -> None:
 @pytest.mark.parametrize(
     ("plant", "check", "state", "says"),
     [
-        (small_shm, "space", WARN, "48 MiB"),
-        (smaller_than_planned, "space", FAIL, "1.0 GiB planned"),
+        (small_shm(), "space", WARN, "48 MiB"),
+        (small_shm(planned_bytes=1 << 30), "space", FAIL, "1.0 GiB planned"),
         (full_disk, "fallocate", FAIL, "No space left"),
         (read_only, "file system", FAIL, "Read-only file system"),
         (on_nfs, "file system", FAIL, "nfs4"),
@@ -235,26 +202,31 @@ def leave(path: Path) -> None:
         (no_kernel, "kernel", WARN, "NumPy"),
         (one_core_by_cgroup, "cpus", WARN, "time for 0.5"),
         (srun_without_cpus_per_task, "cpus", WARN, "1 of"),
-        (many_threads, "cpus", WARN, "64 threads"),
-        (no_such_interface, "interfaces", FAIL, "GLOO_SOCKET_IFNAME=ib7"),
+        (told(env={"OMP_NUM_THREADS": "64"}), "cpus", WARN, "64 threads"),
+        (
+            told(env={"GLOO_SOCKET_IFNAME": "ib7"}), "interfaces", FAIL, "GLOO_SOCKET_IFNAME=ib7",
+        ),
         (nameless_host, "host name", WARN, "no-such-host.invalid"),
-        (unknown_master, "MASTER_ADDR", FAIL, "no-such-host.invalid"),
-        (half_of_torchrun, "launcher", FAIL, "lacks WORLD_SIZE"),
-        (not_by_srun, "launcher", FAIL, "a task of SLURM"),
+        (
+            told(env={"MASTER_ADDR": "no-such-host.invalid"}), "MASTER_ADDR", FAIL,
+            "no-such-host.invalid",
+        ),
+        (told(env={"RANK": "0"}), "launcher", FAIL, "lacks WORLD_SIZE"),
+        (
+            told(env={"SLURM_PROCID": "1", "SLURM_NTASKS": "4"}), "launcher", FAIL,
+            "a task of SLURM",
+        ),
         (under_nohup, "signals", WARN, "SIGUSR1"),
         (another_torchrl, "torchrl", WARN, "0.99.0"),
         (dead_job, "leftovers", WARN, "left"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_a_planted_fault_is_found(
-    plant: Callable, check: str, state: str, says: str, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+)  # fmt: skip
+def test_a_planted_fault_is_found(plant, check, state, says, tmp_path, monkeypatch) -> None:
     if plant is srun_without_cpus_per_task and os.cpu_count() == 1:
         pytest.skip("needs two cores")
     before = [each.state for each in examine(probe(tmp_path, env={})) if each.check == check]
-    with plant(tmp_path, monkeypatch) as arguments:
+    with contextlib.contextmanager(plant)(tmp_path, monkeypatch) as arguments:
         found = probe(tmp_path, **{"env": {}, **arguments})
     finding = found_in(examine(found), check)
     assert finding.state == state and says in finding.found and finding.cure, finding
@@ -266,11 +238,8 @@ def test_a_planted_fault_is_found(
 # ---- what cannot be planted here
 
 
-def test_a_folder_is_tried_with_the_buffers_own_locks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of open files, which a file system may refuse, or another process not see, where it has
-    others."""
+def test_a_folder_is_tried_with_the_buffers_own_locks(tmp_path, monkeypatch) -> None:
+    """A file system may refuse locks of open files, or hide them from other processes."""
 
     def refuse(fd: int, byte: int) -> bool:
         raise OSError(errno.EINVAL, "no locks of open files")
@@ -286,33 +255,21 @@ def test_a_folder_is_tried_with_the_buffers_own_locks(
 
 
 @pytest.mark.parametrize(
-    ("change", "check", "state"),
-    [
-        ({"python": "3.9.1"}, "python", FAIL),
-        ({"gil": False}, "python", FAIL),
-        ({"versions": {"torch": "2.12.1"}}, "torch", FAIL),
-        ({"versions": {}}, "gymnasium", FAIL),
-        ({"memory_limit": 1 << 30, "planned_bytes": 2 << 30}, "memory", FAIL),
-        ({"user_processes": 100, "uid": 1000}, "processes", WARN),
-        ({"open_files": 4096, "world_size": 128, "several_nodes": True}, "open files", WARN),
-        ({"open_files": 4096, "world_size": 256, "several_nodes": True}, "open files", FAIL),
-        ({"address": "127.0.1.1", "several_nodes": True}, "host name", WARN),
-        ({"address": None, "several_nodes": True}, "host name", FAIL),
-        ({"master": ("n", "127.0.1.1"), "several_nodes": True}, "MASTER_ADDR", WARN),
-        ({"kill_wait_s": 5}, "signals", WARN),
-        ({"launcher": "slurm", "processes": 8}, "cpus", WARN),
-    ],
-)
-def test_a_fault_of_the_record_is_found(
-    healthy: Probe, change: dict, check: str, state: str
-) -> None:
-    finding = found_in(examine(dataclasses.replace(healthy, **change)), check)
-    assert finding.state == state and finding.cure, finding
-
-
-@pytest.mark.parametrize(
     ("change", "check", "state", "says"),
     [
+        ({"python": "3.9.1"}, "python", FAIL, ""),
+        ({"gil": False}, "python", FAIL, ""),
+        ({"versions": {"torch": "2.12.1"}}, "torch", FAIL, ""),
+        ({"versions": {}}, "gymnasium", FAIL, ""),
+        ({"memory_limit": 1 << 30, "planned_bytes": 2 << 30}, "memory", FAIL, ""),
+        ({"user_processes": 100, "uid": 1000}, "processes", WARN, ""),
+        ({"open_files": 4096, "world_size": 128, "several_nodes": True}, "open files", WARN, ""),
+        ({"open_files": 4096, "world_size": 256, "several_nodes": True}, "open files", FAIL, ""),
+        ({"address": "127.0.1.1", "several_nodes": True}, "host name", WARN, ""),
+        ({"address": None, "several_nodes": True}, "host name", FAIL, ""),
+        ({"master": ("n", "127.0.1.1"), "several_nodes": True}, "MASTER_ADDR", WARN, ""),
+        ({"kill_wait_s": 5}, "signals", WARN, ""),
+        ({"launcher": "slurm", "processes": 8}, "cpus", WARN, ""),
         ({"store_s": 0.5}, "store", WARN, "500.00 ms"),
         ({"all_reduce_s": 0.5}, "all-reduce", WARN, "3 processes"),
         (
@@ -327,20 +284,18 @@ def test_a_fault_of_the_record_is_found(
         ),
     ],
 )  # fmt: skip
-def test_a_fault_between_ranks_names_them(
-    healthy: Probe, change: dict, check: str, state: str, says: str
-) -> None:
-    finding = found_in(examine(healthy, dataclasses.replace(ROUNDS, **change)), check)
+def test_a_recorded_fault_is_found_and_its_ranks_are_named(healthy, change, check, state, says):
+    between = change.keys() & {field.name for field in dataclasses.fields(Rounds)}
+    rounds = dataclasses.replace(ROUNDS, **change) if between else ROUNDS
+    probed = healthy if between else dataclasses.replace(healthy, **change)
+    finding = found_in(examine(probed, rounds), check)
     assert finding.state == state and says in finding.found and finding.cure, finding
 
 
-def test_only_faults_are_shown_for_other_nodes(healthy: Probe) -> None:
+def test_faults_of_other_nodes_and_ranks_that_do_not_meet_are_findings(healthy: Probe) -> None:
     other = dataclasses.replace(healthy, open_files=100, host="node2")
     findings = examine(healthy, dataclasses.replace(ROUNDS, elsewhere={"node2": other}))
     assert [each.check for each in findings if each.state != OK] == ["open files on node2"]
-
-
-def test_ranks_that_do_not_meet_are_a_finding(healthy: Probe) -> None:
     findings = examine(healthy, DeadlineError("rank1 did not join"))
     assert found_in(findings, "round trips").state == FAIL and exit_code(findings) == 2
 
@@ -375,7 +330,7 @@ def run(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Comple
     )
 
 
-def test_the_command_measures_between_two_processes_and_says_all_in_json(tmp_path: Path) -> None:
+def test_the_command_measures_between_two_processes_and_prints_json(tmp_path: Path) -> None:
     done = run("--json", "--folder", str(tmp_path))
     found = json.loads(done.stdout)
     states = {each["check"]: each["state"] for each in found["checks"]}
@@ -395,21 +350,16 @@ def test_ranks_of_torchrun_are_measured_and_only_rank_0_prints() -> None:
     assert job.log(1) == "" or "host" not in job.log(1)
 
 
-def test_a_rank_that_waits_alone_says_who_is_missing() -> None:
-    port = reserved_port()
+def test_a_rank_that_waits_alone_names_the_missing_one() -> None:
     alone = {
         "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserved_port()),
     }  # fmt: skip
-    started = time.monotonic()
     done = run("--timeout-s", "1", env=alone)
     assert done.returncode == 2 and "rank1 (rank 1) did not join" in " ".join(done.stdout.split())
-    assert time.monotonic() - started < 60
 
 
-def test_clean_removes_what_dead_jobs_left_and_nothing_else(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_clean_removes_what_dead_jobs_left_and_nothing_else(tmp_path, capsys) -> None:
     leave(tmp_path / "left")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes").write_text("x")
@@ -422,14 +372,9 @@ def test_clean_removes_what_dead_jobs_left_and_nothing_else(
     assert said.out.startswith("<details>") and "| torch | ok |" in said.out
 
 
-def test_the_table_names_check_finding_and_cure(
-    healthy: Probe, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_table_names_check_finding_and_cure(healthy: Probe, capsys) -> None:
     doctor.show(examine(dataclasses.replace(healthy, open_files=100)))
     said = capsys.readouterr().out
     assert "at most 100" in said and "fail open files: ulimit -n 4096" in said
-
-
-def test_a_wrong_number_is_refused(capsys: pytest.CaptureFixture) -> None:
     assert main(["doctor", "--processes", "0"]) == 2
     assert "--processes: got 0" in capsys.readouterr().err

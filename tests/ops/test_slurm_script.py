@@ -1,6 +1,6 @@
-"""The batch scripts: what they say, that shells accept them, and that a real Slurm runs them.
+"""The batch scripts: their text, shells accept it, and a real Slurm runs it.
 
-Golden files are written anew by: python -m tests.ops.test_slurm_script
+Write the golden files again: python -m tests.ops.test_slurm_script
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import netns, slurm
+from tests import slurm
 from tests.recipes.jobs import TOY, progress
+from tests.spawn import wait_until
 from torchrl_dist.cli import main
 from torchrl_dist.ops.slurm import Component, Job, script, seconds_of
 
@@ -61,14 +62,12 @@ def test_the_script_is_the_golden_one_and_shells_accept_it(name: str) -> None:
         ("138", 137, 0, True),  # stopped, and a collector was lost before
         ("0", 137, 0, False),
         ("1", 137, 1, False),
-        ("", 138, 0, True),  # nobody told: as srun says
+        ("", 138, 0, True),  # no rank left a code, so srun's counts
         ("", 137, 137, False),
     ],
 )
-def test_a_recipes_job_ends_by_its_learners_code(
-    told: str, of_all: int, ends: int, requeued: bool, tmp_path: Path
-) -> None:
-    """With Slurm's commands played by others, and the command line's own word."""
+def test_a_recipes_job_ends_by_its_learners_code(told, of_all, ends, requeued, tmp_path) -> None:
+    """Other programs play Slurm's commands and the learner."""
     commands = {
         "srun": f'printf "%s" "{told}" > "$TORCHRL_DIST_EXIT_FILE"; exit {of_all}',
         "scontrol": 'echo "$@" >> calls; echo JobState=RUNNING',
@@ -88,17 +87,13 @@ def test_a_recipes_job_ends_by_its_learners_code(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_first_rank_leaves_its_code_where_the_script_asked_for_it(
-    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank}.items():
-        monkeypatch.setenv(name, str(value))
-    asked = {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    for name, value in asked.items():
-        monkeypatch.setenv(name, value)
+def test_the_first_rank_writes_its_exit_code_to_the_scripts_file(rank, tmp_path, monkeypatch):
+    place = f"RANK={rank} LOCAL_RANK={rank} WORLD_SIZE=2 LOCAL_WORLD_SIZE=2"
+    for word in (*place.split(), "MASTER_ADDR=localhost", "MASTER_PORT=1"):
+        monkeypatch.setenv(*word.split("="))
     monkeypatch.setenv("TORCHRL_DIST_EXIT_FILE", str(tmp_path / "code"))
     assert main(["train", "apex", "--envs-per-collector", "none"]) == 2
-    assert not (tmp_path / "code").exists()  # it is the script that makes it
+    assert not (tmp_path / "code").exists()  # the script makes it
     (tmp_path / "code").touch()
     assert main(["train", "apex", "--envs-per-collector", "none"]) == 2
     assert (tmp_path / "code").read_text() == ("2" if rank == 0 else "")
@@ -128,12 +123,13 @@ def test_the_first_rank_leaves_its_code_where_the_script_asked_for_it(
         ("--time 00:00 -- python t.py", "which Slurm takes as no limit"),
         ("--time 2 -- python t.py", "stopped 120 s before its limit, but --time 2 is only 120 s"),
         ("--time 00:10:00 --signal-s 900 -- python t.py", "--time 00:10:00 is only 600 s"),
+        ("--requeues -1 -- python t.py", "got '-1', expected a whole number, at least 0"),
+        ("--nodes two -- python t.py", "got 'two', expected a whole number, at least 1"),
+        ("--seeds 4-0 -- python t.py", "got 4-0, expected the lower number first"),
         ("--signal-s 70000 --time 2-0 -- python t.py", "expected at most 65535"),
     ],
 )
-def test_what_would_fail_in_the_queue_is_refused_before(
-    arguments: str, says: str, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_job_that_would_fail_in_the_queue_is_refused(arguments: str, says: str, capsys) -> None:
     assert main(["slurm", *arguments.split()]) == 2
     said = capsys.readouterr()
     assert says in said.err and said.out == "" and said.err.count("\n") == 1
@@ -171,29 +167,7 @@ def test_the_command_line_makes_the_job(capsys: pytest.CaptureFixture) -> None:
         assert text.count(f"-m torchrl_dist train {recipe}") == 2 and "replay" not in text
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--requeues -1", "got '-1', expected a whole number, at least 0"),
-        ("--gpus -1", "got '-1', expected a whole number, at least 0"),
-        ("--nodes two", "got 'two', expected a whole number, at least 1"),
-        ("--seeds 4-0", "got 4-0, expected the lower number first"),
-        ("--collector-cpus-per-task 4", "--collector-nodes is missing"),
-    ],
-)
-def test_options_that_no_job_can_have_are_refused(
-    options: str, message: str, capsys: pytest.CaptureFixture
-) -> None:
-    try:
-        assert main(["slurm", *options.split(), "--", "python", "train.py"]) == 2
-    except SystemExit as refused:
-        assert refused.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_submit_without_slurm_says_so(
-    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_submit_without_slurm_is_an_error(capsys, monkeypatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert main(["slurm", "--submit", "--", "python", "train.py"]) == 2
     assert "sbatch is not installed" in capsys.readouterr().err
@@ -206,15 +180,12 @@ def test_submit_without_slurm_says_so(
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., subprocess.Popen]]:
     if slurm.missing() is not None:
         pytest.skip(f"no Slurm here: {slurm.missing()}")
-    with netns.hosts(3) as network:
-        with slurm.cluster(network, tmp_path_factory.mktemp("cluster") / "slurm") as run:
-            run.network = network
-            yield run
-    assert netns.leftovers() == []
+    with slurm.on_three_hosts(tmp_path_factory.mktemp("cluster") / "slurm") as run:
+        yield run
 
 
 class Submitted:
-    """A job, as its user sees it. Its output is ``folder/out``."""
+    """A job as its user sees it. Its output is ``folder/out``."""
 
     def __init__(self, run: Callable, folder: Path, arguments: list[str]) -> None:
         self._run, self.folder = run, folder
@@ -235,10 +206,7 @@ class Submitted:
         return self._ask(["squeue", "-h", "-j", self.id, "-t", "all", "-o", "%T"]).split("\n")[0]
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
-        give_up = time.monotonic() + 150
-        while not condition():
-            assert time.monotonic() < give_up, f"no {what}; {self.state()}\n{self.said()}"
-            time.sleep(0.2)
+        wait_until(condition, lambda: f"{what}; {self.state()}\n{self.said()}", 150)
 
     def signal(self, name: str, *more: str) -> None:
         assert self._ask(["scancel", f"--signal={name}", *more, self.id]) == ""
@@ -247,7 +215,7 @@ class Submitted:
         assert self._ask(["scancel", self.id]) == ""
 
     def start_again(self) -> None:
-        """Slurm lets a requeued job wait for two minutes, until all of its end is surely over."""
+        """Start a requeued job now. Slurm would wait for two minutes, until its end is over."""
 
         def over() -> bool:
             jobs = self._ask(["squeue", "-h", "-t", "all", "-j", self.id, "-o", "%T"]).split()
@@ -255,7 +223,6 @@ class Submitted:
             return set(jobs) == {"PENDING"} and set(nodes) == {"idle"}
 
         self.until(over, "requeue")
-        time.sleep(1)
         self._ask(["scontrol", "update", f"JobId={self.id}", "StartTime=now"])
 
 
@@ -273,7 +240,7 @@ def test_apex_is_stopped_by_usr1_queued_again_and_goes_on_to_its_end(run, tmp_pa
     assert first["stopped_by"] == "SIGUSR1" and first["frames"] < 12_000, job.said()
     assert second["stopped_by"] is None and second["resumes"] == 1 and second["frames"] == 12_000
     assert job.state() == "COMPLETED", job.said()
-    assert [list(host.shm.iterdir()) for host in run.network] == [[], [], []]  # given back
+    assert [list(host.shm.iterdir()) for host in run.network] == [[], [], []]  # released
 
 
 TASK = """
@@ -290,9 +257,7 @@ def tasks_of(job: Submitted) -> list[list[str]]:
     return sorted(line.split() for line in (job.folder / "tasks").read_text().splitlines())
 
 
-def test_a_heterogeneous_job_has_rank_0_on_the_first_component_and_is_requeued(
-    run, tmp_path: Path
-) -> None:
+def test_a_heterogeneous_job_has_rank_0_on_the_first_component_and_is_requeued(run, tmp_path):
     (tmp_path / "task.sh").write_text(TASK)
     both = ["--partition=gpu", "--collector-nodes=2", "--collector-partition=cpu"]
     job = Submitted(run, tmp_path, [*both, "--", "bash", "task.sh", "1"])
@@ -307,7 +272,7 @@ def test_a_heterogeneous_job_has_rank_0_on_the_first_component_and_is_requeued(
     assert job.state() == "COMPLETED", job.said()
 
 
-def test_it_is_not_requeued_beyond_the_limit_nor_when_it_was_cancelled(run, tmp_path: Path) -> None:
+def test_a_job_is_not_requeued_beyond_its_limit_nor_after_it_was_cancelled(run, tmp_path) -> None:
     (tmp_path / "task.sh").write_text(TASK)
     job = Submitted(run, tmp_path, ["--requeues=1", "--", "bash", "task.sh", "9"])
     job.until(lambda: (tmp_path / "up0-0").exists(), "first start")

@@ -1,4 +1,4 @@
-"""``torchrl-dist top``: instants, rates and pictures are pure; the command runs in a terminal."""
+"""``torchrl-dist top``: snapshots, rates, pictures, and the command in a terminal."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ import torch
 from rich.console import Console
 from tensordict import TensorDict
 
+from tests import warm
+from tests.spawn import wait_until
 from torchrl_dist import (
     RateLimiter,
     RPCBatchedCollector,
@@ -85,7 +87,7 @@ def text_of(picture: object, width: int = 100) -> str:
     ],
     ids=["random", "prioritized", "without replacement", "slices"],
 )
-def test_what_any_sampler_draws_is_counted_without_a_limiter(sampler, tmp_path: Path) -> None:
+def test_draws_of_any_sampler_are_counted_without_a_limiter(sampler, tmp_path: Path) -> None:
     storage = SharedMemmapStorage(64, scratch_dir=tmp_path / "replay")
     buffer = SharedReplayBuffer(storage=storage, sampler=sampler(), batch_size=8)
     buffer.extend(TensorDict({"episode": torch.arange(32) // 4}, [32]))
@@ -96,7 +98,7 @@ def test_what_any_sampler_draws_is_counted_without_a_limiter(sampler, tmp_path: 
     storage.close()
 
 
-def test_what_other_processes_draw_counts_where_the_rows_are(tmp_path: Path) -> None:
+def test_draws_of_other_processes_are_counted_where_the_rows_are(tmp_path: Path) -> None:
     folder = tmp_path / "replay"
     with session() as me:
         buffer = replay_buffer(
@@ -118,9 +120,7 @@ def test_two_instants_give_rates() -> None:
     assert per.workers_busy == pytest.approx(0.8)
     assert per.cpu == pytest.approx({"learner0": 0.5, "collector0": 0.9})
     assert per.written == {"/dev/shm/b": 500.0} and per.sampled == {"/dev/shm/b": 2000.0}
-
-
-def test_counts_that_begin_anew_and_instants_without_time_give_no_nonsense() -> None:
+    # counts that begin anew, and no time between the instants
     per = rates(at(20), at(10))
     assert per.frames == 0.0 and per.written == {"/dev/shm/b": 0.0}
     per = rates(at(10), at(10))
@@ -166,6 +166,8 @@ def test_what_limits_the_job_is_said_with_the_reason() -> None:
 
 def test_the_picture_has_every_figure() -> None:
     before, now = at(10), at(20)
+    said = top.line(now, rates(before, now))
+    assert "20,000 frames (20%), 1,000/s, lag 1, buffer 900/1,000 (+500/s), bound by both" in said
     shown = text_of(top.render(now, rates(before, now), keys=True))
     lines = [" ".join(line.split()) for line in shown.splitlines()]
     assert lines[0] == "job 77.0 on node1, 0:01:20: 20,000 frames (20%), 1,000/s"
@@ -175,7 +177,7 @@ def test_the_picture_has_every_figure() -> None:
     assert "2 collector1 node2 12 elsewhere 400 40%" in lines
     assert "/dev/shm/b 900/1,000 500 2,000 4.00 7 3" in lines
     assert any("4.0 messages/s, 2 KiB/s" in line for line in lines)
-    assert lines[-2].startswith("bound by both") or "bound by both" in shown
+    assert "bound by both" in shown
     limits = dataclasses.replace(now, buffers=[limited(400, 800)])
     assert "2.00 of 2" in text_of(top.render(limits, rates(before, limits)))
     assert "a stack" in text_of(top.render(now, None, "a stack"))
@@ -194,7 +196,7 @@ def test_frames_since_a_restart_are_shown_next_to_those_of_the_run() -> None:
 
 
 def test_the_learner_does_not_wait_for_background_collection() -> None:
-    """A thread takes the rollouts, and waits for them all the time; the learner does not."""
+    """A thread takes the rollouts, and always waits for them; the learner does not."""
     before, now = (at(t, in_background=True, wait_s=t, waiting_since=1.0) for t in (10, 20))
     per = rates(before, now)
     assert per.learner_waits is None
@@ -209,11 +211,6 @@ def test_the_learner_does_not_wait_for_background_collection() -> None:
     assert bound_by(busy, per) == "the 1 cores: all are busy"
     held = dataclasses.replace(now, buffers=[limited(600, 500)])
     assert bound_by(held, per).startswith("the limiter: writing waits")
-
-
-def test_a_line_says_the_same_in_short() -> None:
-    said = top.line(at(20), rates(at(10), at(20)))
-    assert "20,000 frames (20%), 1,000/s, lag 1, buffer 900/1,000 (+500/s), bound by both" in said
 
 
 # ---- finding jobs
@@ -259,16 +256,13 @@ def test_a_job_is_found_by_run_buffer_id_or_as_the_only_one(own: Path, tmp_path:
     storage.close()
 
 
-def test_pulses_of_dead_jobs_and_other_files_are_not_shown(own: Path, tmp_path: Path) -> None:
+def test_dead_jobs_other_files_and_lines_cut_short_are_not_shown(own: Path, tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "60"]) as ended:
         stamp = process_stamp(ended.pid)
         ended.kill()
     write_pulse(tmp_path, "1.0").rename(own / f"{pulse.PREFIX}{stamp}-0.json")
     (own / f"{pulse.PREFIX}{process_stamp(os.getpid())}-5.json").write_text("{")
     assert snapshot.pulses() == {}
-
-
-def test_scalars_are_the_last_whole_lines(tmp_path: Path) -> None:
     logs = tmp_path / "csv" / "scalars" / "train"
     logs.mkdir(parents=True)
     (logs / "sps.csv").write_text("1,10.0\n2,20.5\n3,3")
@@ -281,10 +275,8 @@ def fake(folder: Path, name: str, answer: str) -> None:
     (folder / name).chmod(0o755)
 
 
-def test_it_shows_slurms_state_of_a_job_without_a_visible_learner(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    """It waits to be started again, or has failed."""
+def test_slurms_state_of_a_job_without_a_visible_learner_is_shown(tmp_path, monkeypatch, capsys):
+    """The job waits to be started again, or has failed."""
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(os, "execvp", lambda *_: pytest.fail("it runs nowhere"))
     (tmp_path / "run.json").write_text('{"job_id": "77.0"}')
@@ -303,11 +295,8 @@ def test_it_shows_slurms_state_of_a_job_without_a_visible_learner(
     assert top.slurm_state(process_stamp(1)) is None and top.slurm_state(None) is None
 
 
-def test_it_goes_to_the_node_of_a_slurm_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "squeue").write_text("#!/bin/sh\necho node7\n")
-    (tmp_path / "squeue").chmod(0o755)
+def test_the_command_runs_on_the_node_of_a_slurm_job(tmp_path, monkeypatch) -> None:
+    fake(tmp_path, "squeue", "echo node7")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(sys, "argv", ["torchrl-dist", "top", "4711", "--once"])
     started = []
@@ -329,10 +318,8 @@ def test_a_wrong_interval_and_a_wrong_job_are_refused(capsys: pytest.CaptureFixt
 
 
 @pytest.fixture
-def job(
-    fork_server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[RPCBatchedCollector]:
-    """Two collectors write into a limited buffer; batches are taken by the test."""
+def job(fork_server, tmp_path, monkeypatch) -> Iterator[RPCBatchedCollector]:
+    """Two collectors write into a limited buffer; the test takes batches."""
     monkeypatch.setattr(pulse, "_EVERY_S", 0.1)
     monkeypatch.chdir(tmp_path)
     with local_cluster({"learner": 1, "collector": 2}, fork_server=fork_server) as session:
@@ -360,10 +347,10 @@ def is_written(figures: pulse.Pulse) -> bool:
 
 
 def go_on(collector: RPCBatchedCollector, seconds: float) -> None:
-    """So long at least, and until there is a pulse: its thread may have to wait for its turn."""
-    until = time.monotonic() + seconds
+    """Take batches for this time at least, and until a thread has written a pulse."""
+    end = time.monotonic() + seconds
     batches = iter(collector)
-    while time.monotonic() < until or not is_written(collector._pulse):
+    while time.monotonic() < end or not is_written(collector._pulse):
         next(batches)
         collector.replay_buffer.sample()
 
@@ -384,7 +371,8 @@ sys.addaudithook(hook)
 armed = True
 before = snapshot.look(target)
 print("ready", flush=True)
-sys.stdin.readline()
+while not os.path.exists(sys.argv[2]):
+    time.sleep(0.05)
 now = snapshot.look(target)
 per = snapshot.rates(before, now)
 armed = False
@@ -393,35 +381,32 @@ assert per.frames > 0 and per.written[buffer.path] > 0 and per.sampled[buffer.pa
 assert set(per.by_worker) == {"collector0", "collector1"} and len(now.processes) == 3
 assert {each.state for each in now.processes} <= {"running", "waiting", "disk wait"}
 """
-    command = [sys.executable, "-c", script, str(tmp_path / "replay")]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as watcher:
-        assert watcher.stdout.readline() == "ready\n", watcher.stderr.read()
-        go_on(job, 1.0)
-        _, errors = watcher.communicate("\n", timeout=60)
-    assert watcher.returncode == 0, errors
+    out, go = tmp_path / "out", tmp_path / "go"
+    with out.open("w") as output:
+        command = [sys.executable, "-c", script, str(tmp_path / "replay"), str(go)]
+        watcher = warm.start(command, stdout=output, stderr=subprocess.STDOUT)
+    wait_until(lambda: "ready" in out.read_text() or watcher.poll() is not None)
+    go_on(job, 0.5)
+    go.touch()
+    assert watcher.wait(60) == 0, out.read_text()
 
 
-def screen(fd: int, until: str, timeout_s: float = 60.0) -> str:
-    """What a terminal gets, up to some text."""
+def screen(fd: int, text: str) -> str:
+    """Return what a terminal shows, up to this text."""
     got = ""
-    give_up = time.monotonic() + timeout_s
-    while until not in got:
-        assert time.monotonic() < give_up, got[-3000:]
+
+    def has_text() -> bool:
+        nonlocal got
         if select.select([fd], [], [], 0.2)[0]:
-            try:
-                got += os.read(fd, 65536).decode(errors="replace")
-            except OSError:
-                break
+            got += os.read(fd, 65536).decode(errors="replace")
+        return text in got
+
+    wait_until(has_text, lambda: got[-3000:])
     return got
 
 
-def test_in_a_terminal_it_shows_answers_keys_and_leaves_the_terminal_as_it_was(
-    job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "py-spy").write_text('#!/bin/sh\necho "Thread of $3"\n')
-    (tmp_path / "py-spy").chmod(0o755)
+def test_in_a_terminal_it_answers_keys_and_restores_the_terminal(job, tmp_path: Path) -> None:
+    fake(tmp_path, "py-spy", 'echo "Thread of $3"')
     go_on(job, 0.3)
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(ours, (40, 120))
@@ -445,9 +430,7 @@ def test_in_a_terminal_it_shows_answers_keys_and_leaves_the_terminal_as_it_was(
     os.close(theirs)
 
 
-def test_without_a_terminal_it_prints_a_line_per_interval_and_ends(
-    job, capsys: pytest.CaptureFixture
-) -> None:
+def test_without_a_terminal_it_prints_a_line_per_interval_and_ends(job, capsys) -> None:
     go_on(job, 0.3)
     timer = threading.Timer(1.0, job.shutdown)
     timer.start()
@@ -460,18 +443,15 @@ def test_without_a_terminal_it_prints_a_line_per_interval_and_ends(
     assert "the job has ended" in said.err
 
 
-def test_with_start_it_says_that_rollouts_come_in_the_background(
-    job, capsys: pytest.CaptureFixture
-) -> None:
+def test_with_start_rollouts_come_in_the_background(job, capsys: pytest.CaptureFixture) -> None:
     job.start()
-    while not (job.report.frames and is_written(job._pulse)):
-        time.sleep(0.01)
+    wait_until(lambda: job.report.frames and is_written(job._pulse))
     options = argparse.Namespace(job=job.job_id, interval=0.3, once=True, json=True)
     assert top.run(options) == 0
     assert json.loads(capsys.readouterr().out)["rates"]["learner_waits"] is None
 
 
-def test_once_and_json(job, capsys: pytest.CaptureFixture) -> None:
+def test_once_prints_one_table_or_one_object_of_json(job, capsys: pytest.CaptureFixture) -> None:
     go_on(job, 0.3)
     options = argparse.Namespace(job=job.job_id, interval=0.2, once=True, json=True)
     assert top.run(options) == 0

@@ -28,6 +28,19 @@ class Counter:
         raise ValueError("no such thing")
 
 
+class Meeting:
+    """Calls that return when there are ``parties`` of them."""
+
+    def __init__(self, parties: int) -> None:
+        self._barrier = threading.Barrier(parties)
+
+    def meet(self) -> None:
+        self._barrier.wait(60)
+
+    def waiting(self) -> int:
+        return self._barrier.n_waiting
+
+
 def listening_addresses(pids: list[int]) -> set[str]:
     """Return the addresses on which these processes listen for TCP, from /proc."""
     inodes = set()

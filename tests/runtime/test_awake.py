@@ -61,9 +61,7 @@ def test_calls_are_made_when_due_and_not_after_they_are_forgotten(clock: awake._
     assert done.wait(20) and made == ["raises"]
 
 
-def test_a_result_is_waited_for_after_a_stop(
-    clock: awake._Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_result_is_waited_for_after_a_stop(clock: awake._Clock, monkeypatch) -> None:
     future: Future[int] = Future()
     with pytest.raises(FutureTimeoutError):
         awake.result_of(future, 0.01)

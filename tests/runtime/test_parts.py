@@ -14,7 +14,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from torchrl_dist.errors import ConfigurationError, RemoteError
+from tests.runtime.helpers import Counter
+from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.runtime import session, wire
 from torchrl_dist.runtime.membership import Membership
 from torchrl_dist.runtime.pool import DaemonPool
@@ -28,6 +29,10 @@ def test_large_tensors_stay_outside_the_bytes_and_closures_go_inside():
     assert len(body) < 4_000 and len(tensors) == 1
     triple, back = wire.loads(body, tensors)
     assert triple(2) == 6 and (back == data).all()
+    data = TensorDict({"pixels": torch.randint(0, 255, (8, 4, 20, 20)), "x": torch.rand(8, 3)}, [8])
+    for sent in (data, data[::2], data.consolidate()):
+        back = wire.loads(*wire.dumps(sent))
+        assert (back == sent).all() and back.batch_size == sent.batch_size
 
 
 def test_nested_unpickling_keeps_the_outer_tensors():
@@ -62,7 +67,7 @@ def test_tensors_of_every_kind_come_back_as_they_were(make, size: int):
 
 
 @pytest.mark.parametrize("make", [torch.zeros, np.zeros])
-def test_small_ones_are_copies_that_may_be_changed(make):
+def test_small_tensors_and_arrays_are_copies_that_may_be_changed(make):
     sent = make(100)
     body = wire.dumps(sent)
     sent += 1
@@ -101,7 +106,7 @@ def test_a_tensor_outside_cpu_memory_is_refused_before_it_is_sent():
         wire.dumps(torch.empty(1, device="meta"))
 
 
-def test_the_pool_runs_as_many_calls_at_once_as_it_may_and_queues_the_rest():
+def test_the_pool_runs_calls_up_to_its_limit_and_queues_the_rest():
     pool = DaemonPool(2, "test")
     gate, started = threading.Event(), threading.Semaphore(0)
 
@@ -133,27 +138,25 @@ def test_any_of_several_latches_ends_a_wait():
     first, second = Latch(), Latch()
     assert not wait_any((first, second), 0.01)
     threading.Timer(0.05, second.set).start()
-    assert wait_any((first, second), 5) and second.is_set() and not first.is_set()
+    assert wait_any((first, second), 20) and second.is_set() and not first.is_set()
     for latch in (first, second):
         latch.close()
 
 
-def test_a_barrier_counts_neither_the_serving_nor_the_lost():
+def test_a_barrier_waits_for_its_keeper_and_for_no_rank_that_serves_or_is_lost():
     members, released = Membership(4, me=0), []
     members.serve(1)
-    members.arrive(0, 0, lambda: released.append(0))
     members.arrive(0, 2, lambda: released.append(2))
-    assert not released and members.missing(0) == {3}
     members.lose(3, "killed")
-    assert sorted(released) == [0, 2]
-
-
-def test_a_barrier_waits_for_its_keeper():
-    members, released = Membership(2, me=0), []
-    members.arrive(0, 1, lambda: released.append(1))
     assert not released
     members.arrive(0, 0, lambda: released.append(0))
-    assert sorted(released) == [0, 1]
+    assert sorted(released) == [0, 2]
+    members = Membership(3, me=0)
+    members.arrive(0, 0, lambda: released.append(0))
+    members.arrive(0, 1, lambda: released.append(1))
+    assert members.missing(0) == {2}
+    members.lose(2, "killed")
+    assert sorted(released) == [0, 0, 1, 2]
 
 
 def test_a_rank_that_left_cleanly_is_not_lost():
@@ -163,25 +166,11 @@ def test_a_rank_that_left_cleanly_is_not_lost():
     assert members.lost() == {2: "gone"} and members.wait_until_all_left(0) == set()
 
 
-class Counter:
-    def __init__(self, start: int) -> None:
-        self.value = start
-
-    def add(self, n: int) -> int:
-        self.value += n
-        return self.value
-
-
 def test_a_single_process_calls_itself_directly():
     with session({"learner": 1, "collector": -1}, timeout_s=5) as me:
         assert me.of_role("collector") == () and me.lost() == () and me.role == "learner"
         counter = me.remote(me.me, Counter, 2)
-        assert counter.call("add", 3) == 5
-        assert counter.submit("add", 1).result(5) == 6
         assert me.call(me.me, threading.get_ident) == threading.get_ident()
-        with pytest.raises(RemoteError, match="learner0") as info:
-            counter.call("add", "x")
-        assert isinstance(info.value.__cause__, TypeError)
         me.barrier()
     with pytest.raises(ConfigurationError, match="not in a session"):
         counter.call("add", 1)
@@ -189,35 +178,18 @@ def test_a_single_process_calls_itself_directly():
         counter.call("add", 1)
 
 
-def test_an_invalid_deadline_is_refused():
-    with session(timeout_s=5) as me, pytest.raises(ConfigurationError, match="timeout_s"):
-        me.call(me.me, int, timeout_s=0)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_requests_a_stop_and_the_previous_handler_comes_back(number):
-    before = signal.getsignal(number)
-    with session(timeout_s=5) as me:
+def test_a_signal_requests_a_stop_a_second_raises_and_the_previous_handler_returns():
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), session(timeout_s=5) as me:
         assert not me.stop_requested and not me.wait_stop(0.01)
-        os.kill(os.getpid(), number)
-        assert me.wait_stop(5) and me.stop_requested
-    assert signal.getsignal(number) == before
-
-
-def test_a_second_interrupt_raises():
-    with pytest.raises(KeyboardInterrupt), session(timeout_s=5):
         os.kill(os.getpid(), signal.SIGINT)
+        assert me.wait_stop(20) and me.stop_requested
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(5)
+        time.sleep(20)
+    assert signal.getsignal(signal.SIGINT) == before
 
 
 def test_a_session_inside_another_is_refused():
     with session(timeout_s=5), pytest.raises(ConfigurationError, match="already"):
         with session(timeout_s=5):
             pass
-
-
-def test_a_process_group_is_made_and_destroyed():
-    with session(timeout_s=5, process_group="gloo") as me:
-        assert torch.distributed.get_world_size(me.process_group) == 1
-    assert not torch.distributed.is_initialized()

@@ -16,6 +16,7 @@ from pathlib import Path
 import gymnasium
 import pytest
 
+from tests.spawn import wait_until
 from torchrl_dist import RPCBatchedCollector, own_files
 from torchrl_dist.runtime import local_cluster, pulse
 from torchrl_dist.runtime.pulse import Progress
@@ -43,19 +44,19 @@ def test_seconds_in_which_progress_could_not_be_seen_do_not_count() -> None:
 
 def test_a_place_in_an_installed_package_is_reported(tmp_path: Path, monkeypatch) -> None:
     """The package's file is then next to those of torch."""
-    folder = tmp_path / "lib/python3.11/site-packages/someones_learner"
+    folder = tmp_path / "lib/python3.11/site-packages/other_learner"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text("def update(step):\n    return step()\n")
     (folder / "envs.py").write_text("import threading\n\ndef wait_for(event):\n    event.wait()\n")
     monkeypatch.syspath_prepend(str(folder.parent))
-    learner = importlib.import_module("someones_learner")
-    envs = importlib.import_module("someones_learner.envs")
+    learner = importlib.import_module("other_learner")
+    envs = importlib.import_module("other_learner.envs")
     event = threading.Event()
     thread = threading.Thread(target=learner.update, args=(lambda: envs.wait_for(event),))
     thread.start()
     try:
         frame = lambda: sys._current_frames()[thread.ident]  # noqa: E731
-        until(lambda: "wait_for" in pulse._place(frame()), "the thread waits")
+        wait_until(lambda: "wait_for" in pulse._place(frame()))
         place = pulse._place(frame())
     finally:
         event.set()
@@ -86,16 +87,7 @@ def pulses() -> list[Path]:
     return [path for folder in own_files.user_folders() for path in folder.glob(name)]
 
 
-def until(condition, what: str) -> None:
-    give_up = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < give_up, what
-        time.sleep(0.02)
-
-
-def test_a_worker_in_a_slow_step_is_named_with_its_place(
-    fork_server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_in_a_slow_step_is_named_with_its_place(fork_server, caplog, monkeypatch) -> None:
     monkeypatch.setattr(pulse, "_EVERY_S", 0.1)
     caplog.set_level(logging.WARNING, "torchrl_dist")
     with local_cluster({"learner": 1, "collector": 2}, fork_server=fork_server) as session:
@@ -107,8 +99,7 @@ def test_a_worker_in_a_slow_step_is_named_with_its_place(
             collector._pulse._progress.patience_s = 1.0
             batches = iter(collector)
             next(batches)
-            until(pulses, "a file")
-            (path,) = pulses()
+            (path,) = wait_until(pulses)
             assert oct(path.stat().st_mode)[-3:] == "600"
             told = json.loads(path.read_text())
             assert [each["name"] for each in told["processes"]] == [
@@ -126,7 +117,7 @@ def test_a_worker_in_a_slow_step_is_named_with_its_place(
         assert pulses() == []
 
 
-def test_a_stopped_worker_and_a_learner_that_does_something_else_are_told_apart(
+def test_a_stopped_worker_and_a_learner_that_does_something_else_are_reported_differently(
     fork_server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pulse, "_EVERY_S", 0.1)
@@ -144,8 +135,10 @@ def test_a_stopped_worker_and_a_learner_that_does_something_else_are_told_apart(
             collector._pulse._progress.patience_s = 0.5
             batches = iter(collector)
             next(batches)
-            until(said, "a word about the learner")  # which waits here
-            assert said()[0].startswith("learner0 made no progress for 0.5 s: it is in until (")
+            wait_until(said)  # the learner waits here
+            assert said()[0].startswith(
+                "learner0 made no progress for 0.5 s: it is in wait_until ("
+            )
             assert len(said()) == 1
             caplog.clear()
             os.kill(pid, signal.SIGSTOP)
@@ -161,9 +154,7 @@ def test_a_stopped_worker_and_a_learner_that_does_something_else_are_told_apart(
     assert pulses() == []
 
 
-def test_the_file_of_a_killed_job_is_removed_by_the_next_and_of_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_file_of_a_killed_job_is_removed_by_the_next_and_of_no_other(tmp_path, monkeypatch):
     monkeypatch.setattr(own_files, "_MEMORY", str(tmp_path))
     folder = own_files.user_folder()
     with subprocess.Popen(["sleep", "60"]) as dead:

@@ -20,7 +20,7 @@ NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 @pytest.fixture(autouse=True)
-def handlers_are_put_back() -> Iterator[None]:
+def handlers_are_restored() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
     now = {number: signal.getsignal(number) for number in STOP_SIGNALS}
@@ -31,9 +31,9 @@ def handlers_are_put_back() -> Iterator[None]:
 
 @pytest.fixture
 def stop() -> Iterator[StopSignals]:
-    latch = Latch()
-    signals = StopSignals(latch)
-    signals.latch = latch
+    said, latch = [], Latch()
+    signals = StopSignals(latch, said.append)
+    signals.said, signals.latch = said, latch
     signals.install()
     yield signals
     signals.restore()
@@ -41,17 +41,10 @@ def stop() -> Iterator[StopSignals]:
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_the_first_signal_is_a_request_and_is_printed_once(number):
-    said, latch = [], Latch()
-    signals = StopSignals(latch, said.append)
-    signals.install()
-    try:
-        signal.raise_signal(number)
-        signal.raise_signal(signal.SIGUSR1)
-        assert latch.wait(0) and signals.received == number and said == [number]
-    finally:
-        signals.restore()
-        latch.close()
+def test_the_first_signal_is_a_request_and_is_printed_once(stop, number):
+    signal.raise_signal(number)
+    signal.raise_signal(signal.SIGUSR1)
+    assert stop.latch.wait(0) and stop.received == number and stop.said == [number]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +56,7 @@ def test_the_first_signal_is_a_request_and_is_printed_once(number):
         (signal.SIGHUP, signal.SIGHUP, SystemExit),
     ],
 )
-def test_a_second_one_raises(stop, first, second, error):
+def test_a_second_signal_raises(stop, first, second, error):
     signal.raise_signal(first)
     if second != signal.SIGINT:
         signal.raise_signal(second)  # twice for one stop, as timeout(1) and Slurm do

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import netns, slurm
+from tests import slurm
 from tests.netns import wait_for
-from tests.spawn import rank_script
+from tests.spawn import rank_script, wait_until
 from torchrl_dist.collect import RPCBatchedCollector
 from torchrl_dist.runtime import session
 
@@ -27,13 +27,11 @@ ROLES = {"learner": 1, "collector": -1}
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., subprocess.Popen]]:
-    with netns.hosts(3) as network:
-        with slurm.cluster(network, tmp_path_factory.mktemp("cluster") / "slurm") as run:
-            yield run
-    assert netns.leftovers() == []
+    with slurm.on_three_hosts(tmp_path_factory.mktemp("cluster") / "slurm") as run:
+        yield run
 
 
-def everybody_is_called(folder: str) -> None:
+def the_driver_calls_all(folder: str) -> None:
     with session(ROLES, timeout_s=100) as me:
         world = me.world
         facts = (world.host, world.node_rank, world.local_world_size, world.master_addr)
@@ -47,7 +45,7 @@ def test_in_a_heterogeneous_step_all_meet_at_rank_0(run, tmp_path):
     """Slurm's list of this step's hosts is host[0-2]; rank 0 is on host2."""
     script = [
         sys.executable,
-        *rank_script(everybody_is_called, {"folder": str(tmp_path)}, tmp_path),
+        *rank_script(the_driver_calls_all, {"folder": str(tmp_path)}, tmp_path),
     ]
     step = run(
         ["srun", "-p", "gpu", "-n1", *script, ":", "-p", "cpu", "-N2", "-n3", *script],
@@ -104,10 +102,9 @@ def test_signals_to_all_processes_of_a_step_let_the_learner_finish_through_them(
     )
 
     def wait(name: str) -> None:
-        deadline = time.monotonic() + 150
-        while not (tmp_path / name).exists():
-            assert step.poll() is None and time.monotonic() < deadline, step.communicate()[0]
-            time.sleep(0.05)
+        exists = (tmp_path / name).exists
+        wait_until(lambda: exists() or step.poll() is not None, name, 150)
+        assert exists(), step.communicate()[0]
 
     wait("collecting")
     # What --signal=USR1@60 sends ahead of the time limit, and what the limit or preemption sends.

@@ -1,9 +1,11 @@
-"""World.from_env reads which process this is from torchrun's or SLURM's variables, if any."""
+"""World.from_env reads from the launcher's variables, if any, which process this is."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shlex
+import socket
 import subprocess
 import sys
 import uuid
@@ -14,93 +16,79 @@ import pytest
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.runtime import session
 from torchrl_dist.runtime.roles import assign_roles
-from torchrl_dist.runtime.world import (
-    World,
-    expand_hosts,
-    has_ended,
-    is_stamp,
-    process_stamp,
+from torchrl_dist.runtime.world import World, expand_hosts, has_ended, is_stamp, process_stamp
+
+HOST = socket.gethostname()
+OWN, PARENT = process_stamp(os.getpid()), process_stamp(os.getppid())
+
+
+def variables(text: str) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in text.split())
+
+
+TORCHRUN = variables(
+    "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 GROUP_RANK=1 MASTER_ADDR=node0 "
+    "MASTER_PORT=1234 TORCHELASTIC_RUN_ID=job7 TORCHELASTIC_RESTART_COUNT=2"
+)
+SLURM = variables(
+    "SLURM_PROCID=5 SLURM_NTASKS=7 SLURM_LOCALID=1 SLURM_NODEID=1 SLURM_JOB_ID=99 "
+    "SLURM_STEP_ID=0 SLURM_STEP_NODELIST=gpu[03-04] SLURM_STEP_TASKS_PER_NODE=4,3"
 )
 
-TORCHRUN = {
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-    "GROUP_RANK": "1",
-    "MASTER_ADDR": "node0",
-    "MASTER_PORT": "1234",
-    "TORCHELASTIC_RUN_ID": "job7",
-    "TORCHELASTIC_RESTART_COUNT": "2",
-}
-SLURM = {
-    "SLURM_PROCID": "5",
-    "SLURM_NTASKS": "7",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_JOB_ID": "99",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NODELIST": "gpu[03-04]",
-    "SLURM_STEP_TASKS_PER_NODE": "4,3",
-}
+
+FABRIC = variables("WORLD_SIZE=4 NODE_RANK=0 LOCAL_RANK=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=1234")
 
 
-FABRIC = {
-    "WORLD_SIZE": "4",
-    "NODE_RANK": "0",
-    "LOCAL_RANK": "2",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "1234",
-}
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        (TORCHRUN, World(5, 8, 1, 4, 1, HOST, "node0", 1234, "job7", 2, "torchrun")),
+        ({**SLURM, **TORCHRUN}, World(5, 8, 1, 4, 1, HOST, "node0", 1234, "job7", 2, "torchrun")),
+        (
+            {**SLURM, "MASTER_PORT": "7"},
+            World(5, 7, 1, 3, 1, HOST, "gpu03", 7, "99.0", 0, "slurm"),
+        ),
+        (FABRIC, World(2, 4, 2, 4, 0, HOST, "127.0.0.1", 1234, PARENT, 0, "fabric")),
+        (
+            {**FABRIC, "LOCAL_RANK": "0"},  # the script that started the others
+            World(0, 4, 0, 4, 0, HOST, "127.0.0.1", 1234, OWN, 0, "fabric"),
+        ),
+        ({}, World(0, 1, 0, 1, 0, HOST, "127.0.0.1", None, OWN, 0, "single")),
+        # an sbatch script, which has Slurm's variables although it is a single process
+        (
+            {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"},
+            World(0, 1, 0, 1, 0, HOST, "127.0.0.1", None, OWN, 0, "single"),
+        ),
+        (
+            {"TORCHRL_DIST_JOB_ID": "12-34"},  # started by a child of local_cluster
+            World(0, 1, 0, 1, 0, HOST, "127.0.0.1", None, "12-34", 0, "single"),
+        ),
+    ],
+)  # fmt: skip
+def test_the_environment_of_each_launcher_is_read_completely(env, expected) -> None:
+    world = World.from_env(env)
+    assert dataclasses.replace(world, master_hosts=()) == expected
+    assert world.one_node == (world.launcher in ("single", "fabric"))
 
 
-def test_fabrics_processes_belong_to_the_job_of_the_script_that_started_them():
-    world = World.from_env(FABRIC)
-    assert (world.launcher, world.global_rank, world.world_size) == ("fabric", 2, 4)
-    assert world.one_node and world.job_id == process_stamp(os.getppid())
-    script = World.from_env({**FABRIC, "LOCAL_RANK": "0"})
-    assert script.job_id == process_stamp(os.getpid())
-    with pytest.raises(ConfigurationError, match="several nodes .* torchrun"):
-        World.from_env({**FABRIC, "MASTER_ADDR": "node0"})
-
-
-def test_torchrun_environment_is_read_completely():
-    world = World.from_env(TORCHRUN)
-    assert (world.global_rank, world.world_size, world.local_rank) == (5, 8, 1)
-    assert (world.local_world_size, world.node_rank, world.restart_count) == (4, 1, 2)
-    assert (world.master_addr, world.master_port, world.job_id) == ("node0", 1234, "job7")
-    assert world.launcher == "torchrun" and not world.one_node
-
-
-def test_slurm_environment_is_read_completely():
-    world = World.from_env(SLURM)
-    assert (world.global_rank, world.world_size, world.local_rank) == (5, 7, 1)
-    assert (world.local_world_size, world.node_rank, world.job_id) == (3, 1, "99.0")
-    assert (world.master_addr, world.launcher) == ("gpu03", "slurm")
-    assert 20_000 <= world.master_port < 32_000
-    assert World.from_env({**SLURM, "SLURM_PROCID": "0"}).master_port == world.master_port
-    assert World.from_env({**SLURM, "SLURM_JOB_ID": "100"}).master_port != world.master_port
+def test_tasks_of_a_slurm_job_agree_on_a_port_that_another_job_does_not_use() -> None:
+    port = World.from_env(SLURM).master_port
+    assert 20_000 <= port < 32_000
+    assert World.from_env({**SLURM, "SLURM_PROCID": "0"}).master_port == port
+    assert World.from_env({**SLURM, "SLURM_JOB_ID": "100"}).master_port != port
 
 
 # As Slurm 22.05 set them: lists are sorted by name, node ids follow the components.
-HET_STEP = {
-    "SLURM_NTASKS": "5",
-    "SLURM_STEP_NUM_TASKS": "5",
-    "SLURM_JOB_ID": "7",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NODELIST": "cpu[11-12],gpu1",
-    "SLURM_STEP_TASKS_PER_NODE": "3,1(x2)",
-    "SLURM_HET_SIZE": "2",
-    "SLURM_JOB_NODELIST_PACK_GROUP_0": "gpu1",
-    "SLURM_JOB_NODELIST_PACK_GROUP_1": "cpu[11-12]",
-}
-ARBITRARY_STEP = {
-    "SLURM_NTASKS": "3",
-    "SLURM_JOB_ID": "8",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NODELIST": "cpu[11-12]",
-    "SLURM_STEP_TASKS_PER_NODE": "2,1",
-}
+HET_STEP = variables(
+    "SLURM_NTASKS=5 SLURM_STEP_NUM_TASKS=5 SLURM_JOB_ID=7 SLURM_STEP_ID=0 "
+    "SLURM_STEP_NODELIST=cpu[11-12],gpu1 SLURM_STEP_TASKS_PER_NODE=3,1(x2) "
+    "SLURM_HET_SIZE=2 SLURM_JOB_NODELIST_PACK_GROUP_0=gpu1 "
+    "SLURM_JOB_NODELIST_PACK_GROUP_1=cpu[11-12]"
+)
+ARBITRARY_STEP = variables(
+    "SLURM_NTASKS=3 SLURM_JOB_ID=8 SLURM_STEP_ID=0 SLURM_STEP_NODELIST=cpu[11-12] "
+    "SLURM_STEP_TASKS_PER_NODE=2,1"
+)
 
 
 def task(step: dict[str, str], rank: int, local: int, node: int, host: str) -> World:
@@ -126,7 +114,7 @@ def test_in_a_heterogeneous_step_the_master_is_the_first_components_first_host()
     assert task(second, 3, 0, 1, "cpu12").master_addr == "cpu11"
 
 
-def test_where_slurm_does_not_say_where_rank_0_is_every_host_may_be_it():
+def test_any_host_may_be_rank_0s_if_slurm_does_not_say_where_it_is():
     first = task(ARBITRARY_STEP, 0, 0, 1, "cpu12")
     others = [task(ARBITRARY_STEP, 1 + k, k, 0, "cpu11") for k in range(2)]
     assert (first.master_addr, first.master_hosts) == ("cpu12", ())
@@ -134,22 +122,6 @@ def test_where_slurm_does_not_say_where_rank_0_is_every_host_may_be_it():
     assert [world.local_world_size for world in (first, *others)] == [1, 2, 2]
     told = task({**ARBITRARY_STEP, "MASTER_ADDR": "10.0.0.7"}, 1, 0, 0, "cpu11")
     assert (told.master_addr, told.master_hosts) == ("10.0.0.7", ())
-
-
-def test_torchrun_inside_slurm_is_torchrun():
-    assert World.from_env({**SLURM, **TORCHRUN}).launcher == "torchrun"
-
-
-def test_an_sbatch_script_is_a_single_process_though_it_has_slurm_variables():
-    batch = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"}
-    assert World.from_env(batch).launcher == "single"
-
-
-def test_a_process_without_a_launcher_is_a_world_of_one():
-    world = World.from_env({})
-    assert (world.world_size, world.global_rank, world.master_port) == (1, 0, None)
-    assert world.launcher == "single" and world.one_node
-    assert world.job_id == process_stamp(os.getpid())
 
 
 UNLAUNCHED = [
@@ -161,7 +133,7 @@ UNLAUNCHED = [
 
 
 @pytest.mark.parametrize("env", UNLAUNCHED, ids=["slurm", "open-mpi", "mpi"])
-def test_ranks_that_would_each_be_a_separate_job_are_told(env, monkeypatch):
+def test_ranks_that_would_each_be_a_separate_job_get_a_warning_or_an_error(env, monkeypatch):
     for rank, told in (
         (0, pytest.warns(UserWarning, match="task 0 of 3 .*srun")),
         (2, pytest.raises(ConfigurationError, match="task 2 of 3 .*SLURM_STEP_ID")),
@@ -174,7 +146,7 @@ def test_ranks_that_would_each_be_a_separate_job_are_told(env, monkeypatch):
         pass
 
 
-def test_the_shell_of_an_allocation_is_told_and_one_task_is_not(monkeypatch, recwarn):
+def test_the_shell_of_an_allocation_gets_a_warning_and_a_single_task_does_not(monkeypatch, recwarn):
     monkeypatch.setenv("SLURM_NTASKS", "1")
     monkeypatch.setenv("SLURM_PROCID", "0")
     with session():
@@ -184,10 +156,6 @@ def test_the_shell_of_an_allocation_is_told_and_one_task_is_not(monkeypatch, rec
     monkeypatch.delenv("SLURM_PROCID")
     with pytest.warns(UserWarning, match="task 0 of 3 that SLURM started"), session():
         pass
-
-
-def test_what_a_child_of_local_cluster_starts_belongs_to_its_job():
-    assert World.from_env({"TORCHRL_DIST_JOB_ID": "12-34"}).job_id == "12-34"
 
 
 @pytest.mark.parametrize(
@@ -206,16 +174,12 @@ def test_what_a_child_of_local_cluster_starts_belongs_to_its_job():
         ({**TORCHRUN, "LOCAL_RANK": "4"}, ""),
         ({**TORCHRUN, "WORLD_SIZE": "0"}, ""),
         ({**TORCHRUN, "MASTER_PORT": "0"}, ""),
+        ({**FABRIC, "MASTER_ADDR": "node0"}, "several nodes .* torchrun"),
     ],
 )
 def test_an_environment_that_is_half_set_or_cannot_be_right_is_refused(env, named):
     with pytest.raises(ConfigurationError, match=named):
         World.from_env(env)
-
-
-def test_torchruns_default_run_id_does_not_name_two_jobs_alike():
-    world = World.from_env({**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"})
-    assert world.job_id == process_stamp(os.getppid())
 
 
 @pytest.mark.parametrize(
@@ -297,4 +261,6 @@ def test_jobs_in_pid_namespaces_with_one_proc_have_ids_of_their_own() -> None:
 def test_a_job_that_cannot_come_back_names_its_starter(run_id: str, known: bool) -> None:
     world = World.from_env({**TORCHRUN, "TORCHELASTIC_RUN_ID": run_id})
     assert world.starter == (process_stamp(os.getppid()) if known else None)
+    # torchrun's default names all jobs alike
+    assert world.job_id == (process_stamp(os.getppid()) if run_id == "none" else run_id)
     assert World.from_env({}).starter == process_stamp(os.getpid())
