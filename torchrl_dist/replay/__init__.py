@@ -8,6 +8,7 @@ invariant                                  guard                                
 a slot has one writer                      tickets and claims, ``cursor``        processes, kills
 a row that is read is one whole row        versions, compared after the copy:    torn
                                            ``storage.read_rows``
+a row has the frames it was written with   marks and claims, ``frames``          frames
 a slice is read as a whole, in one shard   ``storage.read_rows``; numbers of     slices,
                                            steps over hosts, ``slices``          contracts
 a priority meets its row, or none [1]_     generations, ``priorities.update``    buffer, law,
