@@ -131,7 +131,8 @@ def load_checkpoint(
             )
     if recipe is not None and content["recipe"] != recipe:
         raise CheckpointError(
-            f"{path} was written by the recipe {content['recipe']!r}, expected {recipe!r}"
+            f"{path} was written by the recipe {content['recipe']!r}, expected {recipe!r}; "
+            "use another one"
         )
     return Checkpoint(**{name: content[name] for name in _FIELDS})
 
@@ -241,7 +242,7 @@ def _plain(value: Any, where: str) -> Any:
         return items if isinstance(value, list) else tuple(items)
     raise CheckpointError(
         f"{where} is a {type(value).__name__}; a checkpoint holds tensors, numbers, strings, "
-        "lists, tuples and dictionaries"
+        "lists, tuples and dictionaries. Convert it to one of these"
     )
 
 

@@ -90,7 +90,9 @@ def named_tensors(source: nn.Module | TensorDictBase | Mapping[str, Any]) -> dic
             f"expected weights as an nn.Module, a TensorDict or a state dict, got {type(source)}"
         )
     if not found and not isinstance(source, nn.Module):
-        raise ConfigurationError(f"this {type(source).__name__} contains no weights")
+        raise ConfigurationError(
+            f"this {type(source).__name__} contains no weights; pass one that has tensors"
+        )
     _refuse_lazy(found)
     return found
 

@@ -643,7 +643,10 @@ class Session:
             _, error = result_of(released, timeout_s + (0 if self.is_driver else _GOODBYE_S))
         except FutureTimeoutError:
             names = [self.peers[rank].name for rank in sorted(self._members.missing(number))]
-            error = DeadlineError(f"barrier: {', '.join(names)} did not come in {timeout_s:g} s")
+            error = DeadlineError(
+                f"barrier: {', '.join(names)} did not come in {timeout_s:g} s: see their output, "
+                "or raise timeout_s"
+            )
         if error is not None:
             raise error
 

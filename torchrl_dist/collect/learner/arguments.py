@@ -159,11 +159,13 @@ class Settings(WorkerOptions):
                 f"inference={self.inference!r}: expected 'worker' or 'learner'"
             )
         if self.inference == "learner" and self.replace_lost:
-            raise ConfigurationError("replace_lost=True does not go with inference='learner'")
+            raise ConfigurationError(
+                "replace_lost=True does not go with inference='learner'; leave one of them out"
+            )
         if self.inference == "learner" and self.init_random_frames:
             raise ConfigurationError(
                 "init_random_frames= does not go with inference='learner', where the workers do "
-                "not know what else the policy writes"
+                "not know what else the policy writes; leave one of them out"
             )
 
     def _check_numbers(self) -> None:

@@ -450,7 +450,8 @@ class Crew:
             if left + self._replacing < self._min_workers:
                 raise PeerLostError(
                     f"{left} workers are left, min_workers={self._min_workers}; lost: "
-                    f"{', '.join(w.name for w in self.workers if w.lost)}"
+                    f"{', '.join(w.name for w in self.workers if w.lost)}. See their output, or "
+                    "lower min_workers"
                 ) from worker.failure
             warnings.warn(
                 f"collection goes on with {left} workers{', another one is built' * replaced}: "
