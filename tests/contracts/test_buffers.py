@@ -36,15 +36,20 @@ from torchrl_dist.errors import ConfigurationError
 CAPACITY = 24
 
 
-LOCAL = ["torchrl", "shared uniform", "shared prioritized", "exact", "attached by pickle"]
+LOCAL = ["torchrl", "shared uniform", "shared prioritized", "exact", "attached by pickle", "frames"]
 HOSTED = ["owner by RPC", "owner by RPC, stock class", "owner on this node"]
-SHARDED = ["shards by RPC", "uniform shards by RPC", "shards on this node", "pickled shards"]
+SHARDED = [
+    "shards by RPC", "uniform shards by RPC", "shards on this node", "pickled shards",
+    "shards with frames",
+]  # fmt: skip
+FRAMES = {"obs": 1}
 
 
 @pytest.fixture(params=[*LOCAL, *HOSTED, *SHARDED])
-def buffer(request: pytest.FixtureRequest, folder: Path) -> Iterator[TensorDictReplayBuffer]:
+def buffer(
+    request: pytest.FixtureRequest, folder: Path, job: Session, where: Any
+) -> Iterator[TensorDictReplayBuffer]:
     if request.param in HOSTED + SHARDED:
-        job, where = (request.getfixturevalue(name) for name in ("job", "where"))
         yield from hosted_buffer(request.param, job, where(request.param))
         return
     if request.param == "torchrl":
@@ -56,8 +61,11 @@ def buffer(request: pytest.FixtureRequest, folder: Path) -> Iterator[TensorDictR
         )
         return
     kind = SharedReplayBuffer if request.param == "exact" else TensorDictReplayBuffer
+    options: dict[str, Any] = {"keep": False, "batch_size": 8}
+    if request.param == "frames":
+        options["frames"] = FRAMES
     uniform = request.param == "shared uniform"
-    rb = attach(folder, CAPACITY, uniform=uniform, kind=kind, keep=False, batch_size=8)
+    rb = attach(folder, CAPACITY, uniform=uniform, kind=kind, **options)
     yield pickle.loads(pickle.dumps(rb)) if request.param == "attached by pickle" else rb
     rb.storage.close()
 
@@ -77,6 +85,8 @@ def hosted_buffer(form: str, job: Session, where: dict) -> Iterator[TensorDictRe
         owner.release()
         return
     options = {"uniform": "uniform" in form, "batch_size": 8, "prefetch": 0, **where}
+    if "frames" in form:
+        options["frames"] = FRAMES
     rb = replay_buffer(job, capacity=len(where["hosts"]) * CAPACITY, **options)
     used = pickle.loads(pickle.dumps(rb)) if "pickled" in form else rb
     yield used
@@ -296,6 +306,9 @@ def test_rows_are_added_and_extended_with_their_priorities(buffer) -> None:
         assert saved.leaf[1:] == pytest.approx(0.01**0.6, 1e-4)
 
 
+@pytest.mark.parametrize(
+    "buffer", [kind for kind in [*OURS, "torchrl"] if "frames" not in kind], indirect=True
+)
 def test_rows_keep_nested_batch_sizes_empty_nodes_and_text(buffer, tmp_path: Path) -> None:
     torchrls = isinstance(buffer.storage, LazyTensorStorage)  # whose checkpoints lose the text
     buffer.extend(agents_rows(0, 10))

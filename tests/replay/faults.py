@@ -100,7 +100,7 @@ def attach(
     **more: Any,
 ) -> Any:
     """A buffer over the rows in the folder. ``more`` is for the buffer, or for its storage."""
-    of_storage = ("job_id", "keep", "timeout_s", "limiter", "resume", "gather_threads")
+    of_storage = ("job_id", "keep", "timeout_s", "limiter", "resume", "gather_threads", "frames")
     options = {name: more.pop(name) for name in of_storage if name in more}
     options = {"job_id": "test", "keep": True, "timeout_s": 30.0} | options
     if sampler is None and uniform:

@@ -108,7 +108,7 @@ class Actor:
             storage._cursor.abandon(self.reservation)
         else:
             source = storage._checked(_rows(ids, None))
-            storage._fill(self.reservation, source, 0, None)
+            storage._fill(self.reservation, None, source, 0, None)
 
     def can_sample(self, batch_size: int) -> bool:
         return self.rb.can_sample(batch_size)

@@ -18,10 +18,10 @@ the cell ``ticket % size`` of its ring. All rings have the same tickets. A write
 
 Invariants at every instant:
 
-- The slot of a row has a *mark*: the frame cursor when it was reserved. The row refers to no frame
-  more than ``window`` tickets before its mark.
-- Before a ticket is reserved whose cell holds a frame that a published row may refer to, that row
-  is unpublished. So the versions of rows, which readers compare after their copy, tell about their
+- The slot of a row has a *mark*: the oldest ticket that the row refers to. When the row was
+  written, that was at most ``window`` tickets before the cursor.
+- Before a ticket is reserved whose cell holds a frame that a published row refers to, that row is
+  unpublished. So the versions of rows, which readers compare after their copy, tell about their
   frames, too.
 - A claim has a *start*: the oldest ticket that its rows refer to. No ticket is reserved whose cell
   holds a frame from the start of a live claim on. Its writer waits instead.
@@ -58,6 +58,7 @@ _WINDOW = 32  # the window is this part of the rows
 _FEW = 4096  # frames: small buffers have a larger window, and room for rows that repeat nothing
 _MOST_KNOWN = 2**17
 _DROPPED_AT_ONCE = 256  # this part of the ring
+_NEVER = 2**61  # larger than any ticket
 
 Gather = Callable[[Sequence[np.ndarray], np.ndarray], list[np.ndarray]]
 
@@ -246,13 +247,17 @@ class Plan:
         columns: the numbers of the columns with frames.
         found: per ring.
         count: tickets that it needs.
-        oldest: the oldest ticket that it refers to.
+        known: int64 [rows], the oldest ticket that each row refers to.
+        new: int64 [rows], the same for the new frames, counted from the first.
+        oldest: the smallest of ``known``.
         first: the first of its own tickets, once they are reserved.
     """
 
     columns: list[list[int]]
     found: list[_Found]
     count: int
+    known: np.ndarray
+    new: np.ndarray
     oldest: int
     first: int = field(default=-1, init=False)
 
@@ -331,10 +336,12 @@ class Frames:
                 if value is not None
             ]
             found.append(finder.find(values, oldest))
+        refs = [each.reshape(stop - start, -1) for ring in found for each in ring.refs]
+        every = np.concatenate(refs, axis=1)
+        known = every.min(1, where=every >= 0, initial=_NEVER)
+        new = -1 - every.max(1, where=every < 0, initial=-_NEVER)
         count = max(each.new for each in found)
-        reused = [refs[refs >= 0] for each in found for refs in each.refs]
-        oldest = min((int(refs.min()) for refs in reused if refs.size), default=2**62)
-        return Plan(columns, found, count, oldest)
+        return Plan(columns, found, count, known, new, int(known.min()))
 
     def admits(self, row: int, plan: Plan | None) -> bool:
         """Whether the plan's frames can be reserved for a claim. Called under the lock.
@@ -364,7 +371,7 @@ class Frames:
         """Return the oldest ticket that a claim refers to."""
         used = self._words[Word.CLAIM_ROWS]
         starts = self._starts[:used][self._claims[:used, CLAIM_COUNT] != 0]
-        return int(starts.min(initial=2**62))
+        return int(starts.min(initial=_NEVER))
 
     def reserve(self, plan: Plan | None, ranges: Sequence[tuple[int, int]]) -> int:
         """Reserve tickets for new frames, and mark the slots. Called after the claim, locked.
@@ -375,11 +382,14 @@ class Frames:
         words = self._words
         first = words[Word.FRAME_CURSOR]
         count = 0 if plan is None else plan.count
-        needed = first + count - self.size + self.window  # the smallest mark from now on
+        needed = first + count - self.size  # the smallest mark from now on
         words[Word.DIRTY] = 1
         dropped = self._drop(needed) if needed > words[Word.FRAME_LOW] else 0
+        rows = sum(stop - start for start, stop in ranges)
+        marks = np.full(rows, first) if plan is None else np.minimum(plan.known, first + plan.new)
+        marks = marks[marks.size - rows :]  # a restored checkpoint may leave out its first rows
         for start, stop in ranges:
-            self._marks[start:stop] = first
+            self._marks[start:stop], marks = np.split(marks, [stop - start])
         words[Word.FRAME_CURSOR] = first + count
         words[Word.DIRTY] = 0
         if plan is not None:
@@ -391,7 +401,7 @@ class Frames:
         words, marks = self._words, self._marks
         published = (self._versions & 1 == 0) & (self._versions > 0)
         gone = np.empty(0, np.int64)
-        if marks.min(where=published, initial=2**62) < needed:
+        if marks.min(where=published, initial=_NEVER) < needed:
             # more than needed, because this looks at all slots
             gone = np.flatnonzero(published & (marks < needed + self.size // _DROPPED_AT_ONCE))
             published[gone] = False
