@@ -20,8 +20,9 @@ from tensordict import TensorDictBase
 
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
 from torchrl_dist.forks import now_and_in_children
-from torchrl_dist.replay.hosts.link import SHORTEST_CALL_S, Answer, Link, await_answer
+from torchrl_dist.replay.hosts.link import SHORTEST_CALL_S, Link, await_answer
 from torchrl_dist.replay.hosts.messages import (
+    Answer,
     CountSamples,
     HostState,
     Law,
@@ -33,6 +34,7 @@ from torchrl_dist.replay.hosts.messages import (
 )
 from torchrl_dist.replay.law.limiter import Counts, RateLimiter
 from torchrl_dist.replay.law.shard_law import global_index, largest_priority, split_index
+from torchrl_dist.replay.parts.drawn import Drawn
 from torchrl_dist.replay.parts.sampler import RecentGenerations
 from torchrl_dist.replay.row import rows
 from torchrl_dist.replay.row.packing import pack, spec_from_text
@@ -274,15 +276,25 @@ class ReplayClient:
                 with contextlib.suppress(PeerLostError):  # its counts no longer change
                     self.links[shard].put(CountSamples(count), urgent=False)
 
-    def return_draws(
-        self, shard: int, slot: torch.Tensor, generation: torch.Tensor, leaf: torch.Tensor
-    ) -> None:
-        """Queue the return of drawn rows that will not be used, for ``max_times_sampled``."""
-        if self.counts_draws and slot.numel() and self.answers_now(shard):
-            drawn = ReturnDraws(slot.numpy(), generation.numpy(), leaf.numpy())
-            with contextlib.suppress(PeerLostError, DeadlineError):  # then no such row exists
-                size = _FEW_BYTES + 3 * drawn.leaf.nbytes
-                self.links[shard].put(drawn, size=size, urgent=False)
+    def in_buffer(self, shard: int, rows: Drawn) -> Drawn:
+        """Give a shard's rows their indices in the whole buffer."""
+        rows.index = rows.index + shard * self.shard_capacity
+        return rows
+
+    def return_draws(self, rows: Drawn, which: Any = slice(None)) -> None:
+        """Queue the return of drawn rows that will not be used, for ``max_times_sampled``.
+
+        Does not block."""
+        if not self.counts_draws:
+            return
+        shards, slots = split_index(rows.index.numpy()[which], self.shard_capacity)
+        for shard in np.unique(shards).tolist():
+            if self.answers_now(shard):
+                part = shards == shard
+                stamps, leaf = rows.generation.numpy()[which][part], rows.leaf[which][part]
+                with contextlib.suppress(PeerLostError):  # then no such row exists
+                    drawn = ReturnDraws(slots[part], stamps, leaf)
+                    self.links[shard].put(drawn, urgent=False)
 
     def counts(self) -> Counts | None:
         """Return sums over the shards, as far as this process knows, for the rate limiter.

@@ -28,8 +28,9 @@ from torchrl_dist.replay.node.directory import ReplayDirectory
 from torchrl_dist.replay.node.priorities import set_alpha, update
 from torchrl_dist.replay.node.tables import Word
 from torchrl_dist.replay.node.times_sampled import TooFewDrawsError, count_draws
+from torchrl_dist.replay.parts.drawn import Drawn
 from torchrl_dist.replay.parts.storage import NoRowsError, SharedMemmapStorage
-from torchrl_dist.replay.row import _torchrl, rows
+from torchrl_dist.replay.row import _torchrl
 
 EMPTY = (
     "Cannot sample from an empty storage. No row has been written yet, or the buffer was emptied: "
@@ -215,28 +216,6 @@ def _digest(slots: np.ndarray) -> bytes:
     return hashlib.blake2b(np.ascontiguousarray(slots).data, digest_size=16).digest()
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """Rows that were drawn and copied.
-
-    Attributes:
-        index, generation: int64 [n], slot and generation of each row.
-        leaf: float64 [n], ``p ** alpha`` of each row; 1 in uniform sampling.
-        tensors: the rows, one tensor [n, ...] per column of the row spec.
-        minimum: the smallest leaf in the directory at that time.
-        mass: the sum over all rows of the directory at the time of the first draw.
-        lengths: int64 [slices], if slices were drawn. ``mass`` is then that of all possible slices.
-    """
-
-    index: torch.Tensor
-    generation: torch.Tensor
-    leaf: np.ndarray
-    tensors: list[torch.Tensor]
-    minimum: float
-    mass: float
-    lengths: torch.Tensor | None = None
-
-
 class SharedSampler(Sampler):
     """The base of all samplers: the directory of the storage, and the random numbers.
 
@@ -284,6 +263,37 @@ class SharedSampler(Sampler):
             return False
         return directory.length > 0
 
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[Any, Any]]:
+        """Return slots, int64 [batch_size], and what the class adds to a batch.
+
+        Raises:
+            RuntimeError: no row is published, and none is being written.
+        """
+        drawn = self._next(storage, batch_size)
+        return drawn.index, self._info(drawn)
+
+    def draw(self, storage: Storage, count: int) -> Drawn:
+        """Draw rows, and return all that is known about them. It does not wait for a limiter."""
+        raise NotImplementedError
+
+    def _info(self, drawn: Drawn) -> dict[Any, torch.Tensor]:
+        """Return the entries that the class adds to a batch."""
+        return {}
+
+    def _next(self, storage: Storage, batch_size: int) -> Drawn:
+        """Return the rows of the next sample, once it is admitted, and hand them to the storage."""
+        gate = self.attach(storage).gate
+        if gate is None:
+            drawn = self.draw(storage, batch_size)
+        else:
+            drawn = gate.draw(batch_size, lambda: self.draw(storage, batch_size), storage)
+            if (
+                drawn.index.numel() != batch_size
+            ):  # the end of a pass, or slices that were cut short
+                gate.count_samples(drawn.index.numel() - batch_size)
+        storage.hand_over(drawn.index, drawn.generation, drawn.tensors)
+        return drawn
+
     def _uniforms(self, count: int) -> np.ndarray:
         """Return random numbers, float64 [count] in [0, 1)."""
         if self._rng is not None:
@@ -298,6 +308,12 @@ class SharedSampler(Sampler):
         pass  # the directory is emptied by the writer
 
     # The storage saves priorities with the rows. The rest is this process's state.
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._empty()
 
     def dumps(self, path: str | Path) -> None:
         own_files.make_folder(path)
@@ -339,24 +355,8 @@ class SharedRandomSampler(SharedSampler, RandomSampler):
         super().__init__()
         self._setup()
 
-    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
-        """Return slots, int64 [batch_size], and no further information.
-
-        Raises:
-            RuntimeError: no row is published, and none is being written.
-        """
-        gate = self.attach(storage).gate
-        if gate is None:
-            drawn = self.draw(storage, batch_size)
-        else:
-            drawn = gate.draw(batch_size, lambda: self.draw(storage, batch_size), storage)
-        storage.hand_over(drawn.index, drawn.generation, drawn.tensors)
-        return drawn.index, {}
-
     def draw(self, storage: Storage, count: int) -> Drawn:
-        """Do what ``sample`` does, and return all that is known about the rows.
-
-        It does not wait for a limiter. ``mass`` is the number of rows."""
+        """Draw rows uniformly, see the base class. ``mass`` is the number of rows."""
         directory = self.attach(storage)
         assert isinstance(storage, SharedMemmapStorage)
         mass = directory.length
@@ -403,83 +403,10 @@ class SharedRandomSampler(SharedSampler, RandomSampler):
 
         law = draw if directory.times_sampled is None else draw_counted
         slots, generation, leaf, columns = storage.read_drawn(law, count)
-        spec = directory.rows
-        assert spec is not None  # of the rows just read
-        tensors = rows.tensors(columns, spec)
-        return Drawn(
-            torch.from_numpy(slots), torch.from_numpy(generation), leaf, tensors, 1.0, float(mass)
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        pass
+        return Drawn.of(directory.rows, slots, generation, leaf, columns, 1.0, float(mass))
 
 
-class SharesPriorities(SharedSampler):
-    """TorchRL's interface of a prioritized sampler, for priorities that are stored with the rows.
-
-    In a class's bases it comes before the class that draws."""
-
-    _beta: float
-    _eps: float
-
-    @property
-    def beta(self) -> float:
-        """Exponent of the importance weights in this process."""
-        return self._beta
-
-    @beta.setter
-    def beta(self, value: float) -> None:
-        self._beta = checked_exponents(0.0, value, 1.0)[1]
-
-    @property
-    def eps(self) -> float:
-        """The number added to every priority."""
-        return self._eps
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def default_priority(self) -> float:
-        """The largest priority seen (or present, see the constructor), or 1 without rows.
-
-        Over hosts, it blocks for one call."""
-        raw = self._max_priority[0]
-        return 1.0 if raw is None else raw
-
-    def _maybe_init_from_storage(self, storage: Storage | None) -> None:
-        if storage is not None:
-            self.attach(storage)
-
-    def add(self, index: torch.Tensor | int) -> None:
-        pass  # publishing has set it
-
-    def extend(self, index: torch.Tensor | tuple[Any, ...]) -> None:
-        pass
-
-    def mark_update(self, index: int | torch.Tensor, *, storage: Storage | None = None) -> None:
-        """Set the default priority on rows, for example after their content changed."""
-        self.update_priority(index, self.default_priority, storage=storage)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"_alpha": self.alpha, "_beta": self._beta, "_eps": self._eps}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load alpha and beta. The state of a uniform sampler has neither, and changes neither."""
-        if not state_dict:
-            self._empty()
-            return
-        alpha, beta = exponents_in(state_dict)
-        self._empty()
-        self.alpha = alpha
-        self._beta = beta
-
-
-class SharedPrioritizedSampler(SharesPriorities, PrioritizedSampler):
+class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
     """Sample by priority from one sum tree that all processes of the node share.
 
     Law, importance weights and defaults are those of TorchRL's ``PrioritizedSampler``. Row ``i`` is
@@ -592,24 +519,57 @@ class SharedPrioritizedSampler(SharesPriorities, PrioritizedSampler):
     def alpha(self) -> float:
         """The priority exponent that all processes share. Setting it rebuilds the tree once.
 
-        As in TorchRL, priorities cannot be recovered from ``alpha == 0``. Rows then keep equal
-        leaves until their priority is next updated. An alpha that makes a row's leaf too large
-        raises ``ConfigurationError`` and changes nothing.
+        Over hosts, reading it blocks for one call. As in TorchRL, priorities cannot be recovered
+        from ``alpha == 0``. Rows then keep equal leaves until their priority is next updated. An
+        alpha that makes a row's leaf too large raises ``ConfigurationError`` and changes nothing.
         """
-        if self._directory is not None:
-            self._alpha = self._directory.get_float(Word.ALPHA)
-        return self._alpha
+        return self._alpha_now()
 
     @alpha.setter
     def alpha(self, value: float) -> None:
         if not 0 <= value < math.inf:
             raise ConfigurationError(f"alpha must be >= 0 and finite, got {value}")
+        self._share_alpha(float(value))
+        self._alpha = float(value)
+        self._copy_of = None
+
+    def _alpha_now(self) -> float:
+        if self._directory is not None:
+            self._alpha = self._directory.get_float(Word.ALPHA)
+        return self._alpha
+
+    def _share_alpha(self, value: float) -> None:
+        """Set alpha for all processes."""
         directory = self._directory
         if directory is not None:
             with directory.lock():
-                set_alpha(directory, float(value))
-        self._alpha = float(value)
-        self._copy_of = None
+                set_alpha(directory, value)
+
+    @property
+    def beta(self) -> float:
+        """Exponent of the importance weights in this process."""
+        return self._beta
+
+    @beta.setter
+    def beta(self, value: float) -> None:
+        self._beta = checked_exponents(0.0, value, 1.0)[1]
+
+    @property
+    def eps(self) -> float:
+        """The number added to every priority."""
+        return self._eps
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def default_priority(self) -> float:
+        """The largest priority seen (or present, see the constructor), or 1 without rows.
+
+        Over hosts, it blocks for one call."""
+        raw = self._max_priority[0]
+        return 1.0 if raw is None else raw
 
     @property
     def _max_priority(self) -> tuple[float | None, int | None]:
@@ -621,22 +581,11 @@ class SharedPrioritizedSampler(SharesPriorities, PrioritizedSampler):
 
     # --- drawing -----------------------------------------------------------------------------
 
-    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
-        """Return ``(index, {"priority_weight": weight})``: int64 and float32, [batch_size]."""
-        gate = self.attach(storage).gate
-        if gate is None:
-            drawn = self.draw(storage, batch_size)
-        else:
-            drawn = gate.draw(batch_size, lambda: self.draw(storage, batch_size), storage)
-        storage.hand_over(drawn.index, drawn.generation, drawn.tensors)
+    def _info(self, drawn: Drawn) -> dict[Any, torch.Tensor]:
         self._recent.remember(drawn.index, drawn.generation, written=False)
-        weight = ((drawn.leaf / drawn.minimum) ** -float(self._beta)).astype(np.float32)
-        return drawn.index, {"priority_weight": torch.from_numpy(weight)}
+        return {"priority_weight": drawn.weights(self._beta)}
 
     def draw(self, storage: Storage, count: int) -> Drawn:
-        """Do what ``sample`` does, and return all that is known about the rows.
-
-        It does not wait for a limiter."""
         directory = self.attach(storage)
         assert isinstance(storage, SharedMemmapStorage)
         smallest, mass = math.inf, math.nan
@@ -673,12 +622,7 @@ class SharedPrioritizedSampler(SharesPriorities, PrioritizedSampler):
                 return draw_locked(count)
 
         slots, generation, leaf, columns = storage.read_drawn(draw, count)
-        spec = directory.rows
-        assert spec is not None  # of the rows just read
-        tensors = rows.tensors(columns, spec)
-        return Drawn(
-            torch.from_numpy(slots), torch.from_numpy(generation), leaf, tensors, smallest, mass
-        )
+        return Drawn.of(directory.rows, slots, generation, leaf, columns, smallest, mass)
 
     # --- priorities --------------------------------------------------------------------------
 
@@ -705,24 +649,31 @@ class SharedPrioritizedSampler(SharesPriorities, PrioritizedSampler):
                 are updated, whichever row they hold now, and counted
                 (``"unverified_updates"``).
         """
-        if self._directory is None:
-            if storage is None:
-                raise ConfigurationError(
-                    "the sampler is not bound to a storage yet; update priorities through the "
-                    "replay buffer, or pass storage="
-                )
+        if storage is not None:
             self.attach(storage)
-        if isinstance(storage, SharedMemmapStorage):
-            storage.check_open()
-        if storage is not None and any(
-            _torchrl.sampler_of(buffer) is self and _torchrl.is_being_built(buffer)
-            for buffer in _torchrl.buffers_over(storage)
-        ):
-            return  # a process that joins must not reset the shared values
+            if isinstance(storage, SharedMemmapStorage):
+                storage.check_open()
+            if any(
+                _torchrl.sampler_of(buffer) is self and _torchrl.is_being_built(buffer)
+                for buffer in _torchrl.buffers_over(storage)
+            ):
+                return  # a process that joins must not reset the shared values
+        self._set_priorities(index, priority, generation)
+
+    def _set_priorities(
+        self,
+        index: int | torch.Tensor,
+        priority: float | torch.Tensor,
+        generation: torch.Tensor | None,
+    ) -> None:
+        if self._directory is None:
+            raise ConfigurationError(
+                "the sampler is not bound to a storage yet; update priorities through the "
+                "replay buffer, or pass storage="
+            )
         if generation is None:
             generation = self._recent.recall(index)
         index = as_slots(index)
-        assert self._directory is not None
         update(
             self._directory,
             index.reshape(-1).numpy(),
@@ -730,13 +681,42 @@ class SharedPrioritizedSampler(SharesPriorities, PrioritizedSampler):
             None if generation is None else generation.detach().cpu().reshape(-1).numpy(),
         )
 
+    def _maybe_init_from_storage(self, storage: Storage | None) -> None:
+        if storage is not None:
+            self.attach(storage)
+
+    def add(self, index: torch.Tensor | int) -> None:
+        pass  # publishing has set it
+
+    def extend(self, index: torch.Tensor | tuple[Any, ...]) -> None:
+        pass
+
+    def mark_update(self, index: int | torch.Tensor, *, storage: Storage | None = None) -> None:
+        """Set the default priority on rows, for example after their content changed."""
+        self.update_priority(index, self.default_priority, storage=storage)
+
     # --- state: priorities are saved with the rows, by the storage ----------------------------
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"_alpha": self.alpha, "_beta": self._beta, "_eps": self._eps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load alpha and beta. The state of a uniform sampler has neither, and changes neither."""
+        if not state_dict:
+            self._empty()
+            return
+        alpha, beta = exponents_in(state_dict)
+        self._empty()
+        self.alpha = alpha
+        self._beta = beta
+
+    def _exponents(self) -> str:
+        """Return the exponents as this process knows them, without a call."""
+        alpha = SharedPrioritizedSampler._alpha_now(self)
+        return f"alpha={alpha}, beta={self._beta}, eps={self._eps}"
+
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(alpha={self.alpha}, beta={self._beta}, eps={self._eps}, "
-            f"reduction={self.reduction!r})"
-        )
+        return f"{type(self).__name__}({self._exponents()}, reduction={self.reduction!r})"
 
 
 def checked_exponents(alpha: float, beta: float, eps: float) -> tuple[float, float, float]:
