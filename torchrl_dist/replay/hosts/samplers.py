@@ -48,8 +48,6 @@ class _SamplerOfOwner(SharedSampler):
     It is bound either to a directory, like its base class, or to a client."""
 
     _prioritized = False
-    _takes_rows_by_count = True
-    """Whether it heeds ``max_times_sampled``."""
 
     def _set_owner(
         self,
@@ -108,12 +106,7 @@ class _SamplerOfOwner(SharedSampler):
             )
         if not isinstance(storage, RemoteStorage):  # on the node of a single host
             return super().attach(storage)
-        limiter = storage.limiter
-        if not self._takes_rows_by_count and limiter is not None and limiter.max_times_sampled:
-            raise ConfigurationError(
-                f"{type(self).__name__} takes rows whatever their counts; use a limiter without "
-                "max_times_sampled"
-            )
+        self._check_limiter(storage)
         self._prepare(storage)
         self._storage = storage
         self._source = self._new_source(storage)
@@ -342,8 +335,6 @@ class RPCPrioritizedSampler(_SamplerOfOwner, SharedPrioritizedSampler):
 class _SlicesOfOwner(_SamplerOfOwner, SharedSliceSampler):
     """The base of samplers of slices. Each host chooses slices among its own rows."""
 
-    _takes_rows_by_count = False
-
     def _set_owner(self, owner: ReplayOwner, *ahead: Any, **options: Any) -> None:
         if self._by_end:
             raise ConfigurationError(
@@ -542,8 +533,6 @@ class RPCSamplerWithoutReplacement(_SamplerOfOwner, SharedSamplerWithoutReplacem
         ...     sorted(int(i) for batch in buffer for i in batch["number"])
         [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
     """
-
-    _takes_rows_by_count = False
 
     def __init__(
         self, drop_last: bool = False, shuffle: bool = True, *, owner: ReplayOwner

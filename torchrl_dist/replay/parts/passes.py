@@ -195,6 +195,9 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
             batch), and none is being written.
     """
 
+    _knows_rows = True
+    _no_counts = "itself counts how often rows are drawn"
+
     def __init__(self, drop_last: bool = False, shuffle: bool = True) -> None:
         SamplerWithoutReplacement.__init__(self, drop_last, shuffle)
         self._setup()
@@ -217,20 +220,9 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
         finally:
             self._only_one = False
 
-    def attach(self, storage: Storage) -> ReplayDirectory:
-        bound = self._attached(storage)
-        if bound is not None and self._passes is not None:
-            return bound
-        directory = super().attach(storage)
-        if directory.times_sampled is not None:
-            self._directory = None
-            raise ConfigurationError(
-                f"{type(self).__name__} itself counts how often rows are drawn; use a limiter "
-                "without max_times_sampled"
-            )
+    def _bind(self, storage: SharedMemmapStorage, directory: ReplayDirectory) -> None:
         with directory.lock():
             self._passes = Passes(directory)
-        return directory
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         """Return whether ``sample`` would begin at once."""

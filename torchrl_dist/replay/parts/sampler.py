@@ -9,11 +9,11 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,8 +21,9 @@ from torchrl.data.replay_buffers.samplers import PrioritizedSampler, RandomSampl
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_dist import own_files
-from torchrl_dist.errors import CheckpointError, ConfigurationError
+from torchrl_dist.errors import CheckpointError, ConfigurationError, DirectoryError
 from torchrl_dist.forks import now_and_in_children
+from torchrl_dist.replay.law.limiter import RateLimiter
 from torchrl_dist.replay.law.placement import as_slots
 from torchrl_dist.replay.node.directory import ReplayDirectory
 from torchrl_dist.replay.node.priorities import set_alpha, update
@@ -40,8 +41,11 @@ EMPTY = (
 _RECENT_ROWS = 2**19  # 8 MiB of slots and generations
 _ROWS_PER_BATCH = 64  # overhead of a batch in memory and hashing, in rows
 _SAME_VALUES = 4
-_MOST_ASIDE = 4096
-_PATIENCE_S = 1.0
+# How long a thread waits for others, which are in there for microseconds unless a signal handler
+# has interrupted them, and even if they do not run for a while.
+_SHORT_PATIENCE_S, _LONG_PATIENCE_S = 1.0, 10.0
+
+_T = TypeVar("_T")
 
 
 class RecentGenerations:
@@ -54,10 +58,9 @@ class RecentGenerations:
     The values are copied into rings. If the small tensors of thousands of batches stayed alive,
     they would lie between large ones, and the allocator could not reuse that memory.
 
-    A signal handler may use this while the interrupted thread does. It then puts its batches aside
-    for the next call, and searches without changing anything. Another thread does the same if the
-    main thread does not leave, because a handler in the main thread may be waiting for a lock of
-    TorchRL's buffer that the other thread holds.
+    A signal handler that interrupted a use of this records nothing, and gets an error if it
+    searches. So does another thread if the main thread does not leave, because a handler in the
+    main thread may be waiting for a lock of TorchRL's buffer that the other thread holds.
     """
 
     def __init__(self) -> None:
@@ -74,7 +77,6 @@ class RecentGenerations:
         # Hashing costs as much as the lock, so it waits for the first index that is another tensor.
         self._unhashed: deque[_Batch] = deque()
         self._by_values: dict[bytes, deque[_Batch]] = {}
-        self._aside: deque[tuple[torch.Tensor, torch.Tensor, bool]] = deque(maxlen=_MOST_ASIDE)
 
     def _renew(self) -> None:
         if not self._lock.acquire(
@@ -86,20 +88,29 @@ class RecentGenerations:
 
     def remember(self, index: torch.Tensor, generation: torch.Tensor, *, written: bool) -> None:
         """Record slots and their generations, both int64 [n]."""
-        lock, other = self._lock, threading.get_ident() != self._main_thread
-        # only the main thread is interrupted, even between two lines, so it locks by "with"
+        with suppress(DirectoryError):
+            self._alone(_SHORT_PATIENCE_S, self._remember, index, generation, written)
+
+    def _alone(self, patience_s: float, action: Callable[..., _T], *args: Any) -> _T:
+        """Return ``action(*args)``, while no other thread is in here.
+
+        Raises:
+            DirectoryError: in a signal handler that interrupted this, or after ``patience_s``.
+        """
+        lock = self._lock
         owned = lock._is_owned()  # type: ignore[attr-defined]  # not in typeshed
-        if owned or (other and not lock.acquire(blocking=False)):
-            self._aside.append((index, generation.clone(), written))
-            return
+        if not owned and threading.get_ident() == self._main_thread:
+            with lock:  # not acquire(), because this thread may be interrupted between two lines
+                return action(*args)
+        if owned or not lock.acquire(timeout=patience_s):
+            raise DirectoryError(
+                "a signal handler interrupted a use of the buffer, and uses it itself or waits for "
+                "a thread that does. Have the handler set a flag, and act on it between two uses"
+            )
         try:
-            with lock:
-                while self._aside:
-                    self._remember(*self._aside.popleft())
-                self._remember(index, generation, written)
+            return action(*args)
         finally:
-            if other:
-                lock.release()
+            lock.release()
 
     def _remember(self, index: torch.Tensor, generation: torch.Tensor, written: bool) -> None:
         slots, generations = index.numpy(), generation.numpy()
@@ -141,21 +152,13 @@ class RecentGenerations:
         If a cloned index matches several draws, the oldest one counts: it is better to drop a
         priority than to set it on another row. Draws from before this process itself wrote these
         slots again never count.
+
+        Raises:
+            DirectoryError: in a signal handler that interrupted a use of this.
         """
-        lock, other = self._lock, threading.get_ident() != self._main_thread
-        owned = lock._is_owned()  # type: ignore[attr-defined]  # not in typeshed
-        if owned or (other and not lock.acquire(timeout=_PATIENCE_S)):
-            return self._look_for(index)
-        try:
-            with lock:
-                return self._recall(index)
-        finally:
-            if other:
-                lock.release()
+        return self._alone(_LONG_PATIENCE_S, self._recall, index)
 
     def _recall(self, index: int | torch.Tensor) -> torch.Tensor | None:
-        while self._aside:
-            self._remember(*self._aside.popleft())
         known = self._by_identity.get(id(index))
         if known is not None and known.index() is index:
             return torch.from_numpy(known.generations.copy())
@@ -164,24 +167,6 @@ class RecentGenerations:
             batch.digest = _digest(batch.slots)
             self._by_values.setdefault(batch.digest, deque(maxlen=_SAME_VALUES)).append(batch)
         return _oldest_of(self._by_values.get(_digest(_slots_of(index)), ()))
-
-    def _look_for(self, index: int | torch.Tensor) -> torch.Tensor | None:
-        """Do :meth:`recall` during a change by another thread, without changing anything."""
-        aside = list(self._aside)
-        for kept, generation, _ in aside:
-            if kept is index:
-                return generation.clone()
-        wanted = _slots_of(index)
-        same = [batch for batch in list(self._batches) if np.array_equal(batch.slots, wanted)]
-        same += [
-            _Batch(weakref.ref(kept), wanted, generation.numpy(), 0, written, id(kept))
-            for kept, generation, written in aside
-            if np.array_equal(kept.numpy(), wanted)
-        ]
-        for batch in same:
-            if batch.index() is index:
-                return torch.from_numpy(batch.generations.copy())
-        return _oldest_of(same[-_SAME_VALUES:])
 
 
 def _slots_of(index: int | torch.Tensor) -> np.ndarray:
@@ -224,6 +209,10 @@ class SharedSampler(Sampler):
     """
 
     _directory: ReplayDirectory | None
+    _knows_rows = False
+    """Whether it has knowledge about rows of one directory."""
+    _no_counts = ""
+    """Why it cannot heed ``max_times_sampled``."""
 
     def _setup(self) -> None:
         self._directory = None
@@ -232,26 +221,37 @@ class SharedSampler(Sampler):
 
     def attach(self, storage: Storage) -> ReplayDirectory:
         """Bind to the storage's directory. The buffer's constructor calls it. Idempotent."""
+        bound = self._directory
+        if bound is not None and bound is getattr(storage, "directory", None):
+            return bound
+        if bound is not None and self._knows_rows:
+            raise ConfigurationError(
+                f"this {type(self).__name__} samples from {bound.path}; create one sampler per "
+                "storage"
+            )
         if not isinstance(storage, SharedMemmapStorage):
             raise ConfigurationError(
                 f"{type(self).__name__} samples from a SharedMemmapStorage, got "
                 f"{type(storage).__name__}"
             )
+        self._check_limiter(storage)
+        self._bind(storage, storage.directory)
         self._directory = storage.directory
         return storage.directory
 
-    def _attached(self, storage: Storage) -> ReplayDirectory | None:
-        """Return the directory that this sampler is bound to, or None.
-
-        Raises:
-            ConfigurationError: it is bound to another directory, whose rows it knows.
+    def _check_limiter(self, storage: Any) -> None:
         """
-        bound = self._directory
-        if bound is None or bound is getattr(storage, "directory", None):
-            return bound
-        raise ConfigurationError(
-            f"this {type(self).__name__} samples from {bound.path}; create one sampler per storage"
-        )
+        Raises:
+            ConfigurationError: it cannot heed the storage's ``max_times_sampled``.
+        """
+        limiter: RateLimiter | None = storage.limiter if self._no_counts else None
+        if limiter is not None and limiter.max_times_sampled is not None:
+            raise ConfigurationError(
+                f"{type(self).__name__} {self._no_counts}; use a limiter without max_times_sampled"
+            )
+
+    def _bind(self, storage: SharedMemmapStorage, directory: ReplayDirectory) -> None:
+        """Prepare draws from a directory, or raise ConfigurationError."""
 
     def note_written(self, index: torch.Tensor, generation: torch.Tensor) -> None:
         """Note new rows. The writer of this process calls it after it published them."""
@@ -468,6 +468,7 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
         self._max_priority_within_buffer = bool(max_priority_within_buffer)
         self._setup()
 
+    _knows_rows = True
     _copy_of: int | None = None
     """The directory of the sampler that this one was copied from."""
 
@@ -483,12 +484,9 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
 
     # --- parameters --------------------------------------------------------------------------
 
-    def attach(self, storage: Storage) -> ReplayDirectory:
-        if (bound := self._attached(storage)) is not None:
-            return bound
-        directory = super().attach(storage)
+    def _bind(self, storage: SharedMemmapStorage, directory: ReplayDirectory) -> None:
+        super()._bind(storage, directory)
         if storage.max_size != self._max_capacity:
-            self._directory = None
             raise ConfigurationError(
                 f"the sampler has capacity {self._max_capacity}, its storage {storage.max_size}"
             )
@@ -506,14 +504,12 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
         if self._copy_of == directory.identity:  # the sampler was right when it was copied
             self._alpha = shared[0]
         if (*shared, within) != (self._alpha, self._eps, self._max_priority_within_buffer):
-            self._directory = None
             raise ConfigurationError(
                 f"the sampler has alpha={self._alpha}, eps={self._eps}, max_priority_within_buffer="
                 f"{self._max_priority_within_buffer}; the processes that share {directory.path} "
                 f"use alpha={shared[0]}, eps={shared[1]}, max_priority_within_buffer={within}: "
                 "pass these, and set sampler.alpha afterwards to change it for all processes"
             )
-        return directory
 
     @property
     def alpha(self) -> float:

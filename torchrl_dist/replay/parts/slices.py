@@ -284,6 +284,9 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
                 [1, 1]])
     """
 
+    _knows_rows = True
+    _no_counts = "takes the rows of a slice regardless of their counts"
+
     consecutive = False
     """Whether neighbours must be consecutive steps. Over hosts, rows between them may be in another
     shard."""
@@ -354,8 +357,9 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
 
     def _info(self, drawn: Drawn) -> dict[Any, torch.Tensor]:
         """Return the entries of TorchRL's sampler, which only needs the number of slots."""
-        assert drawn.shape is not None
         count = drawn.index.numel()
+        if drawn.shape is None:  # no slice was requested from hosts
+            return {}
         found = _Rows(rows.build(drawn.tensors, drawn.spec, (count,), raw=True))
         index = torch.empty(count, 1, dtype=torch.int64)
         return SliceSampler._finalize_index(self, index=index, storage=found, **drawn.shape)[1]
@@ -408,24 +412,10 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
             runs = self._read_runs(directory, fresh=False, locked=True)
             return None, *self._mass(directory, runs, self.slice_len)
 
-    def attach(self, storage: Storage) -> ReplayDirectory:
-        here: Any = getattr(storage, "directory", None)
-        if self._directory is not None and self._directory is here:
-            return self._directory
-        directory = super().attach(storage)
+    def _bind(self, storage: SharedMemmapStorage, directory: ReplayDirectory) -> None:
+        super()._bind(storage, directory)
         if self._by_end:
-            try:
-                directory.ask_for_streams()
-            except ConfigurationError:
-                self._directory = None
-                raise
-        if directory.times_sampled is not None:
-            self._directory = None
-            raise ConfigurationError(
-                f"{type(self).__name__} takes the rows of a slice regardless of "
-                "their counts; use a limiter without max_times_sampled"
-            )
-        return directory
+            directory.ask_for_streams()
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         """Return whether a run is long enough."""
