@@ -43,7 +43,7 @@ _ROWS_PER_BATCH = 64  # overhead of a batch in memory and hashing, in rows
 _SAME_VALUES = 4
 # How long a thread waits for others, which are in there for microseconds unless a signal handler
 # has interrupted them, and even if they do not run for a while.
-_SHORT_PATIENCE_S, _LONG_PATIENCE_S = 1.0, 10.0
+_SHORT_PATIENCE_S, _LONG_PATIENCE_S = 0.25, 10.0
 
 _T = TypeVar("_T")
 
