@@ -221,8 +221,9 @@ class SharedSampler(Sampler):
 
     def attach(self, storage: Storage) -> ReplayDirectory:
         """Bind to the storage's directory. The buffer's constructor calls it. Idempotent."""
+        here: Any = getattr(storage, "directory", None)
         bound = self._directory
-        if bound is not None and bound is getattr(storage, "directory", None):
+        if bound is not None and here is bound:
             return bound
         if bound is not None and self._knows_rows:
             raise ConfigurationError(
