@@ -37,7 +37,11 @@ from torchrl_dist.replay.parts.sampler import (
     SharedSampler,
     priorities_for,
 )
-from torchrl_dist.replay.parts.slices import SharedPrioritizedSliceSampler, SharedSliceSampler
+from torchrl_dist.replay.parts.slices import (
+    SharedPrioritizedSliceSampler,
+    SharedSliceSampler,
+    shape_of,
+)
 from torchrl_dist.replay.parts.storage import NoRowsError, check_batch_size
 from torchrl_dist.replay.row.spec import RowSpec
 
@@ -366,15 +370,10 @@ class _SlicesOfOwner(_SamplerOfOwner, SharedSliceSampler):
         return batch_size * (self._batch_size_multiplier or 1)  # like TorchRL's class
 
     def _completed(self, batch: Drawn, count: int) -> Drawn:
-        length, slices = self._adjusted_batch_size(count)
+        length, _ = self._adjusted_batch_size(count)
         lengths = batch.lengths
         assert lengths is not None
-        shape: dict[str, Any] = {
-            "num_slices": slices,
-            "seq_length": lengths if bool((lengths != length).any()) else length,
-            "target_seq_length": None,
-            "mask_flat": None,
-        }
+        shape = shape_of(lengths, length)
         if self.pad_output:  # the last row of a slice fills the rest of it
             step = torch.arange(length)
             first = lengths.cumsum(0) - lengths

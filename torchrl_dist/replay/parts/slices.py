@@ -594,12 +594,7 @@ class SharedPrioritizedSliceSampler(
             slots = index % directory.capacity
         else:
             slots = runs.slots.numpy()[index]
-        shape = {
-            "num_slices": count,
-            "seq_length": length if (lengths == length).all() else torch.from_numpy(lengths),
-            "target_seq_length": None,
-            "mask_flat": None,
-        }
+        shape = shape_of(torch.from_numpy(lengths), length)
         mass = self._mass(directory, runs, length)[0] if with_mass else 0.0
         return slots, _Slices(shape, leaves, minimum, mass)
 
@@ -660,6 +655,16 @@ class SharedPrioritizedSliceSampler(
         state = super().__getstate__()
         state.pop("_starts", None)
         return state
+
+
+def shape_of(lengths: torch.Tensor, length: int) -> dict[str, Any]:
+    """Describe slices of these lengths, int64 [slices], as ``SliceSampler`` does for ``length``."""
+    return {
+        "num_slices": lengths.numel(),
+        "seq_length": length if bool((lengths == length).all()) else lengths,
+        "target_seq_length": None,
+        "mask_flat": None,
+    }
 
 
 def refuse_padding(sampler: SliceSampler, options: dict[str, Any]) -> None:
