@@ -196,6 +196,7 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
     """
 
     _knows_rows = True
+    _not_copied = (*SharedSampler._not_copied, "_passes", "_pass")
     _no_counts = "itself counts how often rows are drawn"
 
     def __init__(self, drop_last: bool = False, shuffle: bool = True) -> None:
@@ -307,12 +308,6 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
 
     def _empty(self) -> None:
         self._pass = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        for name in ("_passes", "_pass"):
-            state.pop(name, None)
-        return state
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(drop_last={self.drop_last}, shuffle={self.shuffle})"

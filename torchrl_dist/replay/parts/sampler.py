@@ -166,11 +166,7 @@ class RecentGenerations:
             batch = self._unhashed.popleft()
             batch.digest = _digest(batch.slots)
             self._by_values.setdefault(batch.digest, deque(maxlen=_SAME_VALUES)).append(batch)
-        return _oldest_of(self._by_values.get(_digest(_slots_of(index)), ()))
-
-
-def _slots_of(index: int | torch.Tensor) -> np.ndarray:
-    return as_slots(index).numpy()
+        return _oldest_of(self._by_values.get(_digest(as_slots(index).numpy()), ()))
 
 
 def _oldest_of(batches: Iterable[_Batch]) -> torch.Tensor | None:
@@ -213,6 +209,8 @@ class SharedSampler(Sampler):
     """Whether it has knowledge about rows of one directory."""
     _no_counts = ""
     """Why it cannot heed ``max_times_sampled``."""
+    _not_copied: tuple[str, ...] = ("_directory", "_random", "_random_pid", "_recent")
+    """Attributes that ``_setup`` creates anew in a copy."""
 
     def _setup(self) -> None:
         self._directory = None
@@ -327,7 +325,7 @@ class SharedSampler(Sampler):
     def __getstate__(self) -> dict[str, Any]:
         # PrioritizedSampler cannot be spawned, because its trees would be copies; ours are shared
         state = Sampler.__getstate__(self)
-        for name in ("_directory", "_random", "_random_pid", "_recent"):
+        for name in self._not_copied:
             state.pop(name, None)
         return state
 

@@ -285,6 +285,7 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
     """
 
     _knows_rows = True
+    _not_copied = (*SharedSampler._not_copied, "_columns", "_runs", "_own_rng", "_given_rng")
     _no_counts = "takes the rows of a slice regardless of their counts"
 
     consecutive = False
@@ -512,12 +513,6 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
     def __repr__(self) -> str:
         return super().__repr__().replace("fragmented=False", f"fragmented={self._by_step}")
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        for name in ("_columns", "_runs", "_own_rng", "_given_rng"):
-            state.pop(name, None)
-        return state
-
 
 class SharedPrioritizedSliceSampler(
     SharedSliceSampler, SharedPrioritizedSampler, PrioritizedSliceSampler
@@ -550,6 +545,8 @@ class SharedPrioritizedSliceSampler(
         ConfigurationError: as :class:`SharedPrioritizedSampler` and :class:`SharedSliceSampler`.
         RuntimeError: from ``sample``, as :class:`SharedSliceSampler`.
     """
+
+    _not_copied = (*SharedSliceSampler._not_copied, "_starts")
 
     def __init__(
         self,
@@ -650,11 +647,6 @@ class SharedPrioritizedSliceSampler(
             f"traj_key={self.traj_key}, strict_length={self.strict_length}, "
             f"{self._exponents()})"
         )
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        state.pop("_starts", None)
-        return state
 
 
 def shape_of(lengths: torch.Tensor, length: int) -> dict[str, Any]:
