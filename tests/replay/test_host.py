@@ -79,10 +79,10 @@ def test_operations_are_applied_in_order_and_the_draw_comes_last(host) -> None:
     assert reply.state.length == 6 and reply.state.write_count == 6
     assert reply.state.mass == pytest.approx(27) and reply.state.minimum == pytest.approx(1)
     assert reply.state.max_priority == 9 and not reply.failures
-    slot, generation, leaf, tensors = reply.unpack_rows()
+    slot, generation, leaf = reply.rows.index, reply.rows.generation, reply.rows.leaf
     assert (generation == 1).all() and len(slot) == 64
     spec = spec_from_text(reply.spec)
-    drawn = rows.build(tensors, spec, (64,))
+    drawn = rows.build(reply.rows.tensors, spec, (64,))
     of_slot = torch.tensor([0, 1, 2, 3, 10, 11])
     assert (drawn["id"] == of_slot[slot]).all()
     assert (drawn["next", "obs"][:, 0] == of_slot[slot] + 0.5).all()
@@ -137,7 +137,7 @@ def test_an_empty_buffer_gives_no_rows_and_no_error(host) -> None:
 def test_the_mass_of_uniform_draws_is_the_number_of_rows(host) -> None:
     operations = (write(range(5)), priorities([0, 1], [3, 4]))
     reply = host.serve(Request(operations, draw=1000, law=UNIFORM))
-    slot, _, leaf, _ = reply.unpack_rows()
+    slot, leaf = reply.rows.index, reply.rows.leaf
     assert reply.state.mass == 5 and reply.state.minimum == 1 and (leaf == 1).all()
     assert np.bincount(slot.numpy(), minlength=5).min() > 120
 
@@ -287,10 +287,10 @@ def test_returned_draws_leave_the_rows_as_they_were(
     before = directory.tree.leaves.copy()
     reply = host.serve(Request(draw=9, law=Law(prioritized)))
     assert reply.count == 8 and not directory.tree.leaves.any()  # all that there is
-    slot, generation, leaf, _ = reply.unpack_rows()
+    slot, generation, leaf = reply.rows.index, reply.rows.generation, reply.rows.leaf
     assert np.bincount(slot).tolist() == [2, 2, 2, 2]
     assert leaf.tolist() == before[slot].tolist()
-    back = ReturnDraws(slot.numpy()[1:], generation.numpy()[1:], leaf.numpy()[1:])
+    back = ReturnDraws(slot.numpy()[1:], generation.numpy()[1:], leaf[1:])
     host.serve(Request((write(range(10, 12), 2), back)))
     assert directory.words[Word.AVAILABLE] == 6
     assert directory.tree.leaves[:4].tolist() == before[:4].tolist()
@@ -300,5 +300,5 @@ def test_returned_draws_leave_the_rows_as_they_were(
     assert directory.tree.total == 0 and directory.words[Word.AVAILABLE] == 0
     stale = ReturnDraws(np.array([0, 5]), np.array([7, 1]), np.array([1.0, 1.0]))
     reply = host.serve(Request((stale,), draw=20, law=Law(prioritized)))
-    assert reply.count == 1 and reply.unpack_rows()[0].tolist() == [5]
+    assert reply.count == 1 and reply.rows.index.tolist() == [5]
     host.close()

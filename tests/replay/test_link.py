@@ -462,15 +462,16 @@ def test_rows_of_a_second_round_weigh_by_the_state_in_which_their_shard_was_chos
     monkeypatch.setattr(hosts[1], "submit", submit_and_change)
     batch = source.next(4096)
     assert len(rounds) == 2
-    late = (batch.index >= CAPACITY) & (batch.leaf < 1e3)
+    leaf, weighed = torch.from_numpy(batch.leaf), torch.from_numpy(batch.weighed)
+    late = (batch.index >= CAPACITY) & (leaf < 1e3)
     assert late.sum() > 1500
-    assert batch.mass[~late].equal(batch.leaf[~late])
+    assert weighed[~late].equal(leaf[~late])
     # a row of leaf p was drawn with the probability 4000 / 4004 * p / 15
-    expected = batch.leaf[late] * (4e3 / 15.0)
-    assert torch.allclose(batch.mass[late], expected) and batch.minimum <= batch.mass.min()
+    expected = leaf[late] * (4e3 / 15.0)
+    assert torch.allclose(weighed[late], expected) and batch.minimum <= weighed.min()
     # so the mean of a value, weighed, is its mean over the rows of both shards
     value = torch.where(batch.index < CAPACITY, 0.0, batch.index - CAPACITY + 1.0)
-    estimate = (value / batch.mass * 4004 / 8).mean().item()
+    estimate = (value / weighed * 4004 / 8).mean().item()
     assert estimate == pytest.approx(10 / 8, rel=0.1)
 
 

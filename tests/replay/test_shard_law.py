@@ -22,9 +22,8 @@ from tests.replay.conftest import make_rows
 from tests.replay.test_link import HeldHost, batches_of, connect, storage_of
 from torchrl_dist import RPCPrioritizedSampler
 from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.replay.hosts.batches import Batch
 from torchrl_dist.replay.hosts.client import ReplayClient
-from torchrl_dist.replay.hosts.link import Answer
+from torchrl_dist.replay.hosts.messages import Answer
 from torchrl_dist.replay.law.shard_law import (
     KnownMasses,
     choose_shards,
@@ -37,6 +36,7 @@ from torchrl_dist.replay.law.shard_law import (
     spare_rows,
     split_index,
 )
+from torchrl_dist.replay.parts.drawn import Drawn
 
 CAPACITY = 8  # rows per shard in these tests
 HOST_ROWS = test_link.CAPACITY  # of those with hosts
@@ -419,7 +419,7 @@ def place_in_law(
 
 
 def place_in_shard(
-    batch: Batch, rounds: list[list[Answer]], hosts: list[ThreadedHost], spread: np.ndarray
+    batch: Drawn, rounds: list[list[Answer]], hosts: list[ThreadedHost], spread: np.ndarray
 ) -> np.ndarray:
     """As :func:`place_in_law`, of each row among those of its shard in the order of their leaves,
     which are those that the shard had when it drew the row for that reply."""
@@ -428,7 +428,7 @@ def place_in_shard(
     for number, host in enumerate(hosts):
         mine = np.flatnonzero(shard == number)  # the k-th of them is the k-th row of the replies
         for answer in [answers[number] for answers in rounds if answers[number]]:
-            count = 0 if answer.rows is None else answer.rows.slot.numel()
+            count = 0 if answer.rows is None else answer.rows.units
             part, mine = mine[:count], mine[count:]
             if part.size:
                 law = host.leaves_of_mass[answer.state.mass] / answer.state.mass

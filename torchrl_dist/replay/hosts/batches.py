@@ -12,35 +12,32 @@ row with the leaf ``p * r / r2`` in the first state, and weighted estimates have
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from torchrl_dist.errors import ConfigurationError, DirectoryError
 from torchrl_dist.forks import now_and_in_children
 from torchrl_dist.replay.hosts.client import ReplayClient
-from torchrl_dist.replay.hosts.link import Answer, Rows
-from torchrl_dist.replay.hosts.messages import UNIFORM, Law
+from torchrl_dist.replay.hosts.messages import UNIFORM, Answer, Law
 from torchrl_dist.replay.law.shard_law import (
     KnownMasses,
     ShardRequest,
+    Uniforms,
     choose_shards,
     number_rows,
-    split_index,
 )
+from torchrl_dist.replay.parts.drawn import Drawn, joined
 from torchrl_dist.replay.parts.sampler import EMPTY
 from torchrl_dist.replay.parts.slices import NoSlicesError
 from torchrl_dist.replay.parts.storage import NoRowsError
-from torchrl_dist.replay.row.spec import RowSpec
 from torchrl_dist.runtime.awake import awake
-
-Uniforms = Callable[[int], np.ndarray]
 
 # A shorter round trip, as in a local network, costs less than older rows would.
 _LONG_ROUND_TRIP_S = 2e-3
@@ -48,32 +45,6 @@ _FEWEST_AHEAD, _MOST_AHEAD, _MOST_BYTES_AHEAD = 2, 256, 2**24
 # The shortest time per batch, and the number of batches that a pause of the learner counts as.
 _SHORTEST_USE_S, _LONGEST_PAUSE = 1e-4, 4.0
 _USES = 8  # over which the learner's pace is averaged
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Rows of one batch.
-
-    Attributes:
-        index, generation: int64 [n]; the index is global.
-        leaf: float64 [n].
-        tensors: [n, ...], in the order of ``spec``.
-        mass: float64 [n], the basis of the weights: the leaf, except for rows of a redraw.
-        minimum: the smallest mass of any row of the buffer at the draw.
-        lengths: int64 [slices], for slices."""
-
-    spec: RowSpec
-    index: torch.Tensor
-    generation: torch.Tensor
-    leaf: torch.Tensor
-    tensors: list[torch.Tensor]
-    mass: torch.Tensor
-    minimum: float
-    lengths: torch.Tensor | None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 @dataclass(frozen=True)
@@ -131,12 +102,10 @@ class BatchSource:
     def _renew(self) -> None:
         self._lock = threading.RLock()  # it knows whether this thread holds it
         # The batches drawn ahead are the parent's, and its threads may hold locks of their futures.
-        self._ready: deque[Batch] = deque()
+        self._ready: deque[Drawn] = deque()
         self._rounds: deque[_Round] = deque()
-        self._dropped: dict[Any, int] = {}
-        """Futures of dropped draws, and their shards."""
 
-    def next(self, batch_size: int) -> Batch:
+    def next(self, batch_size: int) -> Drawn:
         """Return the next batch. Blocks until it arrives.
 
         It waits at most the client's deadline for each exchange of messages. A second exchange is
@@ -161,7 +130,6 @@ class BatchSource:
                     self._known = KnownMasses(len(self._client.links))
                 self._law, self._units, self._batch_size = law, units, batch_size
             if not self._ready:
-                self._return_dropped()
                 if not self._rounds:
                     self._rounds.append(self._start(1))
                 try:
@@ -212,36 +180,23 @@ class BatchSource:
     def _give_up(self, futures: Iterable[Any]) -> None:
         """Drop requests, one per shard. Requests that were not sent yet are not drawn."""
         for shard, future in enumerate(futures):
-            if future is not None and not future.cancel():
-                self._dropped[future] = shard
+            if future is not None and not future.cancel() and self._client.counts_draws:
+                future.add_done_callback(functools.partial(self._return_late, shard))
+
+    def _return_late(self, shard: int, future: Any) -> None:
+        """Return the draws of a request that was dropped. Does not block."""
+        if future.exception() is None and future.result().rows is not None:
+            self._client.return_draws(self._client.in_buffer(shard, future.result().rows))
 
     def _drop(self) -> None:
-        for batch in self._ready if self._client.counts_draws else ():
-            shards, slots = split_index(batch.index.numpy(), self._client.shard_capacity)
-            for shard in np.unique(shards).tolist():
-                part = torch.from_numpy(np.flatnonzero(shards == shard))
-                self._client.return_draws(
-                    shard,
-                    torch.from_numpy(slots)[part],
-                    batch.generation[part],
-                    batch.leaf[part],
-                )
+        for batch in self._ready:
+            self._client.return_draws(batch)
         self._ready.clear()
         for round_ in self._rounds:
             self._give_up(round_.futures)
         self._rounds.clear()
-        self._return_dropped()
 
-    def _return_dropped(self) -> None:
-        """Return the draws of dropped requests that have arrived."""
-        for future in [each for each in self._dropped if each.done()]:
-            shard = self._dropped.pop(future)
-            if future.exception() is None:
-                rows = future.result().rows
-                if rows is not None:
-                    self._client.return_draws(shard, rows.slot, rows.generation, rows.leaf)
-
-    def _look_ahead(self, batch: Batch) -> None:
+    def _look_ahead(self, batch: Drawn) -> None:
         """Choose how many batches to draw ahead, by the learner's pace and the round trip."""
         now, before = awake(), self._returned_at
         self._returned_at = now
@@ -287,99 +242,53 @@ class BatchSource:
     def _masses(answers: list[Answer | None]) -> np.ndarray:
         return np.array([0.0 if answer is None else answer.state.mass for answer in answers])
 
-    def _finish(self, round_: _Round) -> list[Batch]:
+    def _finish(self, round_: _Round) -> list[Drawn]:
         """Build as many whole batches as the rows allow, and return the other rows to the hosts."""
         answers = self._answers(round_.futures)
-        present = [answer for answer in answers if answer is not None]
         self._client.note_states([None if answer is None else answer.state for answer in answers])
+        rows: Drawn | None
         if round_.request is None:
-            answer = present[0]
-            if answer.rows is None:
+            (answer,) = answers
+            if answer is None or answer.rows is None:
                 raise self._nothing(answers)
             rows = answer.rows
-            self._client.learn_spec(rows.spec)
-            batches = self._split(rows, rows.slot, rows.leaf, answer.state.minimum)
-            rest = slice(sum(batch.index.numel() for batch in batches), None)
-            self._client.return_draws(0, rows.slot[rest], rows.generation[rest], rows.leaf[rest])
-            return batches
-        masses = self._masses(answers)
-        self._known.learn(masses, round_.request)
-        if not self._known.has_mass:
-            raise self._nothing(answers)
-        shards = round_.request.correct(masses, self._uniforms)
-        return self._assemble(shards, masses, answers)
-
-    def _assemble(
-        self, shards: np.ndarray, masses: np.ndarray, answers: list[Answer | None]
-    ) -> list[Batch]:
-        """Assign a row to each draw. If the spare rows do not suffice, ask for more."""
-        found: list[list[Rows]] = [[] for _ in answers]
-        scales: list[list[np.ndarray]] = [[] for _ in answers]
-        first_masses, minimum = masses, np.inf
-        while True:
-            for shard, answer in enumerate(answers):
-                if answer is not None:
-                    later = answer.state.mass
-                    scale = first_masses[shard] / later if later > 0 else 1.0
-                    minimum = min(minimum, answer.state.minimum * scale)
-                    if answer.rows is not None:
-                        found[shard].append(answer.rows)
-                        scales[shard].append(np.full(answer.rows.units, scale))
-            received = np.array([sum(rows.units for rows in part) for part in found])
-            row, missing = number_rows(shards, received)
-            if not missing.any():
-                break
-            asked = [int(count) if count else None for count in missing]
-            answers = self._answers(self._client.ask(asked, self._law))
-            for shard in np.flatnonzero(missing).tolist():
-                answer = answers[shard]
-                if answer is None or answer.rows is None:  # lost or emptied at this moment
-                    masses = np.where(np.arange(masses.size) == shard, 0.0, masses)
-            gone = np.flatnonzero((row < 0) & (masses[shards] == 0))
-            if gone.size:
-                if not masses.any():
-                    if not self._client.counts_draws:
-                        raise self._nothing(answers)
-                    break
-                shards = shards.copy()
-                shards[gone] = choose_shards(masses, gone.size, self._uniforms)
-        if not received.any():
-            return []
-        rows = concatenated([each for part in found for each in part])
+            rows.minimum = answer.state.minimum
+        else:
+            masses = self._masses(answers)
+            self._known.learn(masses, round_.request)
+            if not self._known.has_mass:
+                raise self._nothing(answers)
+            rows = self._gather(round_.request.correct(masses, self._uniforms), masses, answers)
+            if rows is None:
+                return []
         self._client.learn_spec(rows.spec)
-        first = np.cumsum(received) - received
-        if self._client.counts_draws:
-            drawn = np.flatnonzero(row >= 0)
-            drawn = drawn[: drawn.size // self._units * self._units]
-            shards, row = shards[drawn], row[drawn]
-            spare = first + np.bincount(shards, minlength=received.size)
-            for shard, (start, stop) in enumerate(zip(spare, first + received, strict=True)):
-                self._client.return_draws(
-                    shard, rows.slot[start:stop], rows.generation[start:stop], rows.leaf[start:stop]
-                )
-        select = torch.from_numpy(first[shards] + row)
-        rows = rows.select(select)
-        index = rows.slot + rows.per_row(torch.from_numpy(shards * self._client.shard_capacity))
-        mass = rows.leaf
-        if any(len(part) > 1 for part in scales):
-            every = np.concatenate([each for part in scales for each in part])
-            mass = mass * rows.per_row(torch.from_numpy(every).index_select(0, select))
-        return self._split(rows, index, mass, float(minimum))
+        size = self._units
+        whole = rows.units // size * size
+        self._client.return_draws(rows, slice(whole, None))
+        return [rows.part(start, start + size) for start in range(0, whole, size)]
 
-    def _split(
-        self, rows: Rows, index: torch.Tensor, mass: torch.Tensor, minimum: float
-    ) -> list[Batch]:
-        size, begin = self._units, 0
-        batches = []
-        for start in range(0, rows.units - size + 1, size):
-            part = rows.part(start, start + size)
-            own = slice(begin, begin + part.slot.numel())
-            begin = own.stop
-            handles = index[own], part.generation, part.leaf
-            batches.append(
-                Batch(rows.spec, *handles, part.tensors, mass[own], minimum, part.lengths)
-            )
-        return batches
+    def _gather(
+        self, shards: np.ndarray, masses: np.ndarray, answers: list[Answer | None]
+    ) -> Drawn | None:
+        """Return a unit for each draw. If the spare ones do not suffice, ask for more.
+
+        There are fewer, or None, if the rows do not have that many draws left."""
+        client = self._client
+        gathering = _Gathering(client, shards, masses)
+        gathering.add(answers)
+        while (missing := gathering.missing()).any():
+            answers = self._answers(client.ask([int(n) if n else None for n in missing], self._law))
+            gathering.add(answers)
+            gone = [
+                shard
+                for shard in np.flatnonzero(missing).tolist()
+                if (answer := answers[shard]) is None or answer.rows is None
+            ]  # lost or emptied at this moment
+            if not gathering.reassign(gone, self._uniforms):
+                if not client.counts_draws:
+                    raise self._nothing(answers)
+                break
+        return gathering.rows()
 
     def _nothing(self, answers: list[Answer | None]) -> RuntimeError:
         """Return the reason why nothing could be drawn."""
@@ -408,23 +317,62 @@ def check_not_sampling(lock: Any) -> None:
         )
 
 
-def concatenated(parts: list[Rows]) -> Rows:
-    spec = parts[0].spec
-    for part in parts[1:]:
-        if part.spec != spec:
-            raise ConfigurationError(
-                f"the shards hold different rows: {spec} and {part.spec}; every writer of a "
-                "buffer must write the same keys, shapes and dtypes"
-            )
-    if len(parts) == 1:
-        return parts[0]
-    return Rows(
-        spec,
-        torch.cat([part.slot for part in parts]),
-        torch.cat([part.generation for part in parts]),
-        torch.cat([part.leaf for part in parts]),
-        [torch.cat(column) for column in zip(*(part.tensors for part in parts), strict=True)],
-        None
-        if parts[0].lengths is None
-        else torch.cat([part.lengths for part in parts if part.lengths is not None]),
-    )
+class _Gathering:
+    """The units of several shards for one request, from one or more rounds of answers.
+
+    Args:
+        shards: int64 [n], the shard of each draw.
+        masses: float64 [shards], the masses in the first answers.
+    """
+
+    def __init__(self, client: ReplayClient, shards: np.ndarray, masses: np.ndarray) -> None:
+        self._client = client
+        self._shards = shards
+        self._first_masses = self._masses = masses
+        self._minimum = math.inf
+        self._found: list[list[Drawn]] = [[] for _ in masses]
+
+    def add(self, answers: Sequence[Answer | None]) -> None:
+        """Take over the answers of a round, one per shard."""
+        for shard, answer in enumerate(answers):
+            if answer is not None:
+                mass, rows = answer.state.mass, answer.rows
+                scale = self._first_masses[shard] / mass if mass > 0 else 1.0
+                self._minimum = min(self._minimum, answer.state.minimum * scale)
+                if rows is not None:
+                    rows.scale = np.full(rows.units, scale)
+                    self._found[shard].append(self._client.in_buffer(shard, rows))
+
+    def missing(self) -> np.ndarray:
+        """Give each draw a unit. Return the number of units that each shard lacks, [shards]."""
+        self._received = np.array([sum(rows.units for rows in part) for part in self._found])
+        self._unit, missing = number_rows(self._shards, self._received)
+        return missing
+
+    def reassign(self, gone: Sequence[int], uniforms: Uniforms) -> bool:
+        """Give the draws without a unit of shards that are gone to the other shards.
+
+        Return whether there is another shard."""
+        self._masses = self._masses.copy()
+        self._masses[gone] = 0.0
+        draws = np.flatnonzero((self._unit < 0) & (self._masses[self._shards] == 0))
+        if draws.size and not self._masses.any():
+            return False
+        if draws.size:
+            self._shards = self._shards.copy()
+            self._shards[draws] = choose_shards(self._masses, draws.size, uniforms)
+        return True
+
+    def rows(self) -> Drawn | None:
+        """Return the units in the order of the draws. Those that are left over are returned."""
+        if not self._received.any():
+            return None
+        rows = joined([each for part in self._found for each in part])
+        drawn = np.flatnonzero(self._unit >= 0)
+        first = np.cumsum(self._received) - self._received
+        units = first[self._shards[drawn]] + self._unit[drawn]
+        if self._client.counts_draws:
+            self._client.return_draws(rows, np.delete(np.arange(rows.units), units))
+        rows = rows.select(units)
+        rows.minimum = float(self._minimum)
+        return rows

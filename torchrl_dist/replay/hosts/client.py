@@ -19,8 +19,9 @@ from tensordict import TensorDictBase
 
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
 from torchrl_dist.forks import now_and_in_children
-from torchrl_dist.replay.hosts.link import SHORTEST_CALL_S, Answer, Link, await_answer
+from torchrl_dist.replay.hosts.link import SHORTEST_CALL_S, Link, await_answer
 from torchrl_dist.replay.hosts.messages import (
+    Answer,
     CountSamples,
     HostState,
     Law,
@@ -32,6 +33,7 @@ from torchrl_dist.replay.hosts.messages import (
 )
 from torchrl_dist.replay.law.limiter import Counts, RateLimiter
 from torchrl_dist.replay.law.shard_law import global_index, largest_priority, split_index
+from torchrl_dist.replay.parts.drawn import Drawn
 from torchrl_dist.replay.parts.sampler import RecentGenerations
 from torchrl_dist.replay.row import rows
 from torchrl_dist.replay.row.packing import pack, spec_from_text
@@ -278,16 +280,25 @@ class ReplayClient:
                 with contextlib.suppress(PeerLostError):  # then its counts stay as they are
                     self.links[shard].put(CountSamples(count), urgent=False)
 
-    def return_draws(
-        self, shard: int, slot: torch.Tensor, generation: torch.Tensor, leaf: torch.Tensor
-    ) -> None:
+    def in_buffer(self, shard: int, rows: Drawn) -> Drawn:
+        """Give the rows of a shard their indices in the whole buffer."""
+        rows.index = rows.index + shard * self.shard_capacity
+        return rows
+
+    def return_draws(self, rows: Drawn, which: Any = slice(None)) -> None:
         """Queue the return of drawn rows that are not used, so that ``max_times_sampled`` does not
         count them."""
-        if self.counts_draws and slot.numel() and self.answers_now(shard):
-            drawn = ReturnDraws(slot.numpy(), generation.numpy(), leaf.numpy())
-            with contextlib.suppress(PeerLostError, DeadlineError):  # then no such row exists
+        if not self.counts_draws:
+            return
+        shards, slots = split_index(rows.index.numpy()[which], self.shard_capacity)
+        for shard in np.unique(shards).tolist():
+            if self.answers_now(shard):
+                part = shards == shard
+                stamps, leaf = rows.generation.numpy()[which][part], rows.leaf[which][part]
+                drawn = ReturnDraws(slots[part], stamps, leaf)
                 size = _FEW_BYTES + 3 * drawn.leaf.nbytes
-                self.links[shard].put(drawn, size=size, urgent=False)
+                with contextlib.suppress(PeerLostError, DeadlineError):  # then no such row exists
+                    self.links[shard].put(drawn, size=size, urgent=False)
 
     def counts(self) -> Counts | None:
         """Return the sums of the shards' counts, as far as this process knows, for the rate

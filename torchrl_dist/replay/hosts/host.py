@@ -52,8 +52,9 @@ from torchrl_dist.replay.law.limiter import Counts
 from torchrl_dist.replay.node.priorities import update
 from torchrl_dist.replay.node.tables import Word
 from torchrl_dist.replay.node.times_sampled import TooFewDrawsError, give_back
+from torchrl_dist.replay.parts.drawn import Drawn
 from torchrl_dist.replay.parts.passes import Passes, take_of_pass
-from torchrl_dist.replay.parts.sampler import Drawn, SharedPrioritizedSampler, SharedRandomSampler
+from torchrl_dist.replay.parts.sampler import SharedPrioritizedSampler, SharedRandomSampler
 from torchrl_dist.replay.parts.slices import SharedPrioritizedSliceSampler, SharedSliceSampler
 from torchrl_dist.replay.parts.storage import SharedMemmapStorage
 from torchrl_dist.replay.row.packing import Part, pack, spec_from_text, unpack
@@ -262,13 +263,10 @@ class ReplayHost:
     def _draw(self, count: int, law: Law) -> tuple[HostState, Drawn | None]:
         directory = self._storage.directory
         words = directory.words
-        drawn: Drawn | None
         if law.slices is None:
             drawn, mass, minimum = self._draw_rows(count, law.prioritized)
         else:
-            drawn = self._draw_slices(count, law, law.slices)
-            mass, minimum = drawn.mass, drawn.minimum
-            drawn = drawn if drawn.index.numel() else None
+            drawn, mass, minimum = self._draw_slices(count, law, law.slices)
         if drawn is not None and directory.gate is None:
             directory.count(Word.DRAWN, drawn.index.numel())
         # read first, so that the largest priority is of this era or a later one
@@ -307,9 +305,10 @@ class ReplayHost:
         used_up = directory.times_sampled is not None
         return None, float(directory.words[Word.AVAILABLE] if used_up else directory.length), 1.0
 
-    def _draw_slices(self, count: int, law: Law, slices: SliceLaw) -> Drawn:
-        """Draw slices, or none if none is possible. The result has the mass of all possible
-        slices."""
+    def _draw_slices(
+        self, count: int, law: Law, slices: SliceLaw
+    ) -> tuple[Drawn | None, float, float]:
+        """Draw slices, or none if none is possible. See :meth:`SharedSliceSampler.draw_slices`."""
         key = replace(law, slices=replace(slices, slice_len=1))
         with self._slicing:  # without a deadline, because the work inside has deadlines
             sampler = self._slicers.pop(key, None) or self._slicer(law.prioritized, slices)
@@ -317,7 +316,7 @@ class ReplayHost:
                 del self._slicers[next(iter(self._slicers))]
             self._slicers[key] = sampler
             sampler.slice_len = slices.slice_len
-            return sampler.draw(self._storage, count)
+            return sampler.draw_slices(self._storage, count)
 
     def _slicer(self, prioritized: bool, slices: SliceLaw) -> SharedSliceSampler:
         options = {name: value for name, value in vars(slices).items() if name != "consecutive"}
@@ -336,15 +335,16 @@ class ReplayHost:
         return {"state": state, **({} if drawn is None else self._pack(drawn))}
 
     def _pack(self, drawn: Drawn) -> dict[str, Any]:
-        spec = self._storage.directory.rows
-        assert spec is not None
         handles = [drawn.index.numpy(), drawn.generation.numpy(), drawn.leaf]
         # not copied, because nothing else refers to these tensors
         packed = pack([*handles, *map(array_of, drawn.tensors)], copy=False)
-        found = {"count": drawn.index.numel(), "spec": spec.text, "packed": packed}
-        if drawn.lengths is not None:
-            found |= {"count": drawn.lengths.numel(), "lengths": drawn.lengths.numpy()}
-        return found
+        lengths = None if drawn.lengths is None else drawn.lengths.numpy()
+        return {
+            "count": drawn.units,
+            "spec": drawn.spec.text,
+            "packed": packed,
+            "lengths": lengths,
+        }
 
     # --- reading and replacing; clients make changes by an ``Invoke`` --------------
 

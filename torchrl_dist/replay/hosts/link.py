@@ -6,22 +6,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 
 from torchrl_dist.errors import (
     DeadlineError,
 )
 from torchrl_dist.replay.hosts.messages import (
-    HostState,
+    Answer,
     Law,
     Operation,
 )
 from torchrl_dist.replay.law.limiter import Counts
-from torchrl_dist.replay.row.spec import RowSpec
 from torchrl_dist.runtime.awake import awake
 
 # If several calls share a deadline, the last of them gets at least this time.
@@ -30,69 +27,6 @@ SHORTEST_CALL_S = 0.05
 
 Written = Callable[[np.ndarray, np.ndarray], None]
 """A function that is called with slots and generations, int64 [n] each, of written rows."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Drawn rows.
-
-    Attributes:
-        slot, generation: int64 [n].
-        leaf: float64 [n].
-        tensors: [n, ...].
-        lengths: int64 [units], the number of rows of each slice. If it is None, each row is a
-            unit."""
-
-    spec: RowSpec
-    slot: torch.Tensor
-    generation: torch.Tensor
-    leaf: torch.Tensor
-    tensors: list[torch.Tensor]
-    lengths: torch.Tensor | None = None
-
-    @property
-    def units(self) -> int:
-        """The number of units, which are slices or rows."""
-        return self.slot.numel() if self.lengths is None else self.lengths.numel()
-
-    def _each(self, take: Callable[[torch.Tensor], torch.Tensor], lengths: Any) -> Rows:
-        tensors = [take(tensor) for tensor in self.tensors]
-        handles = take(self.slot), take(self.generation), take(self.leaf)
-        return Rows(self.spec, *handles, tensors, lengths)
-
-    def part(self, start: int, stop: int) -> Rows:
-        """Return the units ``start`` to ``stop - 1``."""
-        if start == 0 and stop == self.units:
-            return self
-        if self.lengths is None:
-            return self._each(lambda tensor: tensor[start:stop], None)
-        first = int(self.lengths[:start].sum())
-        lengths = self.lengths[start:stop]
-        last = first + int(lengths.sum())
-        return self._each(lambda tensor: tensor[first:last], lengths)
-
-    def select(self, units: torch.Tensor) -> Rows:
-        """Return the units with these numbers, int64 [n]."""
-        if self.lengths is None:
-            return self._each(lambda tensor: tensor.index_select(0, units), None)
-        lengths = self.lengths[units]
-        begin = (self.lengths.cumsum(0) - self.lengths)[units]
-        places = (begin - lengths.cumsum(0) + lengths).repeat_interleave(lengths)
-        places += torch.arange(places.numel())
-        return self._each(lambda tensor: tensor.index_select(0, places), lengths)
-
-    def per_row(self, values: torch.Tensor) -> torch.Tensor:
-        """Repeat one value per unit as one value per row."""
-        return values if self.lengths is None else values.repeat_interleave(self.lengths)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The answer to one draw: the host's state and the rows. There may be fewer, as in a
-    ``Reply``."""
-
-    state: HostState
-    rows: Rows | None
 
 
 class Link(Protocol):

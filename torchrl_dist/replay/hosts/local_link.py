@@ -7,12 +7,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-import torch
-
 from torchrl_dist.replay.hosts.host import ReplayHost
-from torchrl_dist.replay.hosts.link import Answer, Rows, Written
+from torchrl_dist.replay.hosts.link import Written
 from torchrl_dist.replay.hosts.messages import (
     UNIFORM,
+    Answer,
     Law,
     Operation,
 )
@@ -63,14 +62,8 @@ class LocalLink:
             return future
         try:
             state, drawn = self._host.draw(count, law or UNIFORM, self.max_priority, self.era)
-            rows = None
-            if drawn is not None:
-                spec = self._host.storage.directory.rows
-                assert spec is not None
-                leaf = torch.from_numpy(drawn.leaf)
-                rows = Rows(spec, drawn.index, drawn.generation, leaf, drawn.tensors, drawn.lengths)
             self.replies += 1
-            future.set_result(Answer(state, rows))
+            future.set_result(Answer(state, drawn))
         except Exception as error:
             future.set_exception(error)
         return future

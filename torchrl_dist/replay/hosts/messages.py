@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from tensordict import NestedKey
 
+from torchrl_dist.replay.parts.drawn import Drawn
 from torchrl_dist.replay.row.packing import Part, spec_from_text, unpack
-from torchrl_dist.replay.row.rows import tensors
 
 
 @dataclass(frozen=True)
@@ -221,7 +222,7 @@ class Reply:
             sampled have too few draws left, and 0 if the buffer is empty or has no slice.
         spec: row spec of the drawn rows as text.
         lengths: number of rows of each slice.
-        packed: slot, generation and leaf of each row, and the rows; see ``unpack_rows``.
+        packed: slot and generation of each row, leaf of each unit, and the rows; see ``rows``.
     """
 
     written: tuple[tuple[np.ndarray, np.ndarray], ...] = ()
@@ -234,10 +235,18 @@ class Reply:
     spec: str = ""
     packed: Sequence[Part] = ()
 
-    def unpack_rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        """Return ``(slot, generation, leaf, tensors)``.
+    @cached_property
+    def rows(self) -> Drawn:
+        """The drawn units, of which there is at least one."""
+        slot, generation, leaf, *columns = unpack(self.packed)
+        drawn = Drawn.of(spec_from_text(self.spec), slot, generation, leaf, columns)
+        if self.lengths is not None:
+            drawn.lengths = torch.from_numpy(self.lengths)
+        return drawn
 
-        These are int64, int64, float64 [count], and rows [count, ...] in the spec's order."""
-        slot, generation, leaf, *rows = unpack(self.packed)
-        handles = torch.from_numpy(slot), torch.from_numpy(generation), torch.from_numpy(leaf)
-        return *handles, tensors(rows, spec_from_text(self.spec))
+
+class Answer(NamedTuple):
+    """The answer to one draw: the host's state, and the units, perhaps fewer or None."""
+
+    state: HostState
+    rows: Drawn | None

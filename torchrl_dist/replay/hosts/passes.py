@@ -16,18 +16,17 @@ import threading
 from collections.abc import Callable
 
 import numpy as np
-import torch
 
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.forks import now_and_in_children
-from torchrl_dist.replay.hosts.batches import Batch, check_not_sampling, concatenated
+from torchrl_dist.replay.hosts.batches import check_not_sampling
 from torchrl_dist.replay.hosts.client import ReplayClient
-from torchrl_dist.replay.hosts.link import Rows
 from torchrl_dist.replay.law.shard_law import Uniforms
+from torchrl_dist.replay.parts.drawn import Drawn, joined
+from torchrl_dist.replay.parts.passes import NO_FULL_BATCH
 from torchrl_dist.replay.parts.sampler import EMPTY
 from torchrl_dist.replay.parts.storage import NoRowsError
 from torchrl_dist.replay.row.packing import spec_from_text, unpack
-from torchrl_dist.replay.row.rows import tensors
 
 
 class PassSource:
@@ -59,17 +58,21 @@ class PassSource:
         shards = len(client.links)
         self.number = 0
         """The number of the pass, as far as this process knows."""
-        self.left = np.zeros(shards, np.int64)
-        """Upper bound of the rows that each shard has left in it."""
+        self._left = np.zeros(shards, np.int64)  # upper bounds of the rows that remain in it
         self._lengths = np.zeros(shards, np.int64)
         now_and_in_children(self, PassSource._renew)
 
     def _renew(self) -> None:
         self._lock = threading.RLock()
 
+    @property
+    def left(self) -> int:
+        """Upper bound of the rows that remain in the pass, over all shards."""
+        return int(self._left.sum())
+
     def drop(self) -> None:
         """Ask for the remaining rows again, because the rows have been replaced."""
-        self.left = np.zeros_like(self.left)
+        self._left = np.zeros_like(self._left)
 
     def rows_ahead(self) -> int:
         return 0
@@ -80,7 +83,7 @@ class PassSource:
             self._look()
             return bool(self._lengths.any())
 
-    def next(self, count: int) -> Batch:
+    def next(self, count: int) -> Drawn:
         """Return the next rows of the pass, fewer at its end. Blocks, mostly for one call.
 
         Raises:
@@ -91,15 +94,14 @@ class PassSource:
         self._client.check()
         check_not_sampling(self._lock)
         with self._lock:
-            found: list[tuple[int, Rows]] = []
+            found: list[Drawn] = []
             looked = False
-            while (missing := count - sum(rows.units for _, rows in found)) > 0:
-                if self.left.any():
+            while (missing := count - sum(rows.units for rows in found)) > 0:
+                if self.left:
                     if not found:
                         self._begins(self.number)
                     number = self.number
-                    taken = self._take(self._share(missing))
-                    found += taken
+                    found += self._take(self._share(missing))
                     if self.number != number:  # other processes have begun the next pass
                         found = [] if self._drop_last else found
                         if found:
@@ -113,24 +115,23 @@ class PassSource:
                     found, looked = [], False
                     self._check_lengths(count)
                     self._begins(self.number + 1)
-                    self.number, self.left = self.number + 1, self._lengths.copy()
-            return self._batch(found)
+                    self.number, self._left = self.number + 1, self._lengths.copy()
+            batch = joined(found)
+            self._client.learn_spec(batch.spec)
+            return batch
 
     def _check_lengths(self, count: int) -> None:
         rows = int(self._lengths.sum())
         if not rows:
             raise NoRowsError(EMPTY)
         if self._drop_last and rows < count:
-            raise ConfigurationError(
-                f"drop_last=True and a batch of {count} rows, but the buffer holds {rows}: no pass "
-                "has a full batch"
-            )
+            raise ConfigurationError(NO_FULL_BATCH.format(count, rows))
 
     def _share(self, count: int) -> np.ndarray:
         """Draw how many rows come from each shard, int64 [shards], at most ``count`` in total.
 
         The law is that of rows drawn one after the other from all rows left."""
-        left = self.left
+        left = self._left
         if left.size == 1 or left.sum() <= count:
             return np.minimum(left, count)
         if not self._shuffle:
@@ -140,9 +141,9 @@ class PassSource:
         return np.random.default_rng(seed).multivariate_hypergeometric(left, count)
 
     def _look(self) -> None:
-        self._take(np.zeros_like(self.left))
+        self._take(np.zeros_like(self._left))
 
-    def _take(self, counts: np.ndarray) -> list[tuple[int, Rows]]:
+    def _take(self, counts: np.ndarray) -> list[Drawn]:
         """Draw rows of the pass, and note the rows left in all shards that were asked."""
         client, look = self._client, not counts.any()
         calls = [
@@ -151,7 +152,7 @@ class PassSource:
             if (look or count) and client.answers_now(shard)
         ]
         answers = client.order_those_that_answer("take_of_pass", calls)
-        left = np.zeros_like(self.left) if look else self.left.copy()
+        left = np.zeros_like(self._left) if look else self._left.copy()
         left[[shard for shard, count in enumerate(counts) if count]] = 0  # the shard is lost
         found, numbers = [], {}
         if look:
@@ -162,10 +163,9 @@ class PassSource:
             numbers[shard], left[shard], self._lengths[shard], text, packed = answer
             if packed and len(packed[0]):
                 slot, generation, *columns = unpack(packed)
-                spec = spec_from_text(text)
-                handles = torch.from_numpy(slot), torch.from_numpy(generation)
-                ones = torch.ones(slot.size, dtype=torch.float64)
-                found.append((shard, Rows(spec, *handles, ones, tensors(columns, spec))))
+                leaf = np.ones(slot.size)
+                rows = Drawn.of(spec_from_text(text), slot, generation, leaf, columns)
+                found.append(client.in_buffer(shard, rows))
         newest = max(numbers.values(), default=0)
         if newest > self.number:
             self.number = newest
@@ -175,13 +175,5 @@ class PassSource:
         for shard, number in numbers.items():
             if number < self.number:  # a pass begins with the first rows that are taken
                 left[shard] = self._lengths[shard]
-        self.left = left
+        self._left = left
         return found
-
-    def _batch(self, found: list[tuple[int, Rows]]) -> Batch:
-        rows = concatenated([rows for _, rows in found])
-        self._client.learn_spec(rows.spec)
-        shards = np.repeat([shard for shard, _ in found], [rows.units for _, rows in found])
-        index = rows.slot + torch.from_numpy(shards * self._client.shard_capacity)
-        handles = index, rows.generation, rows.leaf
-        return Batch(rows.spec, *handles, rows.tensors, rows.leaf, 1.0, None)

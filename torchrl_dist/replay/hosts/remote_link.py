@@ -21,11 +21,9 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 
 from torchrl_dist.errors import (
     ConfigurationError,
@@ -35,10 +33,11 @@ from torchrl_dist.errors import (
     RemoteError,
 )
 from torchrl_dist.forks import now_and_in_children
-from torchrl_dist.replay.hosts.link import Answer, Rows, Written, await_answer
+from torchrl_dist.replay.hosts.link import Written, await_answer
 from torchrl_dist.replay.hosts.merging import merged
 from torchrl_dist.replay.hosts.messages import (
     UNIFORM,
+    Answer,
     CountSamples,
     Failure,
     HostState,
@@ -50,7 +49,6 @@ from torchrl_dist.replay.hosts.messages import (
     Write,
 )
 from torchrl_dist.replay.law.limiter import Counts
-from torchrl_dist.replay.row.packing import spec_from_text
 from torchrl_dist.runtime import Remote
 from torchrl_dist.runtime.awake import awake
 
@@ -112,19 +110,6 @@ class _Call:
     @property
     def size(self) -> int:
         return sum(each.size for each in self.queued)
-
-
-class _Unpacked:
-    """The rows of a reply. They are unpacked when the first request needs its part of them."""
-
-    def __init__(self, reply: Reply) -> None:
-        self._reply = reply
-
-    @cached_property
-    def rows(self) -> Rows:
-        reply = self._reply
-        lengths = None if reply.lengths is None else torch.from_numpy(reply.lengths)
-        return Rows(spec_from_text(reply.spec), *reply.unpack_rows(), lengths)
 
 
 class RemoteLink:
@@ -498,7 +483,6 @@ class RemoteLink:
         return told
 
     def _answer(self, call: _Call, reply: Reply, draw_error: Exception | None) -> None:
-        unpacked = _Unpacked(reply)
         start = 0
         for ask in call.asks:
             if ask.count is None:
@@ -508,7 +492,7 @@ class RemoteLink:
             else:
                 assert reply.state is not None
                 count = min(ask.count, reply.count - start)
-                rows = unpacked.rows.part(start, start + count) if count else None
+                rows = reply.rows.part(start, start + count) if count else None
                 start += count
                 ask.future.set_result(Answer(reply.state, rows))
 

@@ -1,26 +1,20 @@
-"""Samplers for rows in other processes."""
+"""Samplers for rows in other processes.
+
+Each is the sampler of one node with another source of batches, a client of the hosts. On the node
+of a single host, whose storage is a directory, it draws from the directory like its base class.
+"""
 
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Mapping
-from dataclasses import replace
-from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NestedKey, TensorDictBase
-from torchrl.data.replay_buffers.samplers import (
-    PrioritizedSampler,
-    PrioritizedSliceSampler,
-    RandomSampler,
-)
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_dist.errors import ConfigurationError, RemoteError
-from torchrl_dist.replay.hosts.batches import Batch, BatchSource
+from torchrl_dist.replay.hosts.batches import BatchSource
 from torchrl_dist.replay.hosts.messages import (
     PRIORITIZED,
     UNIFORM,
@@ -33,42 +27,40 @@ from torchrl_dist.replay.hosts.owner import ReplayOwner
 from torchrl_dist.replay.hosts.passes import PassSource
 from torchrl_dist.replay.hosts.storage import RemoteStorage
 from torchrl_dist.replay.law.placement import as_slots
-from torchrl_dist.replay.law.shard_law import importance_weights
 from torchrl_dist.replay.node.priorities import check_generations, check_priorities
-from torchrl_dist.replay.parts.passes import (
-    OVER,
-    PassOverError,
-    SharedSamplerWithoutReplacement,
-)
+from torchrl_dist.replay.parts.drawn import Drawn
+from torchrl_dist.replay.parts.passes import OVER, PassOverError, SharedSamplerWithoutReplacement
 from torchrl_dist.replay.parts.sampler import (
     EMPTY,
     SharedPrioritizedSampler,
     SharedRandomSampler,
     SharedSampler,
-    SharesPriorities,
-    checked_exponents,
     priorities_for,
 )
 from torchrl_dist.replay.parts.slices import (
     SharedPrioritizedSliceSampler,
     SharedSliceSampler,
-    Slices,
-    refuse_padding,
-    slice_weights,
-    turn_off_left_span,
+    shape_of,
 )
 from torchrl_dist.replay.parts.storage import NoRowsError, check_batch_size
-from torchrl_dist.replay.row import _torchrl, rows
+from torchrl_dist.replay.row.spec import RowSpec
 
 
-class _SamplerOfOwner:
-    """Another process rebuilds it there, by RPC or over the directory."""
+class _SamplerOfOwner(SharedSampler):
+    """The base of these samplers. Another process rebuilds it there.
 
-    _made_by: Any = None
-    """The class that was called, if it returned an object of another class."""
-    _options: Mapping[str, Any] = MappingProxyType({})
+    It is bound either to a directory, like its base class, or to a client."""
 
-    def _set_owner(self, owner: ReplayOwner, prefetch: int | None, batches_per_call: int) -> None:
+    _prioritized = False
+
+    def _set_owner(
+        self,
+        owner: ReplayOwner,
+        prefetch: int | None = None,
+        batches_per_call: int = 1,
+        **options: Any,
+    ) -> None:
+        """Note the owner, and the options of the class that its signature does not name."""
         if (prefetch is not None and prefetch < 0) or batches_per_call < 1:
             raise ConfigurationError(
                 f"prefetch={prefetch}, batches_per_call={batches_per_call}: expected at least 0 "
@@ -82,122 +74,43 @@ class _SamplerOfOwner:
         self.owner = owner
         self._prefetch = prefetch
         self._batches_per_call = batches_per_call
+        self._options = options
+        self._storage: RemoteStorage | None = None
+        self._source: Any = None  # a BatchSource, or a PassSource
+
+    def _arguments(self) -> tuple[Any, ...]:
+        """Return the positional arguments of the class."""
+        return ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        options = {
+            "owner": self.owner,
+            "prefetch": self._prefetch,
+            "batches_per_call": self._batches_per_call,
+        }
+        return functools.partial(type(self), *self._arguments(), **options, **self._options), ()
 
     @property
     def batches_ahead(self) -> int:
         """The number of batches that are drawn ahead at present, see ``prefetch``."""
-        return 0
-
-    def _keep_options(self, options: dict[str, Any]) -> None:
-        """Keep the options that the called class does not name."""
-
-    def _arguments(self) -> tuple[Any, ...]:
-        """Return the arguments of the called class, except the owner and options."""
-        return ()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        kind: Any = self._made_by or type(self)
-        make = functools.partial(
-            kind,
-            *self._arguments(),
-            **self._options,
-            owner=self.owner,
-            prefetch=self._prefetch,
-            batches_per_call=self._batches_per_call,
-        )
-        return make, ()
-
-
-class _Prioritized(_SamplerOfOwner):
-    def _arguments(self: Any) -> tuple[Any, ...]:
-        exponents = (self.alpha, self._beta, self._eps)  # other processes may have changed them
-        return self._max_capacity, *exponents, self.dtype, self.reduction
-
-
-class _Slices(_SamplerOfOwner):
-    def _keep_options(self: Any, options: dict[str, Any]) -> None:
-        if self._by_end:
-            raise ConfigurationError(
-                "rows that come by RPC do not say which process wrote them, so flags at the ends "
-                "of episodes cannot distinguish trajectories; write trajectory ids, and pass "
-                "traj_key= instead of end_key="
-            )
-        if self.pad_output and self.span[1]:
-            raise ConfigurationError(
-                "pad_output=True over hosts does not work with a span to the right: a slice may "
-                "then have no row for padding; pass one of them"
-            )
-        self._options = options
-
-
-class _Passes(_SamplerOfOwner):
-    def __reduce__(self: Any) -> tuple[Any, ...]:
-        make = functools.partial(RPCSamplerWithoutReplacement, owner=self.owner)
-        return make, (self.drop_last, self.shuffle)
-
-
-class _DirectRandomSampler(_SamplerOfOwner, SharedRandomSampler):
-    """The result of ``RPCRandomSampler`` on the host's node."""
-
-
-class _DirectPrioritizedSampler(_Prioritized, SharedPrioritizedSampler):
-    """The result of ``RPCPrioritizedSampler`` on the host's node."""
-
-
-class _DirectSliceSampler(_Slices, SharedSliceSampler):
-    """The result of ``RPCSliceSampler`` on the host's node."""
-
-
-class _DirectPrioritizedSliceSampler(_Slices, _Prioritized, SharedPrioritizedSliceSampler):
-    """The result of ``RPCPrioritizedSliceSampler`` on the host's node."""
-
-
-class _DirectSamplerWithoutReplacement(_Passes, SharedSamplerWithoutReplacement):
-    """The result of ``RPCSamplerWithoutReplacement`` on the host's node."""
-
-
-class _RPCSampler(_SamplerOfOwner, SharedSampler):
-    """The base of these samplers: batches come from a client of the owner."""
-
-    _prioritized: bool
-    _near: ClassVar[Any]
-    """The class of the object on the host's node."""
-
-    def __init_subclass__(cls) -> None:
-        # for pages and help(), which would otherwise show ``__new__``
-        parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
-        setattr(cls, "__signature__", inspect.Signature(parameters))  # noqa: B010  # for mypy
-
-    def __new__(cls, *args: Any, owner: ReplayOwner, **options: Any) -> Any:
-        if owner.direct() is None:
-            return super().__new__(cls)
-        named = inspect.signature(cls)
-        named.bind(*args, owner=owner, **options)  # or TypeError, like ``__init__``
-        ahead = options.pop("prefetch", None), options.pop("batches_per_call", 1)
-        near = cls._near(*args, **options)
-        near._made_by = cls
-        near._keep_options({k: v for k, v in options.items() if k not in named.parameters})
-        near._set_owner(owner, *ahead)
-        return near
-
-    def _set_owner(self, owner: ReplayOwner, prefetch: int | None, batches_per_call: int) -> None:
-        super()._set_owner(owner, prefetch, batches_per_call)
-        self._storage: RemoteStorage | None = None
-        self._source: Any = None  # a BatchSource, or a PassSource
-
-    @property
-    def batches_ahead(self) -> int:
         return 0 if self._source is None else self._source.batches_ahead
 
-    def attach(self, storage: Storage) -> RemoteStorage:
-        """Bind to the storage's client. The buffer's constructor calls it. Idempotent."""
+    def attach(self, storage: Storage) -> Any:
+        """Bind to the storage's client or directory. The buffer's constructor calls it.
+
+        Idempotent."""
+        if self._directory is not None:
+            return super().attach(storage)
         if self._storage is not None and self._storage is storage:
             return self._storage
-        if not isinstance(storage, RemoteStorage) or storage.owner != self.owner:
+        if getattr(storage, "owner", None) != self.owner:
             raise ConfigurationError(
                 f"{type(self).__name__} samples from RemoteStorage(owner) with its own owner, got "
                 f"{type(storage).__name__}; pass the same owner to both"
             )
+        if not isinstance(storage, RemoteStorage):  # on the node of a single host
+            return super().attach(storage)
+        self._check_limiter(storage)
         self._prepare(storage)
         self._storage = storage
         self._source = self._new_source(storage)
@@ -221,47 +134,50 @@ class _RPCSampler(_SamplerOfOwner, SharedSampler):
         """Return what is drawn for a batch of that many rows, and the number of units."""
         return PRIORITIZED if self._prioritized else UNIFORM, batch_size
 
-    def _next(self, storage: Storage, batch_size: int) -> Batch:
-        remote = self.attach(storage)
-        source, gate = self._source, remote.gate
-        assert source is not None
+    def _rows_of(self, batch_size: int) -> int:
+        """Return the number of rows that are drawn for a batch."""
+        return batch_size
 
-        if gate is None:
-            batch = source.next(batch_size)
-        else:
-            batch = gate.sample(batch_size, source, remote)
+    def _completed(self, batch: Drawn, count: int) -> Drawn:
+        """Return a batch of ``count`` rows as the directory's sampler would draw it."""
+        return batch
+
+    def _next(self, storage: Storage, batch_size: int) -> Drawn:
+        remote = self.attach(storage)
+        if self._source is None:
+            return super()._next(storage, batch_size)
+        count = self._rows_of(batch_size)
+        if count < 1:  # TorchRL also draws batches of 0 rows
+            check_batch_size(count)
+            if not len(remote):
+                raise NoRowsError(EMPTY)
+            nothing = torch.empty(0, dtype=torch.int64)
+            return Drawn(RowSpec(()), nothing, nothing, np.empty(0), [])
+        source, gate = self._source, remote.gate
+        batch = source.next(count) if gate is None else gate.sample(count, source, remote)
+        batch = self._completed(batch, count)
         remote.hand_over(batch)
         return batch
 
-    def _no_rows(self, storage: Storage, batch_size: int) -> torch.Tensor:
-        """Return the index of a batch of 0 rows, which TorchRL also draws."""
-        check_batch_size(batch_size)
-        if not len(self.attach(storage)):
-            raise NoRowsError(EMPTY)
-        return torch.empty(0, dtype=torch.int64)
-
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Return whether ``sample`` would begin at once. Blocks for one call."""
+        """Return whether ``sample`` would begin at once. Over hosts, it blocks for one call."""
         remote = self.attach(storage)
-        source, gate = self._source, remote.gate
-        assert source is not None
-        return len(remote) > 0 and (gate is None or gate.can_sample(batch_size, source))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._empty()
+        if self._source is None:
+            return super().can_sample(storage, batch_size)
+        gate = remote.gate
+        return len(remote) > 0 and (gate is None or gate.can_sample(batch_size, self._source))
 
     def note_written(self, index: torch.Tensor, generation: torch.Tensor) -> None:
-        pass  # the client notes them once they are known
+        if self._source is None:  # the client notes them once they are known
+            super().note_written(index, generation)
 
     def _empty(self) -> None:
+        super()._empty()
         if self._source is not None:
             self._source.drop()
 
 
-class RPCRandomSampler(_RPCSampler, RandomSampler):
+class RPCRandomSampler(_SamplerOfOwner, SharedRandomSampler):
     """Sample rows of other processes uniformly with replacement.
 
     With several shards, every row has the same probability, by the lengths in the replies to that
@@ -283,24 +199,14 @@ class RPCRandomSampler(_RPCSampler, RandomSampler):
         torch.Size([8, 4])
     """
 
-    _prioritized = False
-    _near: ClassVar[Any] = _DirectRandomSampler
-
     def __init__(
         self, *, owner: ReplayOwner, prefetch: int | None = None, batches_per_call: int = 1
     ) -> None:
-        super().__init__()
-        self._setup()
+        SharedRandomSampler.__init__(self)
         self._set_owner(owner, prefetch, batches_per_call)
 
-    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
-        """Return global indices, int64 [batch_size], and no further information."""
-        if batch_size < 1:
-            return self._no_rows(storage, batch_size), {}
-        return self._next(storage, batch_size).index, {}
 
-
-class RPCPrioritizedSampler(SharesPriorities, _Prioritized, _RPCSampler, PrioritizedSampler):
+class RPCPrioritizedSampler(_SamplerOfOwner, SharedPrioritizedSampler):
     """Sample rows of other processes in proportion to their priorities.
 
     Law, weights and defaults are those of :class:`SharedPrioritizedSampler`. With several shards
@@ -351,7 +257,6 @@ class RPCPrioritizedSampler(SharesPriorities, _Prioritized, _RPCSampler, Priorit
     """
 
     _prioritized = True
-    _near: ClassVar[Any] = _DirectPrioritizedSampler
 
     def __init__(
         self,
@@ -366,18 +271,20 @@ class RPCPrioritizedSampler(SharesPriorities, _Prioritized, _RPCSampler, Priorit
         prefetch: int | None = None,
         batches_per_call: int = 1,
     ) -> None:
-        # PrioritizedSampler.__init__ would build process-local trees
-        self._alpha, self._beta, self._eps = checked_exponents(alpha, beta, eps)
-        if max_capacity != owner.capacity:
+        SharedPrioritizedSampler.__init__(self, max_capacity, alpha, beta, eps, dtype, reduction)
+        self._set_owner(owner, prefetch, batches_per_call)
+
+    def _set_owner(self, owner: ReplayOwner, *ahead: Any, **options: Any) -> None:
+        if self._max_capacity != owner.capacity:
             raise ConfigurationError(
-                f"the sampler has capacity {max_capacity}, its owner {owner.capacity} over "
+                f"the sampler has capacity {self._max_capacity}, its owner {owner.capacity} over "
                 f"{len(owner.hosts)} hosts"
             )
-        self._max_capacity = max_capacity
-        self.dtype = dtype
-        self.reduction = reduction
-        self._setup()
-        self._set_owner(owner, prefetch, batches_per_call)
+        super()._set_owner(owner, *ahead, **options)
+
+    def _arguments(self) -> tuple[Any, ...]:
+        exponents = (self.alpha, self._beta, self._eps)  # other processes may have changed them
+        return self._max_capacity, *exponents, self.dtype, self.reduction
 
     def _prepare(self, storage: RemoteStorage) -> None:
         client = storage.client
@@ -388,61 +295,35 @@ class RPCPrioritizedSampler(SharesPriorities, _Prioritized, _RPCSampler, Priorit
             for link in client.links:
                 link.failure()
             raise
+        self._recent = client.recent
 
-    @property
-    def alpha(self) -> float:
-        """The priority exponent that all processes share. Setting it changes it everywhere.
-
-        Reading it blocks for one call."""
+    def _alpha_now(self) -> float:
         if self._storage is not None:
             self._alpha = self._storage.client.states()[0].alpha
-        return self._alpha
+        return super()._alpha_now()
 
-    @alpha.setter
-    def alpha(self, value: float) -> None:
-        self._alpha = checked_exponents(value, 0.0, self._eps)[0]
+    def _share_alpha(self, value: float) -> None:
+        super()._share_alpha(value)
         if self._storage is not None:
-            self._storage.client.apply_everywhere(SetAlpha(self._alpha))
+            self._storage.client.apply_everywhere(SetAlpha(value))
 
     @property
     def _max_priority(self) -> tuple[float | None, int | None]:
         if self._storage is None:
-            return None, None
+            return super()._max_priority
         found = [state.max_priority for state in self._storage.client.states()]
         return max((value for value in found if value == value), default=None), None
 
-    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
-        """Return ``(index, {"priority_weight": weight})``: int64 and float32, [batch_size]."""
-        if batch_size < 1:
-            return self._no_rows(storage, batch_size), {"priority_weight": torch.empty(0)}
-        batch = self._next(storage, batch_size)
-        remote = self._storage
-        assert remote is not None
-        remote.client.recent.remember(batch.index, batch.generation, written=False)
-        weight = importance_weights(batch.mass.numpy(), np.array(batch.minimum), self._beta)
-        return batch.index, {"priority_weight": torch.from_numpy(weight)}
-
-    @torch.no_grad()
-    def update_priority(
+    def _set_priorities(
         self,
         index: int | torch.Tensor,
         priority: float | torch.Tensor,
-        *,
-        storage: Storage | None = None,
-        generation: torch.Tensor | None = None,
+        generation: torch.Tensor | None,
     ) -> None:
-        """Queue priorities for rows, see :meth:`SharedPrioritizedSampler.update_priority`."""
-        remote = self._storage if storage is None else self.attach(storage)
-        if remote is None:
-            raise ConfigurationError(
-                "the sampler is not bound to a storage yet; update priorities through the "
-                "replay buffer, or pass storage="
-            )
-        if any(
-            _torchrl.sampler_of(buffer) is self and _torchrl.is_being_built(buffer)
-            for buffer in _torchrl.buffers_over(remote)
-        ):
-            return  # a process that joins must not reset the shared values
+        """Queue priorities for rows."""
+        if self._storage is None:
+            super()._set_priorities(index, priority, generation)
+            return
         if not isinstance(index, torch.Tensor):
             index = as_slots(index)
         raw = priorities_for(index, priority)
@@ -452,23 +333,25 @@ class RPCPrioritizedSampler(SharesPriorities, _Prioritized, _RPCSampler, Priorit
             check_generations(generation.numel(), raw.size)
         if index.dtype != torch.int64 or index.device.type != "cpu" or index.ndim != 1:
             index = as_slots(index).reshape(-1)
-        remote.client.set_priorities(index, generation, raw)
-
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(alpha={self._alpha}, beta={self._beta}, eps={self._eps}, "
-            f"reduction={self.reduction!r})"
-        )
+        self._storage.client.set_priorities(index, generation, raw)
 
 
-class _RPCSlices(_RPCSampler, SharedSliceSampler):
-    """The base of samplers whose slices come from a client of the owner.
+class _SlicesOfOwner(_SamplerOfOwner, SharedSliceSampler):
+    """The base of samplers of slices. Each host chooses slices among its own rows."""
 
-    Each host chooses slices among its own rows. The entries of TorchRL's sampler are added here."""
-
-    def _prepare(self, storage: RemoteStorage) -> None:
-        _refuse_counts(self, storage)
-        super()._prepare(storage)
+    def _set_owner(self, owner: ReplayOwner, *ahead: Any, **options: Any) -> None:
+        if self._by_end:
+            raise ConfigurationError(
+                "rows that come by RPC do not say which process wrote them, so flags at the ends "
+                "of episodes cannot distinguish trajectories; write trajectory ids, and pass "
+                "traj_key= instead of end_key="
+            )
+        if self.pad_output and self.span[1]:
+            raise ConfigurationError(
+                "pad_output=True over hosts does not work with a span to the right: a slice may "
+                "then have no row for padding; pass one of them"
+            )
+        super()._set_owner(owner, *ahead, **options)
 
     def _law(self, batch_size: int) -> tuple[Law, int]:
         length, count = self._adjusted_batch_size(batch_size)
@@ -483,72 +366,33 @@ class _RPCSlices(_RPCSampler, SharedSliceSampler):
         )
         return Law(self._prioritized, slices), count
 
-    def sample(
-        self, storage: Storage, batch_size: int
-    ) -> tuple[tuple[torch.Tensor, ...], dict[NestedKey, torch.Tensor]]:
-        """Return global indices, int64 [batch_size] in a tuple of one, and the flags of the
-        slices."""
-        if self._batch_size_multiplier is not None:  # like TorchRL's class
-            batch_size *= self._batch_size_multiplier
-        if batch_size < 1:
-            return (self._no_rows(storage, batch_size),), {}
-        batch = self._next(storage, batch_size)
-        length, count = self._adjusted_batch_size(batch_size)
+    def _rows_of(self, batch_size: int) -> int:
+        return batch_size * (self._batch_size_multiplier or 1)  # like TorchRL's class
+
+    def _completed(self, batch: Drawn, count: int) -> Drawn:
+        length, _ = self._adjusted_batch_size(count)
         lengths = batch.lengths
         assert lengths is not None
-        first = lengths.cumsum(0) - lengths
-        shape: dict[str, Any] = {
-            "num_slices": count,
-            "seq_length": lengths if bool((lengths != length).any()) else length,
-            "target_seq_length": None,
-            "mask_flat": None,
-        }
-        if (
-            self.pad_output
-        ):  # all slices get the same length: the last row fills the rest of a slice
+        shape = shape_of(lengths, length)
+        if self.pad_output:  # the last row of a slice fills the rest of it
             step = torch.arange(length)
-            places = first[:, None] + torch.minimum(step, lengths[:, None] - 1)
-            batch = _select(batch, places.reshape(-1))
+            first = lengths.cumsum(0) - lengths
+            places = (first[:, None] + torch.minimum(step, lengths[:, None] - 1)).reshape(-1)
+            padded = torch.full_like(lengths, length)
+            batch = batch.chosen(lambda tensor: tensor[places], slice(None), padded)
             shape |= {"seq_length": lengths, "target_seq_length": length}
             shape["mask_flat"] = (step < lengths[:, None]).reshape(-1)
-        self._storage_of_batches().hand_over(batch)
-        found = rows.build(batch.tensors, batch.spec, (batch.index.numel(),), raw=True)
-        # with a span to the right, TorchRL's draw may give a slice without rows
-        leaf = batch.mass[first].numpy() if self._prioritized else None
-        slices = Slices(shape, leaf, batch.minimum)
-        return (batch.index,), self._flags(slices, found)
-
-    def _storage_of_batches(self) -> RemoteStorage:
-        assert self._storage is not None  # a batch has come from there
-        return self._storage
+        batch.shape = shape
+        return batch
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Return whether a run is long enough. Blocks for two calls."""
+        """Return whether a run is long enough. Over hosts, it blocks for two calls."""
         if not super().can_sample(storage, batch_size):
             return False
-        assert self._source is not None
-        return self._source.can_draw(batch_size)
+        return self._source is None or self._source.can_draw(batch_size)
 
 
-def _refuse_counts(sampler: _RPCSampler, storage: RemoteStorage) -> None:
-    """
-    Raises:
-        ConfigurationError: the limiter has ``max_times_sampled``.
-    """
-    if storage.limiter is not None and storage.limiter.max_times_sampled is not None:
-        raise ConfigurationError(
-            f"{type(sampler).__name__} takes rows whatever their counts; use a limiter without "
-            "max_times_sampled"
-        )
-
-
-def _select(batch: Batch, places: torch.Tensor) -> Batch:
-    """Return the rows at these places of a batch."""
-    each = {name: getattr(batch, name)[places] for name in ("index", "generation", "leaf", "mass")}
-    return replace(batch, tensors=[tensor[places] for tensor in batch.tensors], **each)
-
-
-class RPCSliceSampler(_Slices, _RPCSlices):
+class RPCSliceSampler(_SlicesOfOwner):
     """Sample slices of trajectories from rows of other processes.
 
     It replaces TorchRL's ``SliceSampler``, and means the same as :class:`SharedSliceSampler`. With
@@ -591,9 +435,6 @@ class RPCSliceSampler(_Slices, _RPCSlices):
                 [1, 1]])
     """
 
-    _prioritized = False
-    _near: ClassVar[Any] = _DirectSliceSampler
-
     def __init__(
         self,
         *,
@@ -603,12 +444,11 @@ class RPCSliceSampler(_Slices, _RPCSlices):
         **options: Any,
     ) -> None:
         SharedSliceSampler.__init__(self, **options)
-        self._keep_options(options)
-        self._set_owner(owner, prefetch, batches_per_call)
+        self._set_owner(owner, prefetch, batches_per_call, **options)
 
 
 class RPCPrioritizedSliceSampler(
-    _Slices, _RPCSlices, RPCPrioritizedSampler, PrioritizedSliceSampler
+    _SlicesOfOwner, RPCPrioritizedSampler, SharedPrioritizedSliceSampler
 ):
     """Sample slices from rows of other processes, with first rows drawn by priority.
 
@@ -639,8 +479,6 @@ class RPCPrioritizedSliceSampler(
         tensor([2, 3, 2, 3])
     """
 
-    _near: ClassVar[Any] = _DirectPrioritizedSliceSampler
-
     def __init__(
         self,
         max_capacity: int,
@@ -655,43 +493,13 @@ class RPCPrioritizedSliceSampler(
         batches_per_call: int = 1,
         **options: Any,
     ) -> None:
-        refuse_padding(self, options)
-        SharedSliceSampler.__init__(self, **options)
-        turn_off_left_span(self)
-        self._keep_options(options)
-        exponents = alpha, beta, eps
-        ahead: dict[str, Any] = {"prefetch": prefetch, "batches_per_call": batches_per_call}
-        RPCPrioritizedSampler.__init__(
-            self, max_capacity, *exponents, dtype, reduction, owner=owner, **ahead
+        SharedPrioritizedSliceSampler.__init__(
+            self, max_capacity, alpha, beta, eps, dtype, reduction, **options
         )
-
-    def sample(  # type: ignore[override]  # as above
-        self, storage: Storage, batch_size: int
-    ) -> tuple[tuple[torch.Tensor, ...], dict[NestedKey, torch.Tensor]]:
-        """Return global indices, int64 [batch_size] in a tuple of one, and further entries.
-
-        These are ``"priority_weight"``, float32 [batch_size], and the flags of the slices."""
-        index, info = _RPCSlices.sample(self, storage, batch_size)
-        if batch_size < 1:
-            return index, info | {"priority_weight": torch.empty(0)}
-        remote = self._storage_of_batches()
-        generation = remote.handed_generation(index)
-        assert generation is not None
-        remote.client.recent.remember(index[0], generation, written=False)
-        return index, info
-
-    def _flags(self, slices: Slices, found: TensorDictBase) -> dict[NestedKey, torch.Tensor]:
-        return super()._flags(slices, found) | slice_weights(slices, self._beta)
-
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(num_slices={self.num_slices}, slice_len={self.slice_len}, "
-            f"traj_key={self.traj_key}, strict_length={self.strict_length}, alpha={self._alpha}, "
-            f"beta={self._beta}, eps={self._eps})"
-        )
+        self._set_owner(owner, prefetch, batches_per_call, **options)
 
 
-class RPCSamplerWithoutReplacement(_Passes, _RPCSampler, SharedSamplerWithoutReplacement):
+class RPCSamplerWithoutReplacement(_SamplerOfOwner, SharedSamplerWithoutReplacement):
     """Sample rows of other processes uniformly without replacement, over the whole job.
 
     It replaces TorchRL's ``SamplerWithoutReplacement``, and means the same as
@@ -725,67 +533,36 @@ class RPCSamplerWithoutReplacement(_Passes, _RPCSampler, SharedSamplerWithoutRep
         [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
     """
 
-    _prioritized = False
-    _near: ClassVar[Any] = _DirectSamplerWithoutReplacement
-
     def __init__(
         self, drop_last: bool = False, shuffle: bool = True, *, owner: ReplayOwner
     ) -> None:
         SharedSamplerWithoutReplacement.__init__(self, drop_last, shuffle)
-        self._set_owner(owner, 0, 1)
+        self._set_owner(owner)
 
-    def _prepare(self, storage: RemoteStorage) -> None:
-        _refuse_counts(self, storage)
+    def __reduce__(self) -> tuple[Any, ...]:
+        make = functools.partial(type(self), owner=self.owner)
+        return make, (self.drop_last, self.shuffle)
 
     def _new_source(self, storage: RemoteStorage) -> PassSource:
-        return PassSource(
+        self._passes = source = PassSource(
             storage.client,
             drop_last=self.drop_last,
             shuffle=self.shuffle,
             begins=self._begins,
             uniforms=self._uniforms,
         )
+        return source
 
     def _begins(self, number: int) -> None:
         if self._only_one and self._pass not in (None, number):
             raise PassOverError(OVER)
         self._pass = number
 
-    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
-        """Return global indices, int64 [batch_size] (fewer at the end of a pass), and no further
-        information."""
-        if batch_size < 1:
-            return self._no_rows(storage, batch_size), {}
-        self._batch_size = batch_size
-        return self._next(storage, batch_size).index, {}
+    def _next(self, storage: Storage, batch_size: int) -> Drawn:
+        self._batch_size = max(1, batch_size)
+        return super()._next(storage, batch_size)
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Return whether ``sample`` would begin at once. Blocks for one call."""
+        """Return whether ``sample`` would begin at once. Over hosts, it blocks for one call."""
         enough = not self.drop_last or len(storage) >= batch_size
-        return enough and _RPCSampler.can_sample(self, storage, batch_size)
-
-    @property
-    def ran_out(self) -> bool:
-        """Return whether the pass that this process drew from last is over, as far as it knows."""
-        source = self._source
-        if self._pass is None or source is None:
-            return False
-        least = self._batch_size if self.drop_last else 1
-        return source.number != self._pass or source.left.sum() < least
-
-    @ran_out.setter
-    def ran_out(self, value: bool) -> None:
-        if not value:
-            self._pass = None
-
-    @property
-    def _remaining_batches(self) -> int:
-        left = 0 if self._source is None else int(self._source.left.sum())
-        return left // self._batch_size if self.drop_last else -(left // -self._batch_size)
-
-    def _empty(self) -> None:
-        self._pass = None
-        _RPCSampler._empty(self)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._empty()
+        return enough and super().can_sample(storage, batch_size)

@@ -17,7 +17,6 @@ from torchrl.data.replay_buffers.storages import Storage, TensorStorage
 
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.forks import now_and_in_children
-from torchrl_dist.replay.hosts.batches import Batch
 from torchrl_dist.replay.hosts.lifetimes import DirectStorage, open_directly
 from torchrl_dist.replay.hosts.messages import Empty
 from torchrl_dist.replay.hosts.owner import ReplayOwner
@@ -27,6 +26,7 @@ from torchrl_dist.replay.law.limiter import Counts, RateLimiter
 from torchrl_dist.replay.law.placement import as_slots
 from torchrl_dist.replay.law.shard_law import global_index, split_index
 from torchrl_dist.replay.node.priorities import check_priorities
+from torchrl_dist.replay.parts.drawn import Drawn
 from torchrl_dist.replay.parts.sampler import (
     SharedSampler,
 )
@@ -351,7 +351,7 @@ class RemoteStorage(
 
     # --- reading -----------------------------------------------------------------------------
 
-    def hand_over(self, batch: Batch) -> None:
+    def hand_over(self, batch: Drawn) -> None:
         """Keep a drawn batch for the calls that the buffer makes after the draw."""
         self._handed.batch = batch
 

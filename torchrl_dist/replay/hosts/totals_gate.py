@@ -34,10 +34,11 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_dist.errors import PeerLostError, RateLimitError
 from torchrl_dist.forks import now_and_in_children
-from torchrl_dist.replay.hosts.batches import Batch, BatchSource
+from torchrl_dist.replay.hosts.batches import BatchSource
 from torchrl_dist.replay.hosts.client import ReplayClient
 from torchrl_dist.replay.law.limiter import Counts, RateLimiter
 from torchrl_dist.replay.node.gate import process_ends
+from torchrl_dist.replay.parts.drawn import Drawn
 from torchrl_dist.replay.parts.storage import NoRowsError
 from torchrl_dist.replay.row import _torchrl
 from torchrl_dist.runtime.awake import awake
@@ -78,7 +79,7 @@ class TotalsGate:
         with self._lock:
             return self._missing_inserts(count, source) is None
 
-    def sample(self, count: int, source: BatchSource, storage: Storage) -> Batch:
+    def sample(self, count: int, source: BatchSource, storage: Storage) -> Drawn:
         """Return the next batch of that many rows, once it is admitted.
 
         Raises:

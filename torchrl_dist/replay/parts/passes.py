@@ -17,27 +17,34 @@ last. A process may therefore be killed at any point in here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
-import torch
 from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.node.directory import ReplayDirectory
-from torchrl_dist.replay.parts.sampler import EMPTY, Drawn, SharedSampler
-from torchrl_dist.replay.parts.storage import NoRowsError, SharedMemmapStorage
-from torchrl_dist.replay.row import rows
+from torchrl_dist.replay.parts.drawn import Drawn
+from torchrl_dist.replay.parts.sampler import EMPTY, SharedSampler
+from torchrl_dist.replay.parts.storage import Draw, NoRowsError, SharedMemmapStorage
 
 # the first words of pass.bin: the number of the pass, from 1; the number of passed entries of its
 # order; the length of the order
 _NUMBER, _PASSED, _COUNT = range(3)
 _HEAD_WORDS = 8
 _LOOK_AHEAD = 256
+NO_FULL_BATCH = (
+    "drop_last=True and a batch of {} rows, but the buffer holds {}: no pass has a full batch"
+)
 OVER = "the pass of the current iteration over this buffer has no row left; sample after the loop"
+
+
+Take = Callable[[int], tuple[np.ndarray, np.ndarray]]
+"""A function that returns slots and versions, int64 [n] each, of at most that many rows."""
 
 
 class Passes:
@@ -105,6 +112,28 @@ class Passes:
         return slots, versions
 
 
+def draw_of_pass(directory: ReplayDirectory, passes: Passes, begin: Take) -> Draw:
+    """Return a draw, for ``storage.read_rows``, whose rows belong to one pass.
+
+    Args:
+        begin: returns slots and versions of the first rows, from the present pass or a new one.
+            Called under the lock.
+    """
+    number: int | None = None
+
+    def draw(count: int, locked: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        nonlocal number
+        with nullcontext() if locked else directory.lock():
+            if number is None:
+                slots, versions = begin(count)
+                number = passes.number
+            else:  # no rows if other processes have begun the next pass
+                slots, versions = passes.take(count if passes.number == number else 0)
+        return slots, versions, np.ones(slots.size)
+
+    return draw
+
+
 def take_of_pass(
     storage: SharedMemmapStorage, passes: Passes, number: int, count: int, order: Any
 ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray], int, int]:
@@ -115,16 +144,15 @@ def take_of_pass(
     Returns:
         Slots, generations and copied rows, the number of the present pass, and the rows left in it.
     """
+
+    def begin(more: int) -> tuple[np.ndarray, np.ndarray]:
+        if passes.number < number and more:
+            passes.begin(order, number)
+        return passes.take(more if passes.number == number else 0)
+
     directory = storage.directory
-
-    def take(more: int, locked: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        with nullcontext() if locked else directory.lock():
-            if passes.number < number and more:
-                passes.begin(order, number)
-            slots, versions = passes.take(more if passes.number == number else 0)
-        return slots, versions, np.ones(slots.size)
-
-    slots, generation, _, columns = storage.read_rows(take, count)
+    draw = draw_of_pass(directory, passes, begin)
+    slots, generation, _, columns = storage.read_rows(draw, count)
     with directory.lock():
         return slots, generation, columns, passes.number, passes.left
 
@@ -167,13 +195,17 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
             batch), and none is being written.
     """
 
+    _knows_rows = True
+    _not_copied = (*SharedSampler._not_copied, "_passes", "_pass")
+    _no_counts = "itself counts how often rows are drawn"
+
     def __init__(self, drop_last: bool = False, shuffle: bool = True) -> None:
         SamplerWithoutReplacement.__init__(self, drop_last, shuffle)
         self._setup()
 
     def _setup(self) -> None:
         super()._setup()
-        self._passes: Passes | None = None
+        self._passes: Any = None  # the Passes of a directory, or a PassSource of its hosts
         self._pass: int | None = None  # the pass that this process drew from last
         self._batch_size = 1
         self._only_one = False
@@ -189,57 +221,24 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
         finally:
             self._only_one = False
 
-    def attach(self, storage: Storage) -> ReplayDirectory:
-        bound = self._attached(storage)
-        if bound is not None and self._passes is not None:
-            return bound
-        directory = super().attach(storage)
-        if directory.times_sampled is not None:
-            self._directory = None
-            raise ConfigurationError(
-                f"{type(self).__name__} itself counts how often rows are drawn; use a limiter "
-                "without max_times_sampled"
-            )
+    def _bind(self, storage: SharedMemmapStorage, directory: ReplayDirectory) -> None:
         with directory.lock():
             self._passes = Passes(directory)
-        return directory
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         """Return whether ``sample`` would begin at once."""
         enough = not self.drop_last or len(storage) >= batch_size
         return enough and super().can_sample(storage, batch_size)
 
-    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
-        """Return slots, int64 [batch_size] (fewer at the end of a pass), and no further
-        information."""
-        gate = self.attach(storage).gate
-        if gate is None:
-            drawn = self.draw(storage, batch_size)
-        else:
-            drawn = gate.draw(batch_size, lambda: self.draw(storage, batch_size), storage)
-            if drawn.index.numel() < batch_size:
-                gate.count_samples(drawn.index.numel() - batch_size)
-        storage.hand_over(drawn.index, drawn.generation, drawn.tensors)
-        return drawn.index, {}
-
     def draw(self, storage: Storage, count: int) -> Drawn:
-        """Do what ``sample`` does, and return all that is known about the rows.
-
-        It does not wait for a limiter. ``mass`` is the number of rows."""
+        """Draw the next rows of the pass, see the base class. ``mass`` is the number of rows."""
         directory = self.attach(storage)
         assert isinstance(storage, SharedMemmapStorage)
         slots, generation, leaf, columns = storage.once_rows_are_published(
             lambda: self._draw_rows(storage, count)
         )
-        spec = directory.rows
-        assert spec is not None  # of the rows just read
-        return Drawn(
-            torch.from_numpy(slots),
-            torch.from_numpy(generation),
-            leaf,
-            rows.tensors(columns, spec),
-            1.0,
-            float(directory.length),
+        return Drawn.of(
+            directory.rows, slots, generation, leaf, columns, 1.0, float(directory.length)
         )
 
     def _draw_rows(
@@ -254,23 +253,13 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
             nothing = np.empty(count, np.int64)  # raises for a negative count
             return storage.read_rows(lambda *_: (nothing, nothing, np.empty(0)), 0)
         self._batch_size = count
+        begin = functools.partial(self._begin, directory, passes)
         while True:
-            number: int | None = None
-
-            def take(more: int, locked: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-                nonlocal number
-                with nullcontext() if locked else directory.lock():
-                    if number is None:
-                        found = self._begin(directory, passes, count)
-                        self._pass = number = passes.number
-                    else:  # no rows if other processes have begun the next pass
-                        found = passes.take(more if passes.number == number else 0)
-                return *found, np.ones(found[0].size)
-
-            slots, generation, leaf, columns = storage.read_rows(take, count)
+            found = storage.read_rows(draw_of_pass(directory, passes, begin), count)
+            size = found[0].size
             # otherwise all rows, or a part of a full batch, were overwritten
-            if slots.size == count or (slots.size and not self.drop_last):
-                return slots, generation, leaf, columns
+            if size == count or (size and not self.drop_last):
+                return found
 
     def _begin(
         self, directory: ReplayDirectory, passes: Passes, count: int
@@ -279,10 +268,7 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
         if not directory.length:
             raise NoRowsError(EMPTY)
         if self.drop_last and directory.length < count:
-            too_few = (
-                f"drop_last=True and a batch of {count} rows, but the buffer holds "
-                f"{directory.length}: no pass has a full batch"
-            )
+            too_few = NO_FULL_BATCH.format(count, directory.length)
             if directory.high >= count:  # enough rows have existed, though not all at this moment
                 raise NoRowsError(too_few, count)
             raise ConfigurationError(too_few)
@@ -295,6 +281,7 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
                 raise PassOverError(OVER)
             passes.begin((lambda n: self._uniforms(n).argsort()) if self.shuffle else None)
             slots, versions = passes.take(count)
+        self._pass = passes.number
         return slots, versions
 
     # --- iteration ---------------------------------------------------------------------------
@@ -321,18 +308,6 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
 
     def _empty(self) -> None:
         self._pass = None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._pass = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        for name in ("_passes", "_pass"):
-            state.pop(name, None)
-        return state
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(drop_last={self.drop_last}, shuffle={self.shuffle})"

@@ -9,11 +9,11 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,15 +21,17 @@ from torchrl.data.replay_buffers.samplers import PrioritizedSampler, RandomSampl
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_dist import own_files
-from torchrl_dist.errors import CheckpointError, ConfigurationError
+from torchrl_dist.errors import CheckpointError, ConfigurationError, DirectoryError
 from torchrl_dist.forks import now_and_in_children
+from torchrl_dist.replay.law.limiter import RateLimiter
 from torchrl_dist.replay.law.placement import as_slots
 from torchrl_dist.replay.node.directory import ReplayDirectory
 from torchrl_dist.replay.node.priorities import set_alpha, update
 from torchrl_dist.replay.node.tables import Word
 from torchrl_dist.replay.node.times_sampled import TooFewDrawsError, count_draws
+from torchrl_dist.replay.parts.drawn import Drawn
 from torchrl_dist.replay.parts.storage import NoRowsError, SharedMemmapStorage
-from torchrl_dist.replay.row import _torchrl, rows
+from torchrl_dist.replay.row import _torchrl
 
 EMPTY = (
     "Cannot sample from an empty storage. No row has been written yet, or the buffer was emptied: "
@@ -39,8 +41,11 @@ EMPTY = (
 _RECENT_ROWS = 2**19  # 8 MiB of slots and generations
 _ROWS_PER_BATCH = 64  # overhead of a batch in memory and hashing, in rows
 _SAME_VALUES = 4
-_MOST_ASIDE = 4096
-_PATIENCE_S = 1.0
+# How long a thread waits for others, which are in there for microseconds unless a signal handler
+# has interrupted them, and even if they do not run for a while.
+_SHORT_PATIENCE_S, _LONG_PATIENCE_S = 0.25, 10.0
+
+_T = TypeVar("_T")
 
 
 class RecentGenerations:
@@ -53,10 +58,9 @@ class RecentGenerations:
     The values are copied into rings. If the small tensors of thousands of batches stayed alive,
     they would lie between large ones, and the allocator could not reuse that memory.
 
-    A signal handler may use this while the interrupted thread does. It then puts its batches aside
-    for the next call, and searches without changing anything. Another thread does the same if the
-    main thread does not leave, because a handler in the main thread may be waiting for a lock of
-    TorchRL's buffer that the other thread holds.
+    A signal handler that interrupted a use of this records nothing, and gets an error if it
+    searches. So does another thread if the main thread does not leave, because a handler in the
+    main thread may be waiting for a lock of TorchRL's buffer that the other thread holds.
     """
 
     def __init__(self) -> None:
@@ -73,7 +77,6 @@ class RecentGenerations:
         # Hashing costs as much as the lock, so it waits for the first index that is another tensor.
         self._unhashed: deque[_Batch] = deque()
         self._by_values: dict[bytes, deque[_Batch]] = {}
-        self._aside: deque[tuple[torch.Tensor, torch.Tensor, bool]] = deque(maxlen=_MOST_ASIDE)
 
     def _renew(self) -> None:
         if not self._lock.acquire(
@@ -85,20 +88,29 @@ class RecentGenerations:
 
     def remember(self, index: torch.Tensor, generation: torch.Tensor, *, written: bool) -> None:
         """Record slots and their generations, both int64 [n]."""
-        lock, other = self._lock, threading.get_ident() != self._main_thread
-        # only the main thread is interrupted, even between two lines, so it locks by "with"
+        with suppress(DirectoryError):
+            self._alone(_SHORT_PATIENCE_S, self._remember, index, generation, written)
+
+    def _alone(self, patience_s: float, action: Callable[..., _T], *args: Any) -> _T:
+        """Return ``action(*args)``, while no other thread is in here.
+
+        Raises:
+            DirectoryError: in a signal handler that interrupted this, or after ``patience_s``.
+        """
+        lock = self._lock
         owned = lock._is_owned()  # type: ignore[attr-defined]  # not in typeshed
-        if owned or (other and not lock.acquire(blocking=False)):
-            self._aside.append((index, generation.clone(), written))
-            return
+        if not owned and threading.get_ident() == self._main_thread:
+            with lock:  # not acquire(), because this thread may be interrupted between two lines
+                return action(*args)
+        if owned or not lock.acquire(timeout=patience_s):
+            raise DirectoryError(
+                "a signal handler interrupted a use of the buffer, and uses it itself or waits for "
+                "a thread that does. Have the handler set a flag, and act on it between two uses"
+            )
         try:
-            with lock:
-                while self._aside:
-                    self._remember(*self._aside.popleft())
-                self._remember(index, generation, written)
+            return action(*args)
         finally:
-            if other:
-                lock.release()
+            lock.release()
 
     def _remember(self, index: torch.Tensor, generation: torch.Tensor, written: bool) -> None:
         slots, generations = index.numpy(), generation.numpy()
@@ -140,21 +152,13 @@ class RecentGenerations:
         If a cloned index matches several draws, the oldest one counts: it is better to drop a
         priority than to set it on another row. Draws from before this process itself wrote these
         slots again never count.
+
+        Raises:
+            DirectoryError: in a signal handler that interrupted a use of this.
         """
-        lock, other = self._lock, threading.get_ident() != self._main_thread
-        owned = lock._is_owned()  # type: ignore[attr-defined]  # not in typeshed
-        if owned or (other and not lock.acquire(timeout=_PATIENCE_S)):
-            return self._look_for(index)
-        try:
-            with lock:
-                return self._recall(index)
-        finally:
-            if other:
-                lock.release()
+        return self._alone(_LONG_PATIENCE_S, self._recall, index)
 
     def _recall(self, index: int | torch.Tensor) -> torch.Tensor | None:
-        while self._aside:
-            self._remember(*self._aside.popleft())
         known = self._by_identity.get(id(index))
         if known is not None and known.index() is index:
             return torch.from_numpy(known.generations.copy())
@@ -162,29 +166,7 @@ class RecentGenerations:
             batch = self._unhashed.popleft()
             batch.digest = _digest(batch.slots)
             self._by_values.setdefault(batch.digest, deque(maxlen=_SAME_VALUES)).append(batch)
-        return _oldest_of(self._by_values.get(_digest(_slots_of(index)), ()))
-
-    def _look_for(self, index: int | torch.Tensor) -> torch.Tensor | None:
-        """Do :meth:`recall` during a change by another thread, without changing anything."""
-        aside = list(self._aside)
-        for kept, generation, _ in aside:
-            if kept is index:
-                return generation.clone()
-        wanted = _slots_of(index)
-        same = [batch for batch in list(self._batches) if np.array_equal(batch.slots, wanted)]
-        same += [
-            _Batch(weakref.ref(kept), wanted, generation.numpy(), 0, written, id(kept))
-            for kept, generation, written in aside
-            if np.array_equal(kept.numpy(), wanted)
-        ]
-        for batch in same:
-            if batch.index() is index:
-                return torch.from_numpy(batch.generations.copy())
-        return _oldest_of(same[-_SAME_VALUES:])
-
-
-def _slots_of(index: int | torch.Tensor) -> np.ndarray:
-    return as_slots(index).numpy()
+        return _oldest_of(self._by_values.get(_digest(as_slots(index).numpy()), ()))
 
 
 def _oldest_of(batches: Iterable[_Batch]) -> torch.Tensor | None:
@@ -215,28 +197,6 @@ def _digest(slots: np.ndarray) -> bytes:
     return hashlib.blake2b(np.ascontiguousarray(slots).data, digest_size=16).digest()
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """Rows that were drawn and copied.
-
-    Attributes:
-        index, generation: int64 [n], slot and generation of each row.
-        leaf: float64 [n], ``p ** alpha`` of each row; 1 in uniform sampling.
-        tensors: the rows, one tensor [n, ...] per column of the row spec.
-        minimum: the smallest leaf in the directory at that time.
-        mass: the sum over all rows of the directory at the time of the first draw.
-        lengths: int64 [slices], if slices were drawn. ``mass`` is then that of all possible slices.
-    """
-
-    index: torch.Tensor
-    generation: torch.Tensor
-    leaf: np.ndarray
-    tensors: list[torch.Tensor]
-    minimum: float
-    mass: float
-    lengths: torch.Tensor | None = None
-
-
 class SharedSampler(Sampler):
     """The base of all samplers: the directory of the storage, and the random numbers.
 
@@ -245,6 +205,12 @@ class SharedSampler(Sampler):
     """
 
     _directory: ReplayDirectory | None
+    _knows_rows = False
+    """Whether it has knowledge about rows of one directory."""
+    _no_counts = ""
+    """Why it cannot heed ``max_times_sampled``."""
+    _not_copied: tuple[str, ...] = ("_directory", "_random", "_random_pid", "_recent")
+    """Attributes that ``_setup`` creates anew in a copy."""
 
     def _setup(self) -> None:
         self._directory = None
@@ -253,26 +219,38 @@ class SharedSampler(Sampler):
 
     def attach(self, storage: Storage) -> ReplayDirectory:
         """Bind to the storage's directory. The buffer's constructor calls it. Idempotent."""
+        here: Any = getattr(storage, "directory", None)
+        bound = self._directory
+        if bound is not None and here is bound:
+            return bound
+        if bound is not None and self._knows_rows:
+            raise ConfigurationError(
+                f"this {type(self).__name__} samples from {bound.path}; create one sampler per "
+                "storage"
+            )
         if not isinstance(storage, SharedMemmapStorage):
             raise ConfigurationError(
                 f"{type(self).__name__} samples from a SharedMemmapStorage, got "
                 f"{type(storage).__name__}"
             )
+        self._check_limiter(storage)
+        self._bind(storage, storage.directory)
         self._directory = storage.directory
         return storage.directory
 
-    def _attached(self, storage: Storage) -> ReplayDirectory | None:
-        """Return the directory that this sampler is bound to, or None.
-
-        Raises:
-            ConfigurationError: it is bound to another directory, whose rows it knows.
+    def _check_limiter(self, storage: Any) -> None:
         """
-        bound = self._directory
-        if bound is None or bound is getattr(storage, "directory", None):
-            return bound
-        raise ConfigurationError(
-            f"this {type(self).__name__} samples from {bound.path}; create one sampler per storage"
-        )
+        Raises:
+            ConfigurationError: it cannot heed the storage's ``max_times_sampled``.
+        """
+        limiter: RateLimiter | None = storage.limiter if self._no_counts else None
+        if limiter is not None and limiter.max_times_sampled is not None:
+            raise ConfigurationError(
+                f"{type(self).__name__} {self._no_counts}; use a limiter without max_times_sampled"
+            )
+
+    def _bind(self, storage: SharedMemmapStorage, directory: ReplayDirectory) -> None:
+        """Prepare draws from a directory, or raise ConfigurationError."""
 
     def note_written(self, index: torch.Tensor, generation: torch.Tensor) -> None:
         """Note new rows. The writer of this process calls it after it published them."""
@@ -283,6 +261,37 @@ class SharedSampler(Sampler):
         if directory.gate is not None and not directory.gate.can_sample(batch_size):
             return False
         return directory.length > 0
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[Any, Any]]:
+        """Return slots, int64 [batch_size], and what the class adds to a batch.
+
+        Raises:
+            RuntimeError: no row is published, and none is being written.
+        """
+        drawn = self._next(storage, batch_size)
+        return drawn.index, self._info(drawn)
+
+    def draw(self, storage: Storage, count: int) -> Drawn:
+        """Draw rows, and return all that is known about them. It does not wait for a limiter."""
+        raise NotImplementedError
+
+    def _info(self, drawn: Drawn) -> dict[Any, torch.Tensor]:
+        """Return the entries that the class adds to a batch."""
+        return {}
+
+    def _next(self, storage: Storage, batch_size: int) -> Drawn:
+        """Return the rows of the next sample, once it is admitted, and hand them to the storage."""
+        gate = self.attach(storage).gate
+        if gate is None:
+            drawn = self.draw(storage, batch_size)
+        else:
+            drawn = gate.draw(batch_size, lambda: self.draw(storage, batch_size), storage)
+            if (
+                drawn.index.numel() != batch_size
+            ):  # the end of a pass, or slices that were cut short
+                gate.count_samples(drawn.index.numel() - batch_size)
+        storage.hand_over(drawn.index, drawn.generation, drawn.tensors)
+        return drawn
 
     def _uniforms(self, count: int) -> np.ndarray:
         """Return random numbers, float64 [count] in [0, 1)."""
@@ -299,6 +308,12 @@ class SharedSampler(Sampler):
 
     # The storage saves priorities with the rows. The rest is this process's state.
 
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._empty()
+
     def dumps(self, path: str | Path) -> None:
         own_files.make_folder(path)
         text = json.dumps(self.state_dict()).encode()
@@ -310,7 +325,7 @@ class SharedSampler(Sampler):
     def __getstate__(self) -> dict[str, Any]:
         # PrioritizedSampler cannot be spawned, because its trees would be copies; ours are shared
         state = Sampler.__getstate__(self)
-        for name in ("_directory", "_random", "_random_pid", "_recent"):
+        for name in self._not_copied:
             state.pop(name, None)
         return state
 
@@ -339,24 +354,8 @@ class SharedRandomSampler(SharedSampler, RandomSampler):
         super().__init__()
         self._setup()
 
-    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
-        """Return slots, int64 [batch_size], and no further information.
-
-        Raises:
-            RuntimeError: no row is published, and none is being written.
-        """
-        gate = self.attach(storage).gate
-        if gate is None:
-            drawn = self.draw(storage, batch_size)
-        else:
-            drawn = gate.draw(batch_size, lambda: self.draw(storage, batch_size), storage)
-        storage.hand_over(drawn.index, drawn.generation, drawn.tensors)
-        return drawn.index, {}
-
     def draw(self, storage: Storage, count: int) -> Drawn:
-        """Do what ``sample`` does, and return all that is known about the rows.
-
-        It does not wait for a limiter. ``mass`` is the number of rows."""
+        """Draw rows uniformly, see the base class. ``mass`` is the number of rows."""
         directory = self.attach(storage)
         assert isinstance(storage, SharedMemmapStorage)
         mass = directory.length
@@ -403,83 +402,10 @@ class SharedRandomSampler(SharedSampler, RandomSampler):
 
         law = draw if directory.times_sampled is None else draw_counted
         slots, generation, leaf, columns = storage.read_drawn(law, count)
-        spec = directory.rows
-        assert spec is not None  # of the rows just read
-        tensors = rows.tensors(columns, spec)
-        return Drawn(
-            torch.from_numpy(slots), torch.from_numpy(generation), leaf, tensors, 1.0, float(mass)
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        pass
+        return Drawn.of(directory.rows, slots, generation, leaf, columns, 1.0, float(mass))
 
 
-class SharesPriorities(SharedSampler):
-    """TorchRL's interface of a prioritized sampler, for priorities that are stored with the rows.
-
-    In a class's bases it comes before the class that draws."""
-
-    _beta: float
-    _eps: float
-
-    @property
-    def beta(self) -> float:
-        """Exponent of the importance weights in this process."""
-        return self._beta
-
-    @beta.setter
-    def beta(self, value: float) -> None:
-        self._beta = checked_exponents(0.0, value, 1.0)[1]
-
-    @property
-    def eps(self) -> float:
-        """The number added to every priority."""
-        return self._eps
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def default_priority(self) -> float:
-        """The largest priority seen (or present, see the constructor), or 1 without rows.
-
-        Over hosts, it blocks for one call."""
-        raw = self._max_priority[0]
-        return 1.0 if raw is None else raw
-
-    def _maybe_init_from_storage(self, storage: Storage | None) -> None:
-        if storage is not None:
-            self.attach(storage)
-
-    def add(self, index: torch.Tensor | int) -> None:
-        pass  # publishing has set it
-
-    def extend(self, index: torch.Tensor | tuple[Any, ...]) -> None:
-        pass
-
-    def mark_update(self, index: int | torch.Tensor, *, storage: Storage | None = None) -> None:
-        """Set the default priority on rows, for example after their content changed."""
-        self.update_priority(index, self.default_priority, storage=storage)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"_alpha": self.alpha, "_beta": self._beta, "_eps": self._eps}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load alpha and beta. The state of a uniform sampler has neither, and changes neither."""
-        if not state_dict:
-            self._empty()
-            return
-        alpha, beta = exponents_in(state_dict)
-        self._empty()
-        self.alpha = alpha
-        self._beta = beta
-
-
-class SharedPrioritizedSampler(SharesPriorities, PrioritizedSampler):
+class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
     """Sample by priority from one sum tree that all processes of the node share.
 
     Law, importance weights and defaults are those of TorchRL's ``PrioritizedSampler``. Row ``i`` is
@@ -541,6 +467,7 @@ class SharedPrioritizedSampler(SharesPriorities, PrioritizedSampler):
         self._max_priority_within_buffer = bool(max_priority_within_buffer)
         self._setup()
 
+    _knows_rows = True
     _copy_of: int | None = None
     """The directory of the sampler that this one was copied from."""
 
@@ -556,12 +483,9 @@ class SharedPrioritizedSampler(SharesPriorities, PrioritizedSampler):
 
     # --- parameters --------------------------------------------------------------------------
 
-    def attach(self, storage: Storage) -> ReplayDirectory:
-        if (bound := self._attached(storage)) is not None:
-            return bound
-        directory = super().attach(storage)
+    def _bind(self, storage: SharedMemmapStorage, directory: ReplayDirectory) -> None:
+        super()._bind(storage, directory)
         if storage.max_size != self._max_capacity:
-            self._directory = None
             raise ConfigurationError(
                 f"the sampler has capacity {self._max_capacity}, its storage {storage.max_size}"
             )
@@ -579,37 +503,68 @@ class SharedPrioritizedSampler(SharesPriorities, PrioritizedSampler):
         if self._copy_of == directory.identity:  # the sampler was right when it was copied
             self._alpha = shared[0]
         if (*shared, within) != (self._alpha, self._eps, self._max_priority_within_buffer):
-            self._directory = None
             raise ConfigurationError(
                 f"the sampler has alpha={self._alpha}, eps={self._eps}, max_priority_within_buffer="
                 f"{self._max_priority_within_buffer}; the processes that share {directory.path} "
                 f"use alpha={shared[0]}, eps={shared[1]}, max_priority_within_buffer={within}: "
                 "pass these, and set sampler.alpha afterwards to change it for all processes"
             )
-        return directory
 
     @property
     def alpha(self) -> float:
         """The priority exponent that all processes share. Setting it rebuilds the tree once.
 
-        As in TorchRL, priorities cannot be recovered from ``alpha == 0``. Rows then keep equal
-        leaves until their priority is next updated. An alpha that makes a row's leaf too large
-        raises ``ConfigurationError`` and changes nothing.
+        Over hosts, reading it blocks for one call. As in TorchRL, priorities cannot be recovered
+        from ``alpha == 0``. Rows then keep equal leaves until their priority is next updated. An
+        alpha that makes a row's leaf too large raises ``ConfigurationError`` and changes nothing.
         """
-        if self._directory is not None:
-            self._alpha = self._directory.get_float(Word.ALPHA)
-        return self._alpha
+        return self._alpha_now()
 
     @alpha.setter
     def alpha(self, value: float) -> None:
         if not 0 <= value < math.inf:
             raise ConfigurationError(f"alpha must be >= 0 and finite, got {value}")
+        self._share_alpha(float(value))
+        self._alpha = float(value)
+        self._copy_of = None
+
+    def _alpha_now(self) -> float:
+        if self._directory is not None:
+            self._alpha = self._directory.get_float(Word.ALPHA)
+        return self._alpha
+
+    def _share_alpha(self, value: float) -> None:
+        """Set alpha for all processes."""
         directory = self._directory
         if directory is not None:
             with directory.lock():
-                set_alpha(directory, float(value))
-        self._alpha = float(value)
-        self._copy_of = None
+                set_alpha(directory, value)
+
+    @property
+    def beta(self) -> float:
+        """Exponent of the importance weights in this process."""
+        return self._beta
+
+    @beta.setter
+    def beta(self, value: float) -> None:
+        self._beta = checked_exponents(0.0, value, 1.0)[1]
+
+    @property
+    def eps(self) -> float:
+        """The number added to every priority."""
+        return self._eps
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def default_priority(self) -> float:
+        """The largest priority seen (or present, see the constructor), or 1 without rows.
+
+        Over hosts, it blocks for one call."""
+        raw = self._max_priority[0]
+        return 1.0 if raw is None else raw
 
     @property
     def _max_priority(self) -> tuple[float | None, int | None]:
@@ -621,22 +576,11 @@ class SharedPrioritizedSampler(SharesPriorities, PrioritizedSampler):
 
     # --- drawing -----------------------------------------------------------------------------
 
-    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
-        """Return ``(index, {"priority_weight": weight})``: int64 and float32, [batch_size]."""
-        gate = self.attach(storage).gate
-        if gate is None:
-            drawn = self.draw(storage, batch_size)
-        else:
-            drawn = gate.draw(batch_size, lambda: self.draw(storage, batch_size), storage)
-        storage.hand_over(drawn.index, drawn.generation, drawn.tensors)
+    def _info(self, drawn: Drawn) -> dict[Any, torch.Tensor]:
         self._recent.remember(drawn.index, drawn.generation, written=False)
-        weight = ((drawn.leaf / drawn.minimum) ** -float(self._beta)).astype(np.float32)
-        return drawn.index, {"priority_weight": torch.from_numpy(weight)}
+        return {"priority_weight": drawn.weights(self._beta)}
 
     def draw(self, storage: Storage, count: int) -> Drawn:
-        """Do what ``sample`` does, and return all that is known about the rows.
-
-        It does not wait for a limiter."""
         directory = self.attach(storage)
         assert isinstance(storage, SharedMemmapStorage)
         smallest, mass = math.inf, math.nan
@@ -673,12 +617,7 @@ class SharedPrioritizedSampler(SharesPriorities, PrioritizedSampler):
                 return draw_locked(count)
 
         slots, generation, leaf, columns = storage.read_drawn(draw, count)
-        spec = directory.rows
-        assert spec is not None  # of the rows just read
-        tensors = rows.tensors(columns, spec)
-        return Drawn(
-            torch.from_numpy(slots), torch.from_numpy(generation), leaf, tensors, smallest, mass
-        )
+        return Drawn.of(directory.rows, slots, generation, leaf, columns, smallest, mass)
 
     # --- priorities --------------------------------------------------------------------------
 
@@ -705,24 +644,31 @@ class SharedPrioritizedSampler(SharesPriorities, PrioritizedSampler):
                 are updated, whichever row they hold now, and counted
                 (``"unverified_updates"``).
         """
-        if self._directory is None:
-            if storage is None:
-                raise ConfigurationError(
-                    "the sampler is not bound to a storage yet; update priorities through the "
-                    "replay buffer, or pass storage="
-                )
+        if storage is not None:
             self.attach(storage)
-        if isinstance(storage, SharedMemmapStorage):
-            storage.check_open()
-        if storage is not None and any(
-            _torchrl.sampler_of(buffer) is self and _torchrl.is_being_built(buffer)
-            for buffer in _torchrl.buffers_over(storage)
-        ):
-            return  # a process that joins must not reset the shared values
+            if isinstance(storage, SharedMemmapStorage):
+                storage.check_open()
+            if any(
+                _torchrl.sampler_of(buffer) is self and _torchrl.is_being_built(buffer)
+                for buffer in _torchrl.buffers_over(storage)
+            ):
+                return  # a process that joins must not reset the shared values
+        self._set_priorities(index, priority, generation)
+
+    def _set_priorities(
+        self,
+        index: int | torch.Tensor,
+        priority: float | torch.Tensor,
+        generation: torch.Tensor | None,
+    ) -> None:
+        if self._directory is None:
+            raise ConfigurationError(
+                "the sampler is not bound to a storage yet; update priorities through the "
+                "replay buffer, or pass storage="
+            )
         if generation is None:
             generation = self._recent.recall(index)
         index = as_slots(index)
-        assert self._directory is not None
         update(
             self._directory,
             index.reshape(-1).numpy(),
@@ -730,13 +676,42 @@ class SharedPrioritizedSampler(SharesPriorities, PrioritizedSampler):
             None if generation is None else generation.detach().cpu().reshape(-1).numpy(),
         )
 
+    def _maybe_init_from_storage(self, storage: Storage | None) -> None:
+        if storage is not None:
+            self.attach(storage)
+
+    def add(self, index: torch.Tensor | int) -> None:
+        pass  # publishing has set it
+
+    def extend(self, index: torch.Tensor | tuple[Any, ...]) -> None:
+        pass
+
+    def mark_update(self, index: int | torch.Tensor, *, storage: Storage | None = None) -> None:
+        """Set the default priority on rows, for example after their content changed."""
+        self.update_priority(index, self.default_priority, storage=storage)
+
     # --- state: priorities are saved with the rows, by the storage ----------------------------
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"_alpha": self.alpha, "_beta": self._beta, "_eps": self._eps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load alpha and beta. The state of a uniform sampler has neither, and changes neither."""
+        if not state_dict:
+            self._empty()
+            return
+        alpha, beta = exponents_in(state_dict)
+        self._empty()
+        self.alpha = alpha
+        self._beta = beta
+
+    def _exponents(self) -> str:
+        """Return the exponents as this process knows them, without a call."""
+        alpha = SharedPrioritizedSampler._alpha_now(self)
+        return f"alpha={alpha}, beta={self._beta}, eps={self._eps}"
+
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(alpha={self.alpha}, beta={self._beta}, eps={self._eps}, "
-            f"reduction={self.reduction!r})"
-        )
+        return f"{type(self).__name__}({self._exponents()}, reduction={self.reduction!r})"
 
 
 def checked_exponents(alpha: float, beta: float, eps: float) -> tuple[float, float, float]:

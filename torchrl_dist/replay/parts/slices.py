@@ -20,9 +20,9 @@ from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.law.placement import slot_ranges
 from torchrl_dist.replay.node.directory import ReplayDirectory
 from torchrl_dist.replay.node.tables import ORDERED_LOADS, Word
+from torchrl_dist.replay.parts.drawn import Drawn
 from torchrl_dist.replay.parts.sampler import (
     EMPTY,
-    Drawn,
     SharedPrioritizedSampler,
     SharedSampler,
 )
@@ -209,34 +209,29 @@ class _Rows:
 
 
 @dataclass(frozen=True)
-class Slices:
-    """Chosen slices, as TorchRL's sampler describes them.
+class _Slices:
+    """Chosen slices.
 
     Attributes:
         shape: ``num_slices``, ``seq_length``, ``target_seq_length`` and ``mask_flat`` of
             ``SliceSampler._finalize_index``.
-        leaf: float64 [num_slices], ``p ** alpha`` of the first rows; None if all are equal.
+        leaf: float64 [num_slices], ``p ** alpha`` of the first rows, or 1.
         minimum: the smallest leaf in the directory.
         mass: the mass of all possible slices, if requested.
     """
 
     shape: dict[str, Any]
-    leaf: np.ndarray | None = None
+    leaf: np.ndarray
     minimum: float = 1.0
     mass: float = 0.0
 
     @property
     def lengths(self) -> torch.Tensor:
         """The number of rows of each slice, int64 [num_slices]."""
-        length = self.shape["seq_length"]
+        length = self.shape["target_seq_length"] or self.shape["seq_length"]
         if isinstance(length, torch.Tensor):
             return length
         return torch.full((self.shape["num_slices"],), length)
-
-    def per_row(self, values: np.ndarray) -> np.ndarray:
-        """Repeat one value per slice as one value per row."""
-        length = self.shape["seq_length"]
-        return np.repeat(values, length.numpy() if isinstance(length, torch.Tensor) else length)
 
 
 class SharedSliceSampler(SharedSampler, SliceSampler):
@@ -288,6 +283,10 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         tensor([[1, 1],
                 [1, 1]])
     """
+
+    _knows_rows = True
+    _not_copied = (*SharedSampler._not_copied, "_columns", "_runs", "_own_rng", "_given_rng")
+    _no_counts = "takes the rows of a slice regardless of their counts"
 
     consecutive = False
     """Whether neighbours must be consecutive steps. Over hosts, rows between them may be in another
@@ -354,37 +353,24 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         self, storage: Storage, batch_size: int
     ) -> tuple[tuple[torch.Tensor, ...], dict[NestedKey, torch.Tensor]]:
         """Return the slots, int64 [batch_size] in a tuple of one, and the flags of the slices."""
-        gate = self.attach(storage).gate
+        drawn = self._next(storage, batch_size)
+        return (drawn.index,), self._info(drawn)
+
+    def _info(self, drawn: Drawn) -> dict[Any, torch.Tensor]:
+        """Return the entries of TorchRL's sampler, which only needs the number of slots."""
+        count = drawn.index.numel()
+        if drawn.shape is None:  # no slice was requested from hosts
+            return {}
+        found = _Rows(rows.build(drawn.tensors, drawn.spec, (count,), raw=True))
+        index = torch.empty(count, 1, dtype=torch.int64)
+        return SliceSampler._finalize_index(self, index=index, storage=found, **drawn.shape)[1]
+
+    def draw(self, storage: Storage, count: int, with_mass: bool = False) -> Drawn:
+        """Draw slices with ``count`` rows in total, all of them whole at one moment."""
+        directory, fresh = self.attach(storage), False
         assert isinstance(storage, SharedMemmapStorage)
 
-        def draw() -> tuple[np.ndarray, np.ndarray, Slices, list[np.ndarray]]:
-            return self._read(storage, batch_size)
-
-        slots, generation, slices, columns = (
-            draw() if gate is None else gate.draw(batch_size, draw, storage)
-        )
-        if gate is not None and slots.size != batch_size:  # some slices were cut short
-            gate.count_samples(slots.size - batch_size)
-        index, spec = torch.from_numpy(slots), storage.directory.rows
-        assert spec is not None  # of the rows just read
-        tensors = rows.tensors(columns, spec)
-        storage.hand_over(index, torch.from_numpy(generation), tensors)
-        return (index,), self._flags(slices, storage.as_rows(tensors, raw=True))
-
-    def _flags(self, slices: Slices, found: TensorDictBase) -> dict[NestedKey, torch.Tensor]:
-        """Return the entries of TorchRL's sampler for slices with these rows, without the index."""
-        index = torch.empty(found.shape[0], 1, dtype=torch.int64)  # it only needs their number
-        return SliceSampler._finalize_index(
-            self, index=index, storage=_Rows(found), **slices.shape
-        )[1]
-
-    def _read(
-        self, storage: SharedMemmapStorage, batch_size: int, with_mass: bool = False
-    ) -> tuple[np.ndarray, np.ndarray, Slices, list[np.ndarray]]:
-        """Return slots, generations, slices and copied rows, all of them whole at one moment."""
-        directory, fresh = storage.directory, False
-
-        def draw(count: int, locked: bool) -> tuple[np.ndarray, np.ndarray, Slices]:
+        def draw(count: int, locked: bool) -> tuple[np.ndarray, np.ndarray, _Slices]:
             nonlocal fresh
             try:
                 runs = self._read_runs(directory, fresh=fresh, locked=locked)
@@ -401,63 +387,36 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
             assert self._columns is not None
             return slots, self._columns.versions[slots], slices
 
-        return storage.once_rows_are_published(
-            lambda: storage.read_rows(draw, batch_size, whole=True)
+        slots, generation, slices, columns = storage.once_rows_are_published(
+            lambda: storage.read_rows(draw, count, whole=True)
         )
+        facts = slices.leaf, columns, slices.minimum, slices.mass, slices.lengths, slices.shape
+        return Drawn.of(directory.rows, slots, generation, *facts)
 
     def _lock_of(self, directory: ReplayDirectory) -> Any:
         """Return the lock that a choice of slices needs."""
         return nullcontext()
 
-    def draw(self, storage: Storage, count: int) -> Drawn:
-        """Draw ``count`` slices of ``slice_len`` rows, with all their facts, for a host.
+    def draw_slices(self, storage: Storage, count: int) -> tuple[Drawn | None, float, float]:
+        """Draw ``count`` slices of ``slice_len`` rows for a host, or None if no run is long enough.
 
-        If no run is long enough, there are none."""
+        Also return the mass of all possible slices and the smallest mass of a row."""
         directory = self.attach(storage)
-        assert isinstance(storage, SharedMemmapStorage) and self.slice_len is not None
+        assert self.slice_len is not None
         if count and directory.length:
             with suppress(NoRowsError, NoSlicesError):
-                slots, generation, slices, columns = self._read(
-                    storage, count * self.slice_len, with_mass=True
-                )
-                leaf = np.ones(count) if slices.leaf is None else slices.leaf
-                spec = directory.rows
-                assert spec is not None  # of the rows just read
-                return Drawn(
-                    torch.from_numpy(slots),
-                    torch.from_numpy(generation),
-                    slices.per_row(leaf),
-                    rows.tensors(columns, spec),
-                    slices.minimum,
-                    slices.mass,
-                    slices.lengths,
-                )
-        mass, minimum = 0.0, math.inf
-        if directory.length:
-            with directory.lock():
-                runs = self._read_runs(directory, fresh=False, locked=True)
-                mass, minimum = self._mass(directory, runs, self.slice_len)
-        nothing = torch.empty(0, dtype=torch.int64)
-        return Drawn(nothing, nothing, np.empty(0), [], minimum, mass, nothing)
+                drawn = self.draw(storage, count * self.slice_len, with_mass=True)
+                return drawn, drawn.mass, drawn.minimum
+        if not directory.length:
+            return None, 0.0, math.inf
+        with directory.lock():
+            runs = self._read_runs(directory, fresh=False, locked=True)
+            return None, *self._mass(directory, runs, self.slice_len)
 
-    def attach(self, storage: Storage) -> ReplayDirectory:
-        here: Any = getattr(storage, "directory", None)
-        if self._directory is not None and self._directory is here:
-            return self._directory
-        directory = super().attach(storage)
+    def _bind(self, storage: SharedMemmapStorage, directory: ReplayDirectory) -> None:
+        super()._bind(storage, directory)
         if self._by_end:
-            try:
-                directory.ask_for_streams()
-            except ConfigurationError:
-                self._directory = None
-                raise
-        if directory.times_sampled is not None:
-            self._directory = None
-            raise ConfigurationError(
-                f"{type(self).__name__} takes the rows of a slice regardless of "
-                "their counts; use a limiter without max_times_sampled"
-            )
-        return directory
+            directory.ask_for_streams()
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         """Return whether a run is long enough."""
@@ -471,7 +430,7 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
 
     def _choose(
         self, directory: ReplayDirectory, runs: _Runs, batch_size: int, with_mass: bool
-    ) -> tuple[np.ndarray, Slices]:
+    ) -> tuple[np.ndarray, _Slices]:
         """Return the slots of a batch, int64 [n], by TorchRL's draw."""
         view = _View(directory.capacity, runs)
         if not len(view):
@@ -497,7 +456,7 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         """Defer the end of TorchRL's draw, which looks at the rows, until they have been copied."""
         positions = index[:, 0]
         slots = positions if storage.slots is None else storage.slots[positions]
-        return slots.numpy(), Slices(shape)
+        return slots.numpy(), _Slices(shape, np.ones(shape["num_slices"]))
 
     def _get_stop_and_length(
         self, storage: _View, fallback: bool = True
@@ -554,12 +513,6 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
     def __repr__(self) -> str:
         return super().__repr__().replace("fragmented=False", f"fragmented={self._by_step}")
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        for name in ("_columns", "_runs", "_own_rng", "_given_rng"):
-            state.pop(name, None)
-        return state
-
 
 class SharedPrioritizedSliceSampler(
     SharedSliceSampler, SharedPrioritizedSampler, PrioritizedSliceSampler
@@ -593,6 +546,8 @@ class SharedPrioritizedSliceSampler(
         RuntimeError: from ``sample``, as :class:`SharedSliceSampler`.
     """
 
+    _not_copied = (*SharedSliceSampler._not_copied, "_starts")
+
     def __init__(
         self,
         max_capacity: int,
@@ -616,27 +571,15 @@ class SharedPrioritizedSliceSampler(
         super()._setup()
         self._starts: tuple[_Runs, int, tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None
 
-    def sample(  # type: ignore[override]  # as in TorchRL, slots of slices come in a tuple
-        self, storage: Storage, batch_size: int
-    ) -> tuple[tuple[torch.Tensor, ...], dict[NestedKey, torch.Tensor]]:
-        """Return the slots, int64 [batch_size] in a tuple of one, and further entries.
-
-        These are ``"priority_weight"``, float32 [batch_size], and the flags of the slices."""
-        index, info = SharedSliceSampler.sample(self, storage, batch_size)
-        generation = storage.handed_generation(index)
-        assert generation is not None
-        self._recent.remember(index[0], generation, written=False)
-        return index, info
-
-    def _flags(self, slices: Slices, found: TensorDictBase) -> dict[NestedKey, torch.Tensor]:
-        return super()._flags(slices, found) | slice_weights(slices, self._beta)
+    def _info(self, drawn: Drawn) -> dict[Any, torch.Tensor]:
+        return super()._info(drawn) | SharedPrioritizedSampler._info(self, drawn)
 
     def _lock_of(self, directory: ReplayDirectory) -> Any:
         return directory.lock()
 
     def _choose(
         self, directory: ReplayDirectory, runs: _Runs, batch_size: int, with_mass: bool
-    ) -> tuple[np.ndarray, Slices]:
+    ) -> tuple[np.ndarray, _Slices]:
         length, count = self._adjusted_batch_size(batch_size)
         starts, leaves, minimum = self._draw_starts(directory, runs, length, count)
         left, position, _ = self._may_start(directory, runs, length)[1]
@@ -648,14 +591,9 @@ class SharedPrioritizedSliceSampler(
             slots = index % directory.capacity
         else:
             slots = runs.slots.numpy()[index]
-        shape = {
-            "num_slices": count,
-            "seq_length": length if (lengths == length).all() else torch.from_numpy(lengths),
-            "target_seq_length": None,
-            "mask_flat": None,
-        }
+        shape = shape_of(torch.from_numpy(lengths), length)
         mass = self._mass(directory, runs, length)[0] if with_mass else 0.0
-        return slots, Slices(shape, leaves, minimum, mass)
+        return slots, _Slices(shape, leaves, minimum, mass)
 
     def _mass(self, directory: ReplayDirectory, runs: _Runs, length: int) -> tuple[float, float]:
         tree = directory.tree
@@ -706,21 +644,19 @@ class SharedPrioritizedSliceSampler(
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}(num_slices={self.num_slices}, slice_len={self.slice_len}, "
-            f"traj_key={self.traj_key}, strict_length={self.strict_length}, alpha={self.alpha}, "
-            f"beta={self._beta}, eps={self._eps})"
+            f"traj_key={self.traj_key}, strict_length={self.strict_length}, "
+            f"{self._exponents()})"
         )
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        state.pop("_starts", None)
-        return state
 
-
-def slice_weights(slices: Slices, beta: float) -> dict[NestedKey, torch.Tensor]:
-    """Return importance weights, float32 [n]. All rows of a slice have the weight of the first."""
-    assert slices.leaf is not None
-    weight = ((slices.leaf / slices.minimum) ** -float(beta)).astype(np.float32)
-    return {"priority_weight": torch.from_numpy(slices.per_row(weight))}
+def shape_of(lengths: torch.Tensor, length: int) -> dict[str, Any]:
+    """Describe slices of these lengths, int64 [slices], as ``SliceSampler`` does for ``length``."""
+    return {
+        "num_slices": lengths.numel(),
+        "seq_length": length if bool((lengths == length).all()) else lengths,
+        "target_seq_length": None,
+        "mask_flat": None,
+    }
 
 
 def refuse_padding(sampler: SliceSampler, options: dict[str, Any]) -> None:

@@ -1,0 +1,149 @@
+"""The result of a draw, in a directory and over hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.replay.row.rows import tensors
+from torchrl_dist.replay.row.spec import RowSpec
+
+
+@dataclass(eq=False, slots=True)
+class Drawn:
+    """Units that were drawn, with copies of their rows. A unit is a row or a slice.
+
+    Attributes:
+        spec: the row spec.
+        index, generation: int64 [n], slot and generation of each row. In a batch over hosts, the
+            index is that of the whole buffer.
+        leaf: float64 [units], ``p ** alpha`` of each row, or of the first row of each slice; 1 in
+            uniform sampling.
+        tensors: the rows, one tensor [n, ...] per column of the row spec.
+        minimum: the smallest leaf in the buffer at that time.
+        mass: the sum over all units that could be drawn at the time of the first draw.
+        lengths: int64 [units], the number of rows of each slice; None if the units are rows.
+        shape: slices as TorchRL's sampler describes them, see ``SliceSampler._finalize_index``.
+        scale: float64 [units], factors of the leaves for the weights, see ``hosts.batches``; None
+            if they are 1.
+    """
+
+    spec: RowSpec
+    index: torch.Tensor
+    generation: torch.Tensor
+    leaf: np.ndarray
+    tensors: list[torch.Tensor]
+    minimum: float = 1.0
+    mass: float = 0.0
+    lengths: torch.Tensor | None = None
+    shape: dict[str, Any] | None = None
+    scale: np.ndarray | None = None
+
+    @classmethod
+    def of(
+        cls,
+        spec: RowSpec | None,
+        slots: np.ndarray,
+        generation: np.ndarray,
+        leaf: np.ndarray,
+        columns: list[np.ndarray],
+        *more: Any,
+    ) -> Drawn:
+        """Return rows that were read as arrays. ``spec`` is known, because there are rows."""
+        assert spec is not None
+        index, stamps = torch.from_numpy(slots), torch.from_numpy(generation)
+        return cls(spec, index, stamps, leaf, tensors(columns, spec), *more)
+
+    @property
+    def units(self) -> int:
+        """The number of units."""
+        return self.leaf.size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def weighed(self) -> np.ndarray:
+        """The leaves that importance weights use, float64 [units]."""
+        return self.leaf if self.scale is None else self.leaf * self.scale
+
+    def weights(self, beta: float) -> torch.Tensor:
+        """Return importance weights, float32 [n]. All rows of a slice have that of the first."""
+        weight = ((self.weighed / self.minimum) ** -float(beta)).astype(np.float32)
+        if self.lengths is not None:
+            weight = np.repeat(weight, self.lengths.numpy())
+        return torch.from_numpy(weight)
+
+    def chosen(
+        self,
+        take: Callable[[torch.Tensor], torch.Tensor],
+        units: slice | np.ndarray,
+        lengths: torch.Tensor | None = None,
+    ) -> Drawn:
+        """Return some units. ``take`` returns their entries of a tensor with one entry per row."""
+        return replace(
+            self,
+            index=take(self.index),
+            generation=take(self.generation),
+            leaf=self.leaf[units],
+            tensors=[take(tensor) for tensor in self.tensors],
+            lengths=lengths,
+            scale=None if self.scale is None else self.scale[units],
+        )
+
+    def part(self, start: int, stop: int) -> Drawn:
+        """Return the units ``start`` to ``stop``."""
+        units = slice(start, stop)
+        if start == 0 and stop == self.units:
+            return self
+        if self.lengths is None:
+            return self.chosen(lambda tensor: tensor[units], units)
+        lengths = self.lengths[units]
+        first = int(self.lengths[:start].sum())
+        rows = slice(first, first + int(lengths.sum()))
+        return self.chosen(lambda tensor: tensor[rows], units, lengths)
+
+    def select(self, units: np.ndarray) -> Drawn:
+        """Return the units with these numbers, int64 [n]."""
+        places, lengths = torch.from_numpy(units), None
+        if self.lengths is not None:
+            lengths = self.lengths[places]
+            begin = (self.lengths.cumsum(0) - self.lengths)[places]
+            places = (begin - lengths.cumsum(0) + lengths).repeat_interleave(lengths)
+            places += torch.arange(places.numel())
+        return self.chosen(lambda tensor: tensor.index_select(0, places), units, lengths)
+
+
+def joined(parts: Sequence[Drawn]) -> Drawn:
+    """Join the draws of several shards.
+
+    Raises:
+        ConfigurationError: the shards hold different rows.
+    """
+    spec = parts[0].spec
+    for part in parts[1:]:
+        if part.spec != spec:
+            raise ConfigurationError(
+                f"the shards hold different rows: {spec} and {part.spec}; every writer of a "
+                "buffer must write the same keys, shapes and dtypes"
+            )
+    if len(parts) == 1:
+        return parts[0]
+    lengths = [part.lengths for part in parts if part.lengths is not None]
+    scales = [part.scale for part in parts if part.scale is not None]
+    return replace(
+        parts[0],
+        index=torch.cat([part.index for part in parts]),
+        generation=torch.cat([part.generation for part in parts]),
+        leaf=np.concatenate([part.leaf for part in parts]),
+        tensors=[torch.cat(column) for column in zip(*(p.tensors for p in parts), strict=True)],
+        lengths=torch.cat(lengths) if lengths else None,
+        scale=np.concatenate(scales) if scales else None,
+    )
