@@ -1,4 +1,4 @@
-"""What every buffer promises its users, and that TorchRL's own keeps it too (with one process)."""
+"""Promises of every kind of buffer, which TorchRL's own buffer keeps, too, in one process."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ SHARDED = ["shards by RPC", "uniform shards by RPC", "shards on this node", "pic
 
 
 @pytest.fixture(params=[*LOCAL, *HOSTED, *SHARDED])
-def buffer(request: pytest.FixtureRequest, folder: Path) -> Iterator[TensorDictReplayBuffer]:
+def buffer(
+    request: pytest.FixtureRequest, folder: Path, job: Session, where
+) -> Iterator[TensorDictReplayBuffer]:
     if request.param in HOSTED + SHARDED:
-        job, where = (request.getfixturevalue(name) for name in ("job", "where"))
         yield from hosted_buffer(request.param, job, where(request.param))
         return
     if request.param == "torchrl":
