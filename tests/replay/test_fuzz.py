@@ -396,6 +396,8 @@ class Machine(RuleBasedStateMachine):
     ) -> None:
         """The counts of the buffer pass 0 or a larger number."""
         batch_size = limiter.min_size_to_sample if limiter else 4
+        if limiter and limiter.max_times_sampled:
+            start = min(start, 2**47)  # counts of samples leave 48 bits to generations
         self.case = Case(capacity, alpha, batch_size, limiter)
         self.uniform = uniform
         self.model = Model(capacity, alpha, limiter, first_generation=start, write_count=start)
