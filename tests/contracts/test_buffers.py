@@ -1,4 +1,4 @@
-"""What every buffer promises its users, and that TorchRL's own keeps it too (with one process)."""
+"""Promises of every kind of buffer, which TorchRL's own buffer keeps, too, in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every peer promises its callers: this process alone, this process in a job, another one."""
+"""Promises of every peer: this process alone, this process in a job, another process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of each public object that is copied, sent, forked, closed or used elsewhere.
+"""Each public object is copied, sent, forked, closed and used elsewhere.
 
 It works as its class says, or an error says at once why not. A new public name must be placed in
 one of the tables here.
@@ -215,7 +215,7 @@ def subjects(stage: tuple[list[Subject], ExitStack]) -> list[Subject]:
 
 
 def _storage_of(thing: Any, near: Any) -> Any:
-    """Of a buffer, a storage, a sampler with its storage, or a writer."""
+    """The storage of a buffer, a sampler or a writer, or the storage itself."""
     if isinstance(thing, td.SharedReplayBuffer):
         return thing.storage
     if isinstance(thing, td.SharedCursorWriter):

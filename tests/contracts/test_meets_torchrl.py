@@ -105,7 +105,7 @@ class EveryRow(samplers.Sampler):
 
 
 class Parts:
-    """What buffers are built of, TorchRL's own."""
+    """TorchRL's own parts of a buffer."""
 
     without_replacement: Callable[[], samplers.Sampler] = SamplerWithoutReplacement
 
@@ -183,7 +183,7 @@ def local() -> Iterator[Ours]:
 
 
 def rows(first: int, stop: int, length: int = 4) -> TensorDict:
-    """Of episodes of that many steps."""
+    """Rows of episodes of that many steps."""
     number = torch.arange(first, stop)
     done = (number % length == length - 1)[:, None]
     return TensorDict(
@@ -198,7 +198,7 @@ def rows(first: int, stop: int, length: int = 4) -> TensorDict:
 
 
 def plain(value: Any) -> Any:
-    """What can be compared."""
+    """Convert to values that can be compared."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, TensorDictBase):
@@ -412,7 +412,7 @@ def train_dqn(parts: Parts) -> Any:
 
 
 def train_by_passes(parts: Parts) -> Any:
-    """As on-policy trainers do: once through all rows per batch."""
+    """Go once through all rows per batch, like on-policy trainers."""
     rb = parts.buffer(sampler=parts.without_replacement(), batch_size=4)
     hook = ReplayBufferTrainer(rb, iterate=True)
     passes = []

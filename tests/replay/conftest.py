@@ -41,7 +41,7 @@ def make_rows(values: torch.Tensor | range, width: int = 4) -> TensorDict:
 
 @pytest.fixture
 def make_buffer(folder: Path) -> Iterator[Callable[..., Any]]:
-    """As ``faults.attach``, in a folder that the last buffer removes."""
+    """Open buffers like ``faults.attach``, in a folder that the last buffer removes."""
     built: list[Any] = []
 
     def make(capacity: int = 64, **options: Any) -> Any:

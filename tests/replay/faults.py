@@ -74,7 +74,7 @@ def rows_of(keys: np.ndarray | range, width: int = 8) -> TensorDict:
 
 
 def torn_rows(batch: TensorDict) -> int:
-    """How many rows mix two writes, at whatever element."""
+    """Count the rows that mix two writes at any element."""
     key = batch["key"][:, None]
     last = batch["next", "last"]
     whole = (last - torch.arange(last.shape[1]) == key).all(1)
@@ -151,7 +151,7 @@ def assert_sound(rb: TensorDictReplayBuffer) -> None:
 
 
 def start_at(directory: ReplayDirectory, count: int) -> int:
-    """As if that many rows had been written before, each slot that often; the first ticket."""
+    """Pretend that each slot was written that many times. Return the first ticket."""
     words, ticket = directory.words, count // directory.capacity * directory.capacity
     words[Word.CURSOR] = words[Word.BASE] = ticket
     words[Word.WRITE_COUNT] = words[Word.INSERT_BASE] = count

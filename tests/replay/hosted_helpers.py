@@ -1,4 +1,4 @@
-"""What the tests have other processes do; imports little, because each of these imports it."""
+"""Functions that tests run in other processes; imports little, because each process imports it."""
 
 from __future__ import annotations
 

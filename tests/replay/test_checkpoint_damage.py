@@ -206,7 +206,7 @@ def test_something_else_than_a_state_changes_nothing(rb, state: Any) -> None:
 
 
 def _sign(manifest: dict) -> dict:
-    """With a checksum that is right, as of a program that wrote nonsense."""
+    """Add the right checksum, as a program that writes nonsense would."""
     manifest.pop("checksum", None)
     text = json.dumps(manifest, sort_keys=True).encode()
     return manifest | {"checksum": zlib.crc32(text)}

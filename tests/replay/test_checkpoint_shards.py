@@ -155,7 +155,7 @@ def hide_folders(monkeypatch) -> None:
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    """Of the rows' files, by name."""
+    """The rows' files by name."""
     (rows,) = path.glob("rows-*")
     return {str(each.relative_to(rows)): each.read_bytes() for each in rows.rglob("*.bin")}
 

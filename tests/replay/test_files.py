@@ -353,7 +353,7 @@ _DAMAGE: dict[str, Callable[[Path], object]] = {
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a job has left."""
+    """A directory that a job has left."""
     folder = tmp_path_factory.mktemp("sound") / "replay"
     rb = SharedReplayBuffer(storage=store(folder, keep=True), batch_size=4)
     rb.extend(rows_of(range(40)))

@@ -235,7 +235,7 @@ class Row:
 
 @dataclass
 class Model:
-    """What the buffer should hold. ``cursor``: the next ticket, ``base``: that of the emptying."""
+    """The expected rows. ``cursor`` is the next ticket, ``base`` that of the last emptying."""
 
     capacity: int
     alpha: float
@@ -396,6 +396,8 @@ class Machine(RuleBasedStateMachine):
     ) -> None:
         """The counts of the buffer pass 0 or a larger number."""
         batch_size = limiter.min_size_to_sample if limiter else 4
+        if limiter and limiter.max_times_sampled:
+            start = min(start, 2**47)  # counts of samples leave 48 bits to generations
         self.case = Case(capacity, alpha, batch_size, limiter)
         self.uniform = uniform
         self.model = Model(capacity, alpha, limiter, first_generation=start, write_count=start)
@@ -415,7 +417,7 @@ class Machine(RuleBasedStateMachine):
         return self.attached[which % len(self.attached)]
 
     def has_priorities(self, which: bool) -> bool:
-        """Whether the actor samples by them; else its writes ignore them, too."""
+        """Whether the actor samples by priority; if not, its writes ignore priorities, too."""
         return not (self.uniform and self.one(which) is self.actors[1])
 
     def new_keys(self, count: int) -> list[int]:
@@ -454,7 +456,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(nothing_is_being_written)
     @rule(share=st.sampled_from([0.1, 0.5]))
     def begin_write(self, share: float) -> None:
-        """What others see of rows that are not published yet."""
+        """Others do not see rows that are not published yet."""
         count = math.ceil(largest_reservation(self.model.capacity) * share)
         self.in_hand = count
         self.actors[0].begin_write(count)
@@ -518,7 +520,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def update_priorities(self, data: st.DataObject) -> None:
-        """Of present and earlier rows, of no row (-1), and several times of one."""
+        """Update present and earlier rows, no row (-1), and one row several times."""
         chosen = data.draw(st.lists(st.sampled_from(self.handles), max_size=12))
         values = data.draw(st.lists(priorities, min_size=len(chosen), max_size=len(chosen)))
         slots, stamps = [slot for slot, _ in chosen], [stamp for _, stamp in chosen]

@@ -23,6 +23,7 @@ from tests.replay.faults import (
     end_of,
     forked,
     in_thread,
+    is_stopped,
     kill_self,
     run_forked,
     start,
@@ -35,6 +36,7 @@ from torchrl_dist.replay import (
     SharedSliceSampler,
 )
 from torchrl_dist.replay.node.directory import ReplayDirectory
+from torchrl_dist.replay.node.lock import is_held
 from torchrl_dist.replay.node.tables import Word
 from torchrl_dist.replay.parts import storage
 
@@ -305,7 +307,15 @@ def test_a_wait_for_a_writer_that_was_killed_ends_with_an_error_that_says_so(fol
     rb = shared(folder, limiter, timeout_s=1.0)
     with forked(_write, folder, limiter) as writer:
         wait_until(lambda: rb.storage.directory.counters["limiter_waits"] > 0)
-        os.kill(writer, signal.SIGSTOP)
+
+        def stopped_outside_the_lock() -> bool:
+            os.kill(writer, signal.SIGSTOP)
+            wait_until(lambda: is_stopped(writer))
+            if held := is_held(rb.storage.directory.lock_fd, 0, 2):
+                os.kill(writer, signal.SIGCONT)
+            return not held
+
+        wait_until(stopped_outside_the_lock)
         with pytest.raises(RateLimitError, match=rf"processes that share it: \[{writer}\]"):
             while True:
                 rb.sample()

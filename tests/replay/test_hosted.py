@@ -683,7 +683,7 @@ def test_batches_drawn_ahead_end_with_their_rows(make, uniform: bool, tmp_path: 
 
 
 def test_shards_that_are_one_folder_are_refused(cluster, folder, monkeypatch) -> None:
-    """As where a launcher calls one machine several nodes, whose processes have one local rank."""
+    """A launcher may call one machine several nodes, whose processes have one local rank."""
     monkeypatch.setattr(keeper, "_identity", lambda path: ("boot", 1, 2))
     me = cluster.me
     with pytest.raises(ConfigurationError, match=r"shards 0 and 1 \(learner0 .* are one folder"):

@@ -82,7 +82,7 @@ class Side:
         shutil.rmtree(self.folder)
 
     def do(self, name: str, *given: Any) -> Any:
-        """What the operation answers or raises, as plain values."""
+        """Return what the operation returns or raises, as plain values."""
         try:
             answer = getattr(self, f"_{name}")(*given)
         except (ConfigurationError, IndexError, ValueError, TooFewDrawsError) as error:

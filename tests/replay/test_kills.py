@@ -71,7 +71,7 @@ def refill(rb: TensorDictReplayBuffer) -> None:
 
 @dataclass
 class State:
-    """What every process sees of a buffer at one moment."""
+    """A buffer as every process sees it at one moment."""
 
     versions: np.ndarray
     keys: np.ndarray

@@ -37,7 +37,7 @@ _BIAS = 0.025
 
 
 def p_value(counts: np.ndarray, law: np.ndarray) -> float:
-    """Of the chi-square test that the counts follow the law; slots without mass must be empty."""
+    """The p-value of a chi-square test of the counts; slots without mass must be empty."""
     possible = law > 0
     assert counts[~possible].sum() == 0
     expected = law[possible] / law[possible].sum() * counts.sum()

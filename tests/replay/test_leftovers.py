@@ -1,4 +1,4 @@
-"""What dead jobs leave behind is listed, removed, and found again by its name."""
+"""Directories of dead jobs are listed, removed, and found again by their names."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def dead() -> str:
 
 
 def leave(path: Path, job_id: str, **options: Any) -> None:
-    """As a process that was killed does."""
+    """Leave a directory as a killed process does."""
 
     def job() -> None:
         storage = SharedMemmapStorage(64, scratch_dir=path, job_id=job_id, **options)

@@ -88,7 +88,7 @@ def open_buffer(folder: Path) -> SharedReplayBuffer:
 
 
 class Program:
-    """What one process does: a sequence of operations that follows from the seed."""
+    """The operations of one process, which follow from the seed."""
 
     def __init__(self, folder: Path, seed: int, texts: bool) -> None:
         self.folder, self.random, self.texts = folder, random.Random(seed), texts

@@ -1,4 +1,4 @@
-"""What a row may hold, and that it comes back as it was."""
+"""Rows of every allowed content come back as they were."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def _write_trajectories(folder: Path, capacity: int, writer: int, longest: int) 
 def test_slices_never_run_across_writers_nor_hold_torn_rows(
     folder, make_buffers, fragmented: bool, longest: int
 ) -> None:
-    """Of many trajectories, and of a single one that goes round the ring."""
+    """Writers write many trajectories, or a single one that goes round the ring."""
     capacity, writers = 512, 3 if longest < 512 else 1
     rb = make_buffers(capacity, slice_len=8, batch_size=64, fragmented=fragmented)
     processes = [

@@ -70,15 +70,15 @@ def shared(*shape: int) -> np.ndarray:
 
 
 class Log:
-    """What the processes have done, in memory that outlives them."""
+    """The processes' actions, in memory that outlives the processes."""
 
     def __init__(self) -> None:
         self.progress = shared(WRITERS + LEARNERS + SAVERS)
         self.sequence = shared(WRITERS)
-        """Of the next row; each is used once."""
+        """Number of the next row; each is used once."""
         self.key = shared(WRITERS, CAPACITY)
         self.generation = shared(WRITERS, CAPACITY)
-        """Of each slot, what a writer knows to be published there by itself."""
+        """For each slot, the row that a writer knows to have published there."""
         self.rows_seen = shared(LEARNERS)
         self.rows_saved = shared(SAVERS)
 
@@ -295,7 +295,7 @@ def anonymous_bytes(pid: int) -> int:
 
 
 def assert_nothing_published_is_lost(folder: Path, log: Log) -> int:
-    """What a writer knew to be published is there, or its slot was taken by a later row.
+    """Each row that a writer knew to be published is there, or a later row took its slot.
 
     Returns the number of rows that were found.
     """
@@ -506,7 +506,7 @@ class Service:
         self.counts["kills"] += 1
 
     def content(self, buffer: HostedReplayBuffer) -> dict[int, tuple[int, int]]:
-        """Of the shards that answer; all rows are whole, and there once."""
+        """Rows of the shards that answer, which are whole and there once."""
         generation = buffer.storage.generations_of(torch.arange(buffer.storage.max_size))
         index = (generation >= 0).nonzero().squeeze(-1)
         if not index.numel():

@@ -50,7 +50,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Stores:
 
 @dataclass
 class State:
-    """What every process sees; taken under the lock, so repaired."""
+    """A buffer as every process sees it; read under the lock, so repaired."""
 
     versions: np.ndarray
     visible: np.ndarray
@@ -86,7 +86,7 @@ class State:
 
 
 def assert_sound(rb: TensorDictReplayBuffer) -> None:
-    """What holds at every instant, see ``directory``."""
+    """Check the invariants of ``directory``."""
     directory = rb.storage.directory
     assert_lock_is_free(directory)
     with directory.lock():

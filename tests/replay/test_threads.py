@@ -105,7 +105,7 @@ def test_a_process_leaves_when_the_writes_of_its_threads_have_ended(rb, way: str
 
 
 def test_a_thread_that_waits_does_not_enter_a_closed_lock(rb) -> None:
-    """Nor lock a byte of whatever file has got the descriptor's number."""
+    """Nor does it lock a file that has got the descriptor's number."""
     directory = rb.storage.directory
     errors: list[Exception] = []
 
