@@ -23,7 +23,7 @@ from torchrl.envs import GymEnv, GymWrapper, SerialEnv
 from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.modules import EGreedyModule, QValueActor
 
-from tests.collect.envs import Counter, Paced, before_steps, mlp, wait_for
+from tests.collect.envs import Counter, Paced, before_steps, mlp, trajectories_of, wait_for
 from torchrl_dist.collect import CollectReport, FirstReady, RPCBatchedCollector, WaitAll
 from torchrl_dist.collect.learner import start
 from torchrl_dist.collect.learner.start import (
@@ -81,9 +81,7 @@ def test_total_frames_are_exact_and_trajectories_are_whole(build, readiness, lag
     batches = list(collector)
     assert sum(batch.numel() for batch in batches) == total == collector.report.total_frames
     assert all(batch.shape == (4, 3) for batch in batches[: total // 12])
-    rows = torch.cat([batch.reshape(-1) for batch in batches])
-    for trajectory in rows["collector", "traj_ids"].unique():
-        one = rows[rows["collector", "traj_ids"] == trajectory]
+    for one in trajectories_of(batches):
         first, last = one["observation"][0, 0], one["next", "observation"][-1, 0]
         assert last - first == len(one) <= 5
         assert not one["next", "done"][:-1].any()

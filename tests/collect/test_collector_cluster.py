@@ -19,7 +19,7 @@ from torchrl.data import LazyTensorStorage, OneHot, TensorDictReplayBuffer
 from torchrl.envs import GymWrapper
 from torchrl.modules import QValueActor
 
-from tests.collect.envs import Counter, Paced, Tally, mlp, steps_taken, wait_for
+from tests.collect.envs import Counter, Paced, Tally, mlp, steps_taken, trajectories_of, wait_for
 from tests.spawn import stop
 from torchrl_dist.collect import FirstReady, Preempt, Quorum, RPCBatchedCollector, WaitAll
 from torchrl_dist.collect.learner.start import start_workers
@@ -66,9 +66,7 @@ def test_a_batch_joins_one_rollout_of_every_worker(collecting: Any) -> None:
     assert len(full["action"].unique(dim=0)) == 6, "workers have the same random numbers"
     assert sum(batch.numel() for batch in batches) == 500
     assert collector.report.total_frames_by_worker.keys() == {0, 1, 2}
-    rows = torch.cat([batch.reshape(-1) for batch in batches])
-    for trajectory in rows["collector", "traj_ids"].unique():
-        one = rows[rows["collector", "traj_ids"] == trajectory]
+    for one in trajectories_of(batches):
         assert len(set(one["collector", "worker_index"].tolist())) == 1
         assert len(one) <= 7
 
