@@ -69,15 +69,8 @@ def _aside(make: Any, config: WorkerConfig, name: str, alone: bool) -> Any:
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("total", [1, 12, 53])
 def test_total_frames_are_exact_and_trajectories_are_whole(build, readiness, lag, total) -> None:
-    collector = build(
-        lambda: Counter(5),
-        None,
-        frames_per_batch=12,
-        total_frames=total,
-        num_envs=4,
-        readiness=readiness,
-        max_policy_lag=lag,
-    )
+    options = {"frames_per_batch": 12, "total_frames": total, "num_envs": 4}
+    collector = build(lambda: Counter(5), readiness=readiness, max_policy_lag=lag, **options)
     batches = list(collector)
     assert sum(batch.numel() for batch in batches) == total == collector.report.total_frames
     assert all(batch.shape == (4, 3) for batch in batches[: total // 12])
@@ -208,15 +201,8 @@ def test_a_state_of_something_else_changes_nothing(build: Any) -> None:
 
 def test_the_last_rollout_of_some_envs_completes_the_trajectories_before_it(build: Any) -> None:
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
-    collector = build(
-        lambda: Counter(5),
-        None,
-        num_envs=2,
-        frames_per_batch=4,
-        total_frames=9,
-        trajs_per_batch=1,
-        replay_buffer=buffer,
-    )
+    options = {"num_envs": 2, "frames_per_batch": 4, "total_frames": 9, "trajs_per_batch": 1}
+    collector = build(lambda: Counter(5), replay_buffer=buffer, **options)
     for _ in collector:
         pass
     rows = buffer[:]
@@ -488,14 +474,8 @@ def test_a_closed_worker_lets_go_of_its_policy() -> None:
 
 def test_with_a_replay_buffer_the_worker_writes_and_reports_come_back(build: Any) -> None:
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(1000), batch_size=8)
-    collector = build(
-        lambda: Counter(4),
-        None,
-        frames_per_batch=24,
-        total_frames=60,
-        num_envs=2,
-        replay_buffer=buffer,
-    )
+    options = {"frames_per_batch": 24, "total_frames": 60, "num_envs": 2}
+    collector = build(lambda: Counter(4), replay_buffer=buffer, **options)
     reports = list(collector)
     assert [report.frames for report in reports] == [24, 24, 12]
     assert all(isinstance(report, CollectReport) for report in reports)
@@ -540,15 +520,8 @@ def test_a_postproc_may_keep_no_row_of_a_rollout(build: Any, stored: bool) -> No
         return rollout[rollout["next", "done"].squeeze(-1)]
 
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(100)) if stored else None
-    collector = build(
-        lambda: Counter(4),
-        constant(1),
-        frames_per_batch=3,
-        total_frames=15,
-        num_envs=1,
-        replay_buffer=buffer,
-        postproc=ends,
-    )
+    options = {"frames_per_batch": 3, "total_frames": 15, "postproc": ends}
+    collector = build(lambda: Counter(4), constant(1), replay_buffer=buffer, **options)
     found = list(collector)
     if buffer is not None:
         assert len(buffer) == 3 and [report.frames for report in found] == [3] * 5

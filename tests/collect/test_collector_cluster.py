@@ -226,12 +226,8 @@ def test_a_paused_worker_is_named_at_the_deadline_and_its_rows_come_later(collec
 
 def test_shutdown_is_quick_while_a_rollout_runs_and_after_a_death(fork_server) -> None:
     with local_cluster({"learner": 1, "collector": 3}, fork_server=fork_server) as session:
-        collector = RPCBatchedCollector(
-            lambda: Paced(step_s=0.01),
-            None,
-            session=session,
-            frames_per_batch=30_000,  # 100 s per rollout
-            timeout_s=0.3,
+        collector = RPCBatchedCollector(  # 100 s per rollout
+            lambda: Paced(step_s=0.01), session=session, frames_per_batch=30_000, timeout_s=0.3
         )
         with pytest.raises(DeadlineError):
             collector.next()

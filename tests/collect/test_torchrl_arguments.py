@@ -172,14 +172,9 @@ def test_hooks_run_around_each_rollout_and_can_be_replaced(build: Any) -> None:
     def behind(rows: TensorDictBase) -> None:
         seen.append(rows)
 
-    collector = build(
-        Plain,
-        turning(),
-        frames_per_batch=5,
-        pre_collect_hook=before,
-        post_collect_hook=behind,
-        postproc=lambda rows: rows.set("more", torch.ones(rows.shape)),
-    )
+    hooks = {"pre_collect_hook": before, "post_collect_hook": behind}
+    hooks["postproc"] = lambda rows: rows.set("more", torch.ones(rows.shape))
+    collector = build(Plain, turning(), frames_per_batch=5, **hooks)
     assert not seen
     batches = [collector.next(), collector.next()]
     assert seen[::2] == ["before"] * 2
@@ -555,14 +550,8 @@ def test_whole_trajectories_reach_the_buffer_as_torchrl_writes_them(build, torch
 
 def test_interrupted_trajectories_are_never_written(build: Any) -> None:
     rows = buffer()
-    collector = build(
-        lambda: Plain(5),
-        turning(),
-        num_envs=2,
-        frames_per_batch=14,
-        trajs_per_batch=1,
-        replay_buffer=rows,
-    )
+    options = {"num_envs": 2, "frames_per_batch": 14, "trajs_per_batch": 1}
+    collector = build(lambda: Plain(5), turning(), replay_buffer=rows, **options)
     collector.next()
     collector.reset()  # drops two steps of each env
     collector.next()

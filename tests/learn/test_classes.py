@@ -14,8 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torchrl.objectives import LossModule
 
-from tests.learn.classes import LOSSES, batch_for, make, pinned
-from tests.learn.losses import gradients
+from tests.learn.losses import LOSSES, batch_for, gradients, make, pinned
 from tests.learn.ranks import LearningRanks
 from torchrl_dist import ConfigurationError, DistributedLoss, TorchRLDistError
 from torchrl_dist.learn.reductions import KNOWN, Call, Weight, refusal

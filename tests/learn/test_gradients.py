@@ -148,11 +148,8 @@ MASKED = {
     "steps that the batch size does not show": Case("ppo", padded_trajectories, "equal"),
 }
 WHOLE = {
-    **{
-        (name, split): Case(name, lambda name=name: make_batch(name, ROWS), split)
-        for name in NAMES
-        for split in ("equal", "unequal")
-    },
+    **{name: Case(name, lambda name=name: make_batch(name, ROWS)) for name in NAMES},
+    "equal parts": Case("dqn", dqn_rows, "equal"),
     **{
         (name, "weights"): Case(name, lambda name=name: some_rows(name))
         for name in ("dqn", "sac", "discrete_sac", "td3", "ddpg")
