@@ -11,7 +11,6 @@ from torchrl_dist.bench import checkpoint
 from torchrl_dist.errors import ConfigurationError
 
 
-@pytest.mark.timeout(100)
 def test_every_case_is_measured_and_writes_the_bytes_of_its_rows(tmp_path: Path, capsys) -> None:
     options = ["--kinds", "S", "--rows", "20000", "--rounds", "1", "--to", str(tmp_path)]
     lines = measured(checkpoint, options, tmp_path, picture=False)

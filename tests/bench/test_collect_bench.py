@@ -30,7 +30,6 @@ def parse(*arguments: str) -> argparse.Namespace:
 
 
 @pytest.mark.alone
-@pytest.mark.timeout(120)
 def test_a_toy_run_gives_cells_with_sane_content(tmp_path: Path, capsys) -> None:
     options = ["--env", "sleep", "--workers", "2", "--step-s", "0.02,0.005", "--rounds", "1"]
     options += ["--steps-per-message", "4", "--seconds", "0.5", "--peers", "gymnasium-async"]
@@ -51,7 +50,6 @@ def test_a_toy_run_gives_cells_with_sane_content(tmp_path: Path, capsys) -> None
     assert "gymnasium-async" in capsys.readouterr().out
 
 
-@pytest.mark.timeout(120)
 def test_envs_that_compute_are_compared_with_the_floor(tmp_path: Path) -> None:
     options = ["--env", "cartpole", "--workers", "1", "--envs", "8", "--peers", "none"]
     options += ["--rounds", "1", "--seconds", "0.3", "--steps-per-message", "16"]
@@ -145,7 +143,6 @@ def test_one_learner_takes_in_prepared_rows(fork_server: ForkServer) -> None:
     assert cells[1]["sps"] > 2 * cells[0]["sps"]  # a message has its price
 
 
-@pytest.mark.timeout(120)
 def test_deadlines_change_which_workers_are_in_a_receive(tmp_path: Path) -> None:
     options = ["--question", "deadlines", "--workers", "3", "--envs", "20", "--rounds", "1"]
     options += ["--durations", "slow", "--networks", "small", "--deadlines", "0.0001,none"]
@@ -159,7 +156,6 @@ def test_deadlines_change_which_workers_are_in_a_receive(tmp_path: Path) -> None
     assert 1 <= hurried["workers_per_receive"] < patient["workers_per_receive"] == 3
 
 
-@pytest.mark.timeout(120)
 def test_a_node_gets_new_weights_once_for_all_its_processes(fork_server: ForkServer) -> None:
     asked = question("--question", "weights", "--workers", "3", "--seconds", "0.1")
     ranks, node = (collect_learner.measure(each, fork_server) for each in asked)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.bench.conftest import measured
 from torchrl_dist.bench import limiter
 
 
-@pytest.mark.timeout(100)
 def test_every_case_is_measured(tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(limiter, "_IDLE_S", 0.2)
     lines = measured(limiter, ["--wakes", "3"], tmp_path, picture=False)

@@ -13,7 +13,6 @@ from torchrl_dist.bench.remote import Case, Result
 TOY = ["--rounds", "1", "--seconds", "0.2", "--capacity", "4096"]
 
 
-@pytest.mark.timeout(100)
 def test_learners_and_shards_give_lines_with_sane_content(tmp_path: Path, capsys) -> None:
     options = ["--peers", "ours", "--learners", "1,2", "--shards", "1,2"]
     found = measured(remote, [*TOY, *options], tmp_path)

@@ -317,7 +317,6 @@ def in_this_process(monkeypatch) -> None:
     monkeypatch.setattr("torchrl_dist.bench.processes.Launcher", InThisProcess)
 
 
-@pytest.mark.timeout(120)
 def test_ours_is_stopped_at_the_threshold(in_this_process, tmp_path: Path, capsys) -> None:
     options = ["--peers", "ours-0", "--threshold", "5", "--seeds", "1", "--frames", "1000000"]
     (line,) = measured(train, ["--algorithms", "impala", *options], tmp_path)

@@ -21,8 +21,6 @@ from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig
 from torchrl_dist.errors import ConfigurationError, PeerLostError, RemoteError
 from torchrl_dist.runtime import ForkServer
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Task(Counter):
     """A meta-RL env: its reward is its task."""

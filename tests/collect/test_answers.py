@@ -35,8 +35,6 @@ from torchrl_dist.errors import DeadlineError, PeerLostError, RemoteError
 from torchrl_dist.replay import RateLimiter, SharedMemmapStorage, SharedReplayBuffer
 from torchrl_dist.runtime import ForkServer, forkserver
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture
 def build(fork_server: ForkServer) -> Iterator[Any]:

@@ -28,8 +28,6 @@ from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError
 from torchrl_dist.replay import replay_buffer as hosted_buffer
 from torchrl_dist.runtime import ForkServer, Session, current_session, forkserver, local_cluster
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Rows:
     """As much of a replay buffer as a worker needs: a file per extend, in a shared directory."""

@@ -48,7 +48,6 @@ def test_its_transitions_are_those_of_gymnasium() -> None:
         assert row["next", "terminated"].item() == terminated
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("processes", [0, 2])
 def test_seeds_differ_per_worker_and_follow_from_the_collectors(processes, fork_server) -> None:
     workers = 1 if processes else 2

@@ -32,8 +32,6 @@ from torchrl_dist.collect.node.relay import Array, NodeLearner, Relay, Window
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
 from torchrl_dist.runtime import ForkServer, local_cluster
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def policy(seed: int = 0) -> QValueActor:
     return QValueActor(mlp(2, 3, seed), in_keys=["observation"], spec=OneHot(3))

@@ -33,8 +33,6 @@ from torchrl_dist.errors import PeerLostError
 from torchrl_dist.runtime import ForkServer
 from torchrl_dist.weights import pack
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def cartpole_policy(seed: int = 0) -> QValueActor:
     return QValueActor(mlp(4, 2, seed), in_keys=["observation"], spec=OneHot(2))
@@ -527,7 +525,6 @@ def test_in_the_callers_process_a_node_worker_runs_ahead_and_preempts(tmp_path: 
 
 
 @pytest.mark.alone
-@pytest.mark.timeout(120)
 def test_sixteen_processes_start_in_less_than_three_times_the_time_of_one() -> None:
     with ForkServer() as server:
 

@@ -20,7 +20,6 @@ from torchrl_dist.collect import RPCBatchedCollector
 from torchrl_dist.replay import RateLimiter, SharedMemmapStorage, SharedReplayBuffer, replay_buffer
 from torchrl_dist.runtime import ForkServer, local_cluster, session
 
-pytestmark = pytest.mark.timeout(90)
 FRAMES = 32
 
 

@@ -21,8 +21,6 @@ from torchrl_dist.collect import RPCBatchedCollector
 from torchrl_dist.errors import ConfigurationError, DeadlineError
 from torchrl_dist.runtime import ForkServer, local_cluster
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Affine(gymnasium.Env):
     """Notes whether it is used in the thread that made it, and whether that is the main one.
@@ -252,7 +250,6 @@ def test_after_a_ctrl_c_collection_goes_on_with_new_episodes() -> None:
     collector.shutdown()
 
 
-@pytest.mark.timeout(150)  # also where the machine is busy
 def test_over_ranks_it_is_their_main_thread(fork_server: ForkServer) -> None:
     with local_cluster({"learner": 1, "collector": 1}, fork_server=fork_server) as session:
         peer = session.of_role("collector")[0]
