@@ -84,7 +84,7 @@ def test_the_defaults_measure_the_sleepers_and_leave_out_endless_messages(capsys
     assert "a message would take 64 s" in capsys.readouterr().err
 
 
-def test_what_cannot_be_measured_is_named_with_the_reason(monkeypatch, capsys) -> None:
+def test_peers_that_cannot_be_measured_are_named_with_the_reason(monkeypatch, capsys) -> None:
     monkeypatch.setattr(PEERS["torchrl-ray"], "missing", classmethod(lambda cls: "no ray"))
     assert "torchrl-ray" not in collect._chosen(parse("--peers", "torchrl-ray"))
     assert "skipped torchrl-ray: no ray" in capsys.readouterr().err

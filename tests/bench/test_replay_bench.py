@@ -52,7 +52,7 @@ def test_a_capacity_too_small_for_the_batches_is_refused() -> None:
         run_bench(replay, ["--capacity", "100"])
 
 
-def test_what_cannot_be_measured_is_named_with_the_reason(monkeypatch, capsys) -> None:
+def test_peers_that_cannot_be_measured_are_named_with_the_reason(monkeypatch, capsys) -> None:
     monkeypatch.setattr(PEERS["ray"], "missing", classmethod(lambda cls: "not installed"))
     assert replay._available(["ours-numpy", "ray"]) == ["ours-numpy"]
     assert "skipped ray: not installed" in capsys.readouterr().err

@@ -88,7 +88,7 @@ def test_ratios_are_seconds_of_ours_by_those_of_each_peer() -> None:
     assert rows(elsewhere)[0].ratios == {"torchrl": None, "sb3": None}
 
 
-def test_what_more_processes_bring_is_told_of_those_that_reached_the_threshold() -> None:
+def test_gains_are_shown_for_layouts_that_reached_the_threshold() -> None:
     results = {
         case("ours-0"): [of((100, 8.0, 100.0))],
         case("ours-1"): [of((150, 6.0, 100.0))],
@@ -333,7 +333,7 @@ TOLD = ["--algorithms", "impala", "--threshold", "100"]
 
 
 @pytest.mark.usefixtures("in_this_process")
-class TestWithRunsThatAreTold:
+class TestWithGivenRuns:
     """The command, with given results of the runs."""
 
     @pytest.fixture(autouse=True)
@@ -350,7 +350,9 @@ class TestWithRunsThatAreTold:
 
         monkeypatch.setattr(train_peers, "measure", measure)
 
-    def test_peers_take_turns_and_what_never_reaches_is_shown(self, tmp_path: Path, capsys) -> None:
+    def test_peers_take_turns_and_runs_below_the_threshold_are_shown(
+        self, tmp_path: Path, capsys
+    ) -> None:
         found = measured(train, [*TOLD, "--peers", "torchrl,ours-2"], tmp_path)
         first = [("torchrl", 0), ("ours-2", 0)]
         assert self.asked == [*first, ("ours-2", 1), ("torchrl", 1), ("torchrl", 2), ("ours-2", 2)]

@@ -111,7 +111,7 @@ def test_weights_that_are_older_than_those_in_use_are_ignored() -> None:
     assert rows["action"].argmax(-1).eq(2).all() and rows["policy_version"].eq(3).all()
 
 
-def test_what_comes_after_a_rollout_of_some_envs_are_whole_episodes() -> None:
+def test_whole_episodes_follow_a_rollout_of_some_envs() -> None:
     worker = RolloutWorker(WorkerConfig(lambda: Counter(5), frames_per_rollout=10, num_envs=2))
     some, stats = worker.collect(steps=5, num_envs=1)
     assert some.shape == (1, 5) and stats.episode_returns == [15.0]  # not that of the other env
@@ -290,7 +290,7 @@ def test_an_exception_of_the_env_arrives_with_place_and_traceback(build: Any, ta
         take(collector)
 
 
-def test_larger_batches_than_asked_for_are_said_where_the_collector_is_built() -> None:
+def test_batches_that_are_rounded_up_cause_a_warning_where_the_collector_is_built() -> None:
     with pytest.warns(UserWarning, match="not a multiple of 1 rollouts x 3 envs") as warned:
         collector = RPCBatchedCollector(Counter, None, num_envs=3, frames_per_batch=10)
     assert [each.filename for each in warned] == [__file__]

@@ -133,7 +133,7 @@ def in_a_thread(call: Any) -> Any:
     return answers[0]
 
 
-def test_another_thread_is_told_where_the_envs_are() -> None:
+def test_an_error_tells_another_thread_where_the_envs_are() -> None:
     collector = RPCBatchedCollector(Affine, None, frames_per_batch=10)
     for call in (collector.next, lambda: collector.call("places"), collector.shutdown):
         error = in_a_thread(call)

@@ -499,7 +499,7 @@ def adds_to_the_network(loss: LossModule) -> None:
     )
 
 
-def test_what_would_train_ranks_apart_is_noticed_and_named(two_ranks: LearningRanks) -> None:
+def test_changes_that_would_train_ranks_apart_are_noticed_and_named(two_ranks) -> None:
     for fault, name in (
         (steps_in_backward, "critic_network_params.module.0.bias was changed during the backward"),
         (freezes_on_one_rank, "such as critic_network_params.module.2.bias"),
