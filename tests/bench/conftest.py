@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -26,6 +28,17 @@ def run_bench(module: Any, argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser()
     module.add_options(parser)
     return module.run(parser.parse_args(argv))
+
+
+def measured(
+    module: Any, options: Sequence[str], folder: Path, *, picture: bool = True, code: int = 0
+) -> list[dict[str, Any]]:
+    """The lines that a benchmark writes to ``folder``, where it also draws a picture."""
+    lines, png = folder / "lines.jsonl", folder / "rates.png"
+    files = ["--json", str(lines), *(["--plot", str(png)] if picture else [])]
+    assert run_bench(module, [*options, *files]) == code
+    assert not picture or png.read_bytes().startswith(b"\x89PNG")
+    return [json.loads(line) for line in lines.read_text().splitlines()]
 
 
 @pytest.fixture(scope="session")

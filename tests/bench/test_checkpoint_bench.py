@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.bench.conftest import run_bench
+from tests.bench.conftest import measured, run_bench
 from torchrl_dist.bench import checkpoint
-from torchrl_dist.cli import main as cli
 from torchrl_dist.errors import ConfigurationError
 
 
-@pytest.mark.timeout(100)
 def test_every_case_is_measured_and_writes_the_bytes_of_its_rows(tmp_path: Path, capsys) -> None:
-    lines = tmp_path / "lines.jsonl"
-    options = ["--rows", "20000", "--rounds", "1", "--to", str(tmp_path), "--json", str(lines)]
-    assert cli(["bench", "checkpoint", "--kinds", "S", *options]) == 0
-    found = {line["case"]: line for line in map(json.loads, lines.read_text().splitlines())}
+    options = ["--kinds", "S", "--rows", "20000", "--rounds", "1", "--to", str(tmp_path)]
+    lines = measured(checkpoint, options, tmp_path, picture=False)
+    found = {line["case"]: line for line in lines}
     assert tuple(found) == checkpoint.CASES
     for case, line in found.items():
         assert line["rate_mib_s"] > 0

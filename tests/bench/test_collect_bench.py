@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import cloudpickle
 import numpy as np
 import pytest
 
-from tests.bench.conftest import run_bench
+from tests.bench.conftest import measured
 from torchrl_dist.bench import collect, collect_learner
 from torchrl_dist.bench.collect_cells import set_step_s, single_env, steps_so_far
 from torchrl_dist.bench.collect_learner import draw_durations
@@ -31,14 +30,11 @@ def parse(*arguments: str) -> argparse.Namespace:
 
 
 @pytest.mark.alone
-@pytest.mark.timeout(120)
 def test_a_toy_run_gives_cells_with_sane_content(tmp_path: Path, capsys) -> None:
-    json_file, png = tmp_path / "cells.jsonl", tmp_path / "efficiency.png"
     options = ["--env", "sleep", "--workers", "2", "--step-s", "0.02,0.005", "--rounds", "1"]
     options += ["--steps-per-message", "4", "--seconds", "0.5", "--peers", "gymnasium-async"]
-    options += ["--ours", "ours,ours-inference-2", "--json", str(json_file), "--plot", str(png)]
-    assert run_bench(collect, options) == 0
-    lines = [json.loads(line) for line in json_file.read_text().splitlines()]
+    options += ["--ours", "ours,ours-inference-2"]
+    lines = measured(collect, options, tmp_path)
     cells = {(cell["peer"], cell["step_s"]): cell for cell in lines}
     peers = ("floor", "ours", "ours-inference-2", "gymnasium-async")
     assert set(cells) == {(peer, step_s) for peer in peers for step_s in (0.005, 0.02)}
@@ -51,18 +47,15 @@ def test_a_toy_run_gives_cells_with_sane_content(tmp_path: Path, capsys) -> None
         assert cell["efficiency"] == cell["sps"] / cell["ideal_sps"]
         assert 0.05 < cell["efficiency"] < 1.1  # sleeps cannot be shorter than asked for
         assert cell["startup_s"] > 0
-    assert png.read_bytes().startswith(b"\x89PNG")
     assert "gymnasium-async" in capsys.readouterr().out
 
 
-@pytest.mark.timeout(120)
 def test_envs_that_compute_are_compared_with_the_floor(tmp_path: Path) -> None:
-    json_file = tmp_path / "cells.jsonl"
     options = ["--env", "cartpole", "--workers", "1", "--envs", "8", "--peers", "none"]
     options += ["--rounds", "1", "--seconds", "0.3", "--steps-per-message", "16"]
     options += ["--ours", "ours-node"]
-    assert run_bench(collect, [*options, "--json", str(json_file)]) == 0
-    cells = {cell["peer"]: cell for cell in map(json.loads, json_file.read_text().splitlines())}
+    lines = measured(collect, options, tmp_path, picture=False)
+    cells = {cell["peer"]: cell for cell in lines}
     assert cells["floor"]["efficiency"] == 1.0
     assert set(cells) == {"floor", "ours-node"}
     assert cells["ours-node"]["ideal_sps"] == cells["floor"]["sps"]
@@ -91,7 +84,7 @@ def test_the_defaults_measure_the_sleepers_and_leave_out_endless_messages(capsys
     assert "a message would take 64 s" in capsys.readouterr().err
 
 
-def test_what_cannot_be_measured_is_named_with_the_reason(monkeypatch, capsys) -> None:
+def test_peers_that_cannot_be_measured_are_named_with_the_reason(monkeypatch, capsys) -> None:
     monkeypatch.setattr(PEERS["torchrl-ray"], "missing", classmethod(lambda cls: "no ray"))
     assert "torchrl-ray" not in collect._chosen(parse("--peers", "torchrl-ray"))
     assert "skipped torchrl-ray: no ray" in capsys.readouterr().err
@@ -150,23 +143,19 @@ def test_one_learner_takes_in_prepared_rows(fork_server: ForkServer) -> None:
     assert cells[1]["sps"] > 2 * cells[0]["sps"]  # a message has its price
 
 
-@pytest.mark.timeout(120)
 def test_deadlines_change_which_workers_are_in_a_receive(tmp_path: Path) -> None:
-    json_file, png = tmp_path / "cells.jsonl", tmp_path / "deadlines.png"
     options = ["--question", "deadlines", "--workers", "3", "--envs", "20", "--rounds", "1"]
     options += ["--durations", "slow", "--networks", "small", "--deadlines", "0.0001,none"]
-    options += ["--seconds", "0.5", "--steps-per-message", "8", "--json", str(json_file)]
+    options += ["--seconds", "0.5", "--steps-per-message", "8"]
     for _ in range(3):  # on a busy machine all may have arrived before the learner looks
-        assert run_bench(collect, [*options, "--plot", str(png)]) == 0
-        hurried, patient = map(json.loads, json_file.read_text().splitlines()[-2:])
+        hurried, patient = measured(collect, options, tmp_path)[-2:]
         if hurried["workers_per_receive"] < 3:
             break
-    assert set(FIELDS) <= set(hurried) and png.read_bytes().startswith(b"\x89PNG")
+    assert set(FIELDS) <= set(hurried)
     assert (hurried["deadline_s"], patient["deadline_s"]) == (0.0001, None)
     assert 1 <= hurried["workers_per_receive"] < patient["workers_per_receive"] == 3
 
 
-@pytest.mark.timeout(120)
 def test_a_node_gets_new_weights_once_for_all_its_processes(fork_server: ForkServer) -> None:
     asked = question("--question", "weights", "--workers", "3", "--seconds", "0.1")
     ranks, node = (collect_learner.measure(each, fork_server) for each in asked)

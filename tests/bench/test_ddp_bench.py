@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.bench.conftest import run_bench
+from tests.bench.conftest import measured, run_bench
 from torchrl_dist.bench import ddp
 from torchrl_dist.errors import ConfigurationError
 
 TOY = ["--ranks", "2", "--batches", "16", "--widths", "8", "--rounds", "1", "--seconds", "0.1"]
 
 
-@pytest.mark.timeout(90)
 def test_updates_are_split_where_their_time_goes(tmp_path: Path, capsys) -> None:
-    json_file, png = tmp_path / "ddp.jsonl", tmp_path / "ddp.png"
-    options = ["--no-imports", "--json", str(json_file), "--plot", str(png)]
-    assert run_bench(ddp, [*TOY, *options]) == 0
-    lines = [json.loads(line) for line in json_file.read_text().splitlines()]
+    lines = measured(ddp, [*TOY, "--no-imports"], tmp_path)
     found = {(line["peer"], line["ranks"], line["batch"]) for line in lines}
     alone = {(ddp.ALONE, 1, batch) for batch in (8, 16)}
     peers = {(p, 2, 16) for p in ddp.PEERS.values()}
@@ -30,7 +25,6 @@ def test_updates_are_split_where_their_time_goes(tmp_path: Path, capsys) -> None
         assert (parts["averaging"] > 0) == (line["peer"] == ddp.OURS)
         assert (line["join_ms"] > 0) == (line["peer"] in (ddp.OURS, ddp.TORCH))
         assert bool(line["verdict"]) == (line["peer"] in (ddp.OURS, ddp.TORCH))
-    assert png.read_bytes().startswith(b"\x89PNG")
     assert "2 ranks pay with width 8:" in capsys.readouterr().out
 
 

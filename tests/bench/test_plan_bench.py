@@ -52,7 +52,6 @@ def test_errors_and_verdicts_are_counted() -> None:
 
 
 @pytest.mark.alone
-@pytest.mark.timeout(100)
 def test_sleeping_envs_come_near_what_is_predicted(tmp_path, launchers) -> None:
     """Sleeping needs little of a busy machine, and the test only checks a factor."""
     for layout in (Layout(steps=8), Layout(1, 3, 1, 8, True, 1, False)):

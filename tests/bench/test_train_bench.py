@@ -16,7 +16,7 @@ import pytest
 import torch
 from torchrl.data import RandomSampler
 
-from tests.bench.conftest import run_bench
+from tests.bench.conftest import measured, run_bench
 from torchrl_dist.bench import train, train_peers, train_torchrl
 from torchrl_dist.bench.train_plan import (
     OURS,
@@ -88,7 +88,7 @@ def test_ratios_are_seconds_of_ours_by_those_of_each_peer() -> None:
     assert rows(elsewhere)[0].ratios == {"torchrl": None, "sb3": None}
 
 
-def test_what_more_processes_bring_is_told_of_those_that_reached_the_threshold() -> None:
+def test_gains_are_shown_for_layouts_that_reached_the_threshold() -> None:
     results = {
         case("ours-0"): [of((100, 8.0, 100.0))],
         case("ours-1"): [of((150, 6.0, 100.0))],
@@ -317,25 +317,23 @@ def in_this_process(monkeypatch) -> None:
     monkeypatch.setattr("torchrl_dist.bench.processes.Launcher", InThisProcess)
 
 
-@pytest.mark.timeout(120)
 def test_ours_is_stopped_at_the_threshold(in_this_process, tmp_path: Path, capsys) -> None:
-    json_file, png = tmp_path / "train.jsonl", tmp_path / "train.png"
     options = ["--peers", "ours-0", "--threshold", "5", "--seeds", "1", "--frames", "1000000"]
-    files = ["--json", str(json_file), "--plot", str(png)]
-    assert run_bench(train, ["--algorithms", "impala", *options, *files]) == 0
-    (line,) = [json.loads(text) for text in json_file.read_text().splitlines()]
+    (line,) = measured(train, ["--algorithms", "impala", *options], tmp_path)
     assert line["peer"] == "ours-0" and line["reached"] and line["ended"] == "threshold"
     assert 2000 <= line["frames"] < 1_000_000 and line["seconds"] > 0
     assert line["points"][-1][:2] == [line["frames"], line["seconds"]]
     assert line["points"][-1][2] >= 5
     assert line["settings"]["collectors"] == 0 and line["settings"]["total_frames"] == 1_000_000
     assert 0 <= line["learner_waits"] <= 1
-    assert png.read_bytes().startswith(b"\x89PNG")
     assert "1 of 1" in capsys.readouterr().out
 
 
+TOLD = ["--algorithms", "impala", "--threshold", "100"]
+
+
 @pytest.mark.usefixtures("in_this_process")
-class TestWithRunsThatAreTold:
+class TestWithGivenRuns:
     """The command, with given results of the runs."""
 
     @pytest.fixture(autouse=True)
@@ -352,12 +350,10 @@ class TestWithRunsThatAreTold:
 
         monkeypatch.setattr(train_peers, "measure", measure)
 
-    def run(self, *options: str) -> int:
-        return run_bench(train, ["--algorithms", "impala", "--threshold", "100", *options])
-
-    def test_peers_take_turns_and_what_never_reaches_is_shown(self, tmp_path: Path, capsys) -> None:
-        lines, png = tmp_path / "train.jsonl", tmp_path / "train.png"
-        assert self.run("--peers", "torchrl,ours-2", "--json", str(lines), "--plot", str(png)) == 0
+    def test_peers_take_turns_and_runs_below_the_threshold_are_shown(
+        self, tmp_path: Path, capsys
+    ) -> None:
+        found = measured(train, [*TOLD, "--peers", "torchrl,ours-2"], tmp_path)
         first = [("torchrl", 0), ("ours-2", 0)]
         assert self.asked == [*first, ("ours-2", 1), ("torchrl", 1), ("torchrl", 2), ("ours-2", 2)]
         out, err = capsys.readouterr()
@@ -367,31 +363,25 @@ class TestWithRunsThatAreTold:
         assert "2 of 3" in ours and "4,000" in ours and "only ours" in ours
         assert "0 of 3" in theirs and theirs.count("never") == 2
         assert "round 2: impala CartPole-v1 ours-2: never reached 100: out of frames" in err
-        found = [json.loads(text) for text in lines.read_text().splitlines()]
         assert [(x["peer"], x["seed"]) for x in found] == self.asked
         assert [x["reached"] for x in found] == [False, True, False, False, False, True]
         assert all(x["cpus"] and x["versions"]["torch"] for x in found)
-        assert png.read_bytes().startswith(b"\x89PNG")
 
     def test_ctrl_c_leaves_what_was_measured(self, tmp_path: Path, capsys) -> None:
-        lines, png = tmp_path / "train.jsonl", tmp_path / "train.png"
         self.stop_after = 1
-        assert (
-            self.run("--peers", "ours-2,torchrl", "--json", str(lines), "--plot", str(png)) == 130
-        )
-        assert len(lines.read_text().splitlines()) == 1
-        assert png.exists() and "ours-2" in capsys.readouterr().out
+        assert len(measured(train, [*TOLD, "--peers", "ours-2,torchrl"], tmp_path, code=130)) == 1
+        assert "ours-2" in capsys.readouterr().out
 
     def test_a_peer_that_is_not_installed_is_named(self, monkeypatch, capsys) -> None:
         found = importlib.util.find_spec
         monkeypatch.setattr(
             importlib.util, "find_spec", lambda n: None if n == "stable_baselines3" else found(n)
         )
-        assert self.run("--peers", "ours-2,sb3", "--seeds", "1") == 0
+        assert run_bench(train, [*TOLD, "--peers", "ours-2,sb3", "--seeds", "1"]) == 0
         assert self.asked == [("ours-2", 0)]
         assert "left out: impala sb3: not installed: pip install" in capsys.readouterr().err
         with pytest.raises(ConfigurationError, match="none of the peers"):
-            self.run("--peers", "sb3")
+            run_bench(train, [*TOLD, "--peers", "sb3"])
 
 
 def test_the_algorithms_are_those_that_fit_the_environment(monkeypatch) -> None:

@@ -24,6 +24,13 @@ def wait_for(condition: Callable[[], Any], limit_s: float = 40.0) -> None:
         time.sleep(0.005)
 
 
+def trajectories_of(batches: list[Any]) -> list[Any]:
+    """The rows of each trajectory, in the order of their steps."""
+    rows = torch.cat([batch.reshape(-1) for batch in batches])
+    ids = rows["collector", "traj_ids"]
+    return [rows[ids == each] for each in ids.unique()]
+
+
 class Counter(gymnasium.Env):
     """Observes its step count; ends after ``length`` steps; the reward is the step count.
 

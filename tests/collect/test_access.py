@@ -14,14 +14,12 @@ import torch
 from gymnasium.vector import AutoresetMode
 from torchrl.envs import GymEnv
 
-from tests.collect.envs import Counter, Paced, wait_for
+from tests.collect.envs import Counter, Paced, trajectories_of, wait_for
 from tests.spawn import stop
 from torchrl_dist.collect.node.node import NodeWorker
 from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig
 from torchrl_dist.errors import ConfigurationError, PeerLostError, RemoteError
 from torchrl_dist.runtime import ForkServer
-
-pytestmark = pytest.mark.timeout(60)
 
 
 class Task(Counter):
@@ -171,9 +169,7 @@ def test_a_paused_worker_is_lost_until_it_answers(collecting: Any) -> None:
         assert collector.report.lost_workers == ()
     assert any("worker_timeout_s=2" in str(w.message) for w in caught)
     assert sum(batch.numel() for batch in batches) == 6000
-    rows = torch.cat([batch.reshape(-1) for batch in batches])
-    for trajectory in rows["collector", "traj_ids"].unique():
-        one = rows[rows["collector", "traj_ids"] == trajectory]
+    for one in trajectories_of(batches):
         steps = one["next", "observation"][:, 0]
         assert steps.diff().eq(1).all()  # none twice, and none is missing in between
 

@@ -35,8 +35,6 @@ from torchrl_dist.errors import DeadlineError, PeerLostError, RemoteError
 from torchrl_dist.replay import RateLimiter, SharedMemmapStorage, SharedReplayBuffer
 from torchrl_dist.runtime import ForkServer, forkserver
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture
 def build(fork_server: ForkServer) -> Iterator[Any]:
@@ -166,7 +164,7 @@ def test_envs_that_cannot_be_built_say_why_whatever_they_raise(build: Any) -> No
     ],
     ids=["result that does not pickle", "result that cannot be built", "argument that cannot"],
 )
-def test_what_cannot_cross_is_an_error_of_that_call_alone(build, method, args, what) -> None:
+def test_values_that_cannot_be_pickled_fail_only_their_own_call(build, method, args, what) -> None:
     worker = build(Asked)
     pids = call(worker, "pid")
     for env in (None, 1):
@@ -414,7 +412,7 @@ class Unsaved(Counter):
 
 
 @pytest.mark.parametrize("env_processes", [0, 2])
-def test_what_envs_raise_as_they_are_closed_is_raised_by_shutdown(env_processes: int) -> None:
+def test_shutdown_raises_what_envs_raise_in_close(env_processes: int) -> None:
     collector = RPCBatchedCollector(
         Unsaved, None, frames_per_batch=40, total_frames=80, env_processes=env_processes
     )
@@ -424,7 +422,7 @@ def test_what_envs_raise_as_they_are_closed_is_raised_by_shutdown(env_processes:
     collector.shutdown()
 
 
-def test_what_envs_raise_as_they_are_closed_is_raised_where_a_rollout_is_stopped(build) -> None:
+def test_a_worker_closed_during_a_rollout_raises_what_envs_raise_in_close(build) -> None:
     worker = build(Unsaved, frames_per_rollout=10**6)
     worker.visit_envs(None, "set", "step_s", (0.01,), {})
     with ThreadPoolExecutor(1) as pool:
@@ -478,7 +476,7 @@ def test_a_rollout_that_needs_only_a_process_that_is_being_replaced_waits_for_it
     assert len(begun) == 1
 
 
-def test_what_envs_print_reaches_a_file(build: Any, tmp_path: Path) -> None:
+def test_output_of_envs_reaches_a_file(build: Any, tmp_path: Path) -> None:
     class Loud(Counter):
         def __init__(self) -> None:
             super().__init__()

@@ -23,7 +23,7 @@ from torchrl.envs import GymEnv, GymWrapper, SerialEnv
 from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.modules import EGreedyModule, QValueActor
 
-from tests.collect.envs import Counter, Paced, before_steps, mlp, wait_for
+from tests.collect.envs import Counter, Paced, before_steps, mlp, trajectories_of, wait_for
 from torchrl_dist.collect import CollectReport, FirstReady, RPCBatchedCollector, WaitAll
 from torchrl_dist.collect.learner import start
 from torchrl_dist.collect.learner.start import (
@@ -69,21 +69,12 @@ def _aside(make: Any, config: WorkerConfig, name: str, alone: bool) -> Any:
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("total", [1, 12, 53])
 def test_total_frames_are_exact_and_trajectories_are_whole(build, readiness, lag, total) -> None:
-    collector = build(
-        lambda: Counter(5),
-        None,
-        frames_per_batch=12,
-        total_frames=total,
-        num_envs=4,
-        readiness=readiness,
-        max_policy_lag=lag,
-    )
+    options = {"frames_per_batch": 12, "total_frames": total, "num_envs": 4}
+    collector = build(lambda: Counter(5), readiness=readiness, max_policy_lag=lag, **options)
     batches = list(collector)
     assert sum(batch.numel() for batch in batches) == total == collector.report.total_frames
     assert all(batch.shape == (4, 3) for batch in batches[: total // 12])
-    rows = torch.cat([batch.reshape(-1) for batch in batches])
-    for trajectory in rows["collector", "traj_ids"].unique():
-        one = rows[rows["collector", "traj_ids"] == trajectory]
+    for one in trajectories_of(batches):
         first, last = one["observation"][0, 0], one["next", "observation"][-1, 0]
         assert last - first == len(one) <= 5
         assert not one["next", "done"][:-1].any()
@@ -120,7 +111,7 @@ def test_weights_that_are_older_than_those_in_use_are_ignored() -> None:
     assert rows["action"].argmax(-1).eq(2).all() and rows["policy_version"].eq(3).all()
 
 
-def test_what_comes_after_a_rollout_of_some_envs_are_whole_episodes() -> None:
+def test_whole_episodes_follow_a_rollout_of_some_envs() -> None:
     worker = RolloutWorker(WorkerConfig(lambda: Counter(5), frames_per_rollout=10, num_envs=2))
     some, stats = worker.collect(steps=5, num_envs=1)
     assert some.shape == (1, 5) and stats.episode_returns == [15.0]  # not that of the other env
@@ -210,15 +201,8 @@ def test_a_state_of_something_else_changes_nothing(build: Any) -> None:
 
 def test_the_last_rollout_of_some_envs_completes_the_trajectories_before_it(build: Any) -> None:
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
-    collector = build(
-        lambda: Counter(5),
-        None,
-        num_envs=2,
-        frames_per_batch=4,
-        total_frames=9,
-        trajs_per_batch=1,
-        replay_buffer=buffer,
-    )
+    options = {"num_envs": 2, "frames_per_batch": 4, "total_frames": 9, "trajs_per_batch": 1}
+    collector = build(lambda: Counter(5), replay_buffer=buffer, **options)
     for _ in collector:
         pass
     rows = buffer[:]
@@ -306,7 +290,7 @@ def test_an_exception_of_the_env_arrives_with_place_and_traceback(build: Any, ta
         take(collector)
 
 
-def test_larger_batches_than_asked_for_are_said_where_the_collector_is_built() -> None:
+def test_batches_that_are_rounded_up_cause_a_warning_where_the_collector_is_built() -> None:
     with pytest.warns(UserWarning, match="not a multiple of 1 rollouts x 3 envs") as warned:
         collector = RPCBatchedCollector(Counter, None, num_envs=3, frames_per_batch=10)
     assert [each.filename for each in warned] == [__file__]
@@ -490,14 +474,8 @@ def test_a_closed_worker_lets_go_of_its_policy() -> None:
 
 def test_with_a_replay_buffer_the_worker_writes_and_reports_come_back(build: Any) -> None:
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(1000), batch_size=8)
-    collector = build(
-        lambda: Counter(4),
-        None,
-        frames_per_batch=24,
-        total_frames=60,
-        num_envs=2,
-        replay_buffer=buffer,
-    )
+    options = {"frames_per_batch": 24, "total_frames": 60, "num_envs": 2}
+    collector = build(lambda: Counter(4), replay_buffer=buffer, **options)
     reports = list(collector)
     assert [report.frames for report in reports] == [24, 24, 12]
     assert all(isinstance(report, CollectReport) for report in reports)
@@ -542,15 +520,8 @@ def test_a_postproc_may_keep_no_row_of_a_rollout(build: Any, stored: bool) -> No
         return rollout[rollout["next", "done"].squeeze(-1)]
 
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(100)) if stored else None
-    collector = build(
-        lambda: Counter(4),
-        constant(1),
-        frames_per_batch=3,
-        total_frames=15,
-        num_envs=1,
-        replay_buffer=buffer,
-        postproc=ends,
-    )
+    options = {"frames_per_batch": 3, "total_frames": 15, "postproc": ends}
+    collector = build(lambda: Counter(4), constant(1), replay_buffer=buffer, **options)
     found = list(collector)
     if buffer is not None:
         assert len(buffer) == 3 and [report.frames for report in found] == [3] * 5

@@ -19,7 +19,7 @@ from torchrl.data import LazyTensorStorage, OneHot, TensorDictReplayBuffer
 from torchrl.envs import GymWrapper
 from torchrl.modules import QValueActor
 
-from tests.collect.envs import Counter, Paced, Tally, mlp, steps_taken, wait_for
+from tests.collect.envs import Counter, Paced, Tally, mlp, steps_taken, trajectories_of, wait_for
 from tests.spawn import stop
 from torchrl_dist.collect import FirstReady, Preempt, Quorum, RPCBatchedCollector, WaitAll
 from torchrl_dist.collect.learner.start import start_workers
@@ -27,8 +27,6 @@ from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
 from torchrl_dist.replay import replay_buffer as hosted_buffer
 from torchrl_dist.runtime import ForkServer, Session, current_session, forkserver, local_cluster
-
-pytestmark = pytest.mark.timeout(60)
 
 
 class Rows:
@@ -66,9 +64,7 @@ def test_a_batch_joins_one_rollout_of_every_worker(collecting: Any) -> None:
     assert len(full["action"].unique(dim=0)) == 6, "workers have the same random numbers"
     assert sum(batch.numel() for batch in batches) == 500
     assert collector.report.total_frames_by_worker.keys() == {0, 1, 2}
-    rows = torch.cat([batch.reshape(-1) for batch in batches])
-    for trajectory in rows["collector", "traj_ids"].unique():
-        one = rows[rows["collector", "traj_ids"] == trajectory]
+    for one in trajectories_of(batches):
         assert len(set(one["collector", "worker_index"].tolist())) == 1
         assert len(one) <= 7
 
@@ -228,12 +224,8 @@ def test_a_paused_worker_is_named_at_the_deadline_and_its_rows_come_later(collec
 
 def test_shutdown_is_quick_while_a_rollout_runs_and_after_a_death(fork_server) -> None:
     with local_cluster({"learner": 1, "collector": 3}, fork_server=fork_server) as session:
-        collector = RPCBatchedCollector(
-            lambda: Paced(step_s=0.01),
-            None,
-            session=session,
-            frames_per_batch=30_000,  # 100 s per rollout
-            timeout_s=0.3,
+        collector = RPCBatchedCollector(  # 100 s per rollout
+            lambda: Paced(step_s=0.01), session=session, frames_per_batch=30_000, timeout_s=0.3
         )
         with pytest.raises(DeadlineError):
             collector.next()

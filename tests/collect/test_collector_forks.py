@@ -22,8 +22,6 @@ from torchrl_dist.collect.loop import exploration
 from torchrl_dist.collect.worker.pinned import PinnedWorker
 from torchrl_dist.runtime import local_cluster
 
-pytestmark = pytest.mark.timeout(120)
-
 Locks = dict[str, Any]
 
 

@@ -17,7 +17,6 @@ from torchrl_dist.collect.learner.readiness import WaitAll
 from torchrl_dist.collect.worker.worker import RolloutStats
 from torchrl_dist.errors import RemoteError
 
-pytestmark = pytest.mark.timeout(30)
 STEPS = 4
 
 

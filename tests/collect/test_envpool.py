@@ -48,7 +48,6 @@ def test_its_transitions_are_those_of_gymnasium() -> None:
         assert row["next", "terminated"].item() == terminated
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("processes", [0, 2])
 def test_seeds_differ_per_worker_and_follow_from_the_collectors(processes, fork_server) -> None:
     workers = 1 if processes else 2
@@ -67,7 +66,7 @@ def test_seeds_differ_per_worker_and_follow_from_the_collectors(processes, fork_
     assert len(batch[:, 0].unique(dim=0)) == 2 * _ENVS
 
 
-def test_what_cannot_be_seeded_or_stepped_is_said() -> None:
+def test_pools_that_cannot_be_seeded_or_stepped_cause_a_warning_or_an_error() -> None:
     rollout = make_rollout(functools.partial(pool, 42), None, frames=_ENVS)
     with pytest.warns(UserWarning, match="np.random.randint"):
         rollout.seed(range(_ENVS))

@@ -17,7 +17,6 @@ from tests.replay.faults import end_of, start
 from torchrl_dist.collect.loop import exploration
 from torchrl_dist.collect.loop.exploration import Exploring
 
-pytestmark = pytest.mark.timeout(60)
 RANDOM, MEAN, MODE = ExplorationType.RANDOM, ExplorationType.MEAN, ExplorationType.MODE
 _INTERRUPTS = 1000
 

@@ -32,8 +32,6 @@ from torchrl_dist.collect.node.relay import Array, NodeLearner, Relay, Window
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
 from torchrl_dist.runtime import ForkServer, local_cluster
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def policy(seed: int = 0) -> QValueActor:
     return QValueActor(mlp(2, 3, seed), in_keys=["observation"], spec=OneHot(3))
@@ -339,7 +337,7 @@ def test_shutdown_does_not_wait_for_a_stuck_policy(collecting: Any) -> None:
         gate.set()
 
 
-def test_what_cannot_go_together_is_refused(fork_server: ForkServer) -> None:
+def test_options_that_do_not_go_with_a_policy_at_the_learner_are_refused(fork_server) -> None:
     with pytest.raises(ConfigurationError, match="session"):
         RPCBatchedCollector(Counter, policy(), frames_per_batch=8, inference="learner")
     memory = LSTMModule(input_size=2, hidden_size=4, in_key="observation", out_key="embedding")

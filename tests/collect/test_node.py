@@ -21,7 +21,7 @@ from torchrl.data import OneHot
 from torchrl.envs.utils import ExplorationType
 from torchrl.modules import QValueActor
 
-from tests.collect.envs import Counter, Paced, mlp, wait_for
+from tests.collect.envs import Counter, Paced, mlp, trajectories_of, wait_for
 from tests.spawn import stop_self
 from torchrl_dist.collect import Preempt, RPCBatchedCollector
 from torchrl_dist.collect.loop.joining import MASK
@@ -32,8 +32,6 @@ from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig
 from torchrl_dist.errors import PeerLostError
 from torchrl_dist.runtime import ForkServer
 from torchrl_dist.weights import pack
-
-pytestmark = pytest.mark.timeout(120)
 
 
 def cartpole_policy(seed: int = 0) -> QValueActor:
@@ -148,9 +146,8 @@ def test_a_node_worker_measures_its_steps_and_begins_anew(build: Any) -> None:
 
 def test_trajectories_have_ids_of_their_own(build: Any) -> None:
     worker = build(lambda: Counter(3))
-    rows = torch.cat([worker.collect(request=n)[0] for n in range(3)], 1)
-    for trajectory in rows["collector", "traj_ids"].unique():
-        steps = rows[rows["collector", "traj_ids"] == trajectory]["next", "observation"][:, 0]
+    for one in trajectories_of([worker.collect(request=n)[0].clone() for n in range(3)]):
+        steps = one["next", "observation"][:, 0]
         assert len(steps) <= 3 and (steps[-1] - steps[0]) == len(steps) - 1
 
 
@@ -508,10 +505,9 @@ def test_nodes_of_a_cluster_deliver_exactly_and_survive_deaths(collecting, tmp_p
         assert sum(batch.numel() for batch in batches) == 1001 == collector.report.total_frames
     assert collector.report.lost_workers == ()
     assert all(len(batch) <= 12 for batch in batches)
-    rows = torch.cat([batch.reshape(-1) for batch in batches])
-    assert {0, 1} == set(rows["collector", "worker_index"].tolist())
-    for trajectory in rows["collector", "traj_ids"].unique():
-        one = rows[rows["collector", "traj_ids"] == trajectory]
+    workers = torch.cat([batch["collector", "worker_index"].flatten() for batch in batches])
+    assert {0, 1} == set(workers.tolist())
+    for one in trajectories_of(batches):
         assert len(one["observation"][:, 0].unique()) == 1  # one process
         assert one["next", "observation"][:, 1].diff().eq(1).all()  # no step lost, in order
 
@@ -529,7 +525,6 @@ def test_in_the_callers_process_a_node_worker_runs_ahead_and_preempts(tmp_path: 
 
 
 @pytest.mark.alone
-@pytest.mark.timeout(120)
 def test_sixteen_processes_start_in_less_than_three_times_the_time_of_one() -> None:
     with ForkServer() as server:
 

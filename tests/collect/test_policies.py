@@ -371,7 +371,7 @@ def test_every_module_is_called_as_it_is(inner: str) -> None:
         _check(outer, inner)
 
 
-def test_what_is_set_later_counts_from_the_next_call() -> None:
+def test_later_changes_of_a_policy_count_from_the_next_call() -> None:
     policy = q_actor(mlp())
     assert "late" not in left_by_act(policy)
     handle = policy[0].register_forward_hook(lambda m, a, out: out.set("late", out["extra"]))
@@ -409,7 +409,7 @@ def test_existing_entries_are_skipped_where_the_user_wants_that() -> None:
         assert torch.equal(left_by_act(policy)["extra"], inputs()["extra"])
 
 
-def test_what_a_policy_cannot_write_is_refused_as_by_tensordict() -> None:
+def test_outputs_that_do_not_fit_are_refused_as_by_tensordict() -> None:
     for wrong in (
         plain(lambda x: (x, x)),
         plain(lambda x: x[0, 0]),

@@ -113,7 +113,7 @@ class TestVectorEnvs:
         assert torch.equal(data["next", "truncated"].squeeze(-1), expected)
         assert not data["next", "terminated"].any()
 
-    def test_what_a_fast_env_has_too_much_of_opens_its_next_rollout(self) -> None:
+    def test_surplus_steps_of_a_fast_env_open_its_next_rollout(self) -> None:
         rollout = make_rollout(lambda: NextStepVector([1, 50]), None, frames=10)
         first = rollout.run(5)
         rollout.policy_version = 1
@@ -249,7 +249,7 @@ def test_noise_with_a_memory_begins_anew_with_each_episode() -> None:
     rollout.close()
 
 
-def test_what_a_policy_keeps_of_an_observation_does_not_change() -> None:
+def test_observations_that_a_policy_keeps_do_not_change() -> None:
     kept, copies = [], []
 
     def policy(td: TensorDictBase) -> TensorDictBase:

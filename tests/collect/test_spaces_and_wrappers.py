@@ -28,7 +28,6 @@ from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.runtime import ForkServer, Session, local_cluster
 
 pytestmark = [
-    pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:.*precision lowered.*:UserWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning:gymnasium"),
 ]

@@ -20,7 +20,6 @@ from torchrl_dist.collect import RPCBatchedCollector
 from torchrl_dist.replay import RateLimiter, SharedMemmapStorage, SharedReplayBuffer, replay_buffer
 from torchrl_dist.runtime import ForkServer, local_cluster, session
 
-pytestmark = pytest.mark.timeout(90)
 FRAMES = 32
 
 
@@ -30,13 +29,9 @@ def collect_until_stopped(folder: str) -> None:
             me.serve()
             return
         gymnasium.register("OnlyTheLearnersOwn-v0", lambda: Paced(step_s=0.002))
+        options = {"frames_per_batch": FRAMES, "num_envs": 2, "env_processes": 2}
         with RPCBatchedCollector(
-            "OnlyTheLearnersOwn-v0",
-            session=me,
-            frames_per_batch=FRAMES,
-            num_envs=2,
-            env_processes=2,
-            max_policy_lag=1,
+            "OnlyTheLearnersOwn-v0", session=me, max_policy_lag=1, **options
         ) as collector:
             frames = 0
             for batch in collector:
@@ -167,14 +162,9 @@ def test_a_limiter_that_holds_the_writers_does_not_hold_a_shutdown(
                 1000, scratch_dir=tmp_path / "replay", limiter=limiter, timeout_s=600
             )
             buffer = SharedReplayBuffer(storage=storage, batch_size=8)
+        options = {"num_envs": 2, "env_processes": env_processes, "frames_per_batch": 8}
         collector = RPCBatchedCollector(
-            lambda: Noted(tmp_path),
-            None,
-            session=session,
-            num_envs=2,
-            env_processes=env_processes,
-            frames_per_batch=8,
-            replay_buffer=buffer,
+            lambda: Noted(tmp_path), session=session, replay_buffer=buffer, **options
         )
         collector.start()
         before = -1

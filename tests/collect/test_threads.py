@@ -21,8 +21,6 @@ from torchrl_dist.collect import RPCBatchedCollector
 from torchrl_dist.errors import ConfigurationError, DeadlineError
 from torchrl_dist.runtime import ForkServer, local_cluster
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Affine(gymnasium.Env):
     """Notes whether it is used in the thread that made it, and whether that is the main one.
@@ -135,7 +133,7 @@ def in_a_thread(call: Any) -> Any:
     return answers[0]
 
 
-def test_another_thread_is_told_where_the_envs_are() -> None:
+def test_an_error_tells_another_thread_where_the_envs_are() -> None:
     collector = RPCBatchedCollector(Affine, None, frames_per_batch=10)
     for call in (collector.next, lambda: collector.call("places"), collector.shutdown):
         error = in_a_thread(call)
@@ -252,39 +250,25 @@ def test_after_a_ctrl_c_collection_goes_on_with_new_episodes() -> None:
     collector.shutdown()
 
 
-@pytest.mark.timeout(150)  # also where the machine is busy
 def test_over_ranks_it_is_their_main_thread(fork_server: ForkServer) -> None:
     with local_cluster({"learner": 1, "collector": 1}, fork_server=fork_server) as session:
         peer = session.of_role("collector")[0]
+        common = {"session": session, "frames_per_batch": 20}
         for kind, lag in (("sqlite", 1), ("signal", 0), ("signal", 1), ("asyncio", 1)):
             collector = RPCBatchedCollector(
-                lambda kind=kind: Affine(kind),
-                None,
-                session=session,
-                num_envs=2,
-                frames_per_batch=20,
-                max_policy_lag=lag,
+                lambda kind=kind: Affine(kind), num_envs=2, max_policy_lag=lag, **common
             )
             assert places_of(collector, 4) == {(True, True)}
             collector.shutdown()
             assert session.call(peer, closings) == [(True, True)] * 2
         # Another worker at the same time has a thread of its own.
-        both = [
-            RPCBatchedCollector(
-                lambda: Affine("sqlite"), None, session=session, frames_per_batch=20
-            )
-            for _ in range(2)
-        ]
+        both = [RPCBatchedCollector(lambda: Affine("sqlite"), **common) for _ in range(2)]
         assert [places_of(each) for each in both] == [{(True, True)}, {(True, False)}]
         for each in both:
             each.shutdown()
         # The job ends although a step does not.
         stuck = RPCBatchedCollector(
-            lambda: Counting(lambda t: time.sleep(1000)),
-            None,
-            session=session,
-            frames_per_batch=20,
-            timeout_s=0.2,
+            lambda: Counting(lambda t: time.sleep(1000)), timeout_s=0.2, **common
         )
         with pytest.raises(DeadlineError):
             stuck.next()

@@ -172,14 +172,9 @@ def test_hooks_run_around_each_rollout_and_can_be_replaced(build: Any) -> None:
     def behind(rows: TensorDictBase) -> None:
         seen.append(rows)
 
-    collector = build(
-        Plain,
-        turning(),
-        frames_per_batch=5,
-        pre_collect_hook=before,
-        post_collect_hook=behind,
-        postproc=lambda rows: rows.set("more", torch.ones(rows.shape)),
-    )
+    hooks = {"pre_collect_hook": before, "post_collect_hook": behind}
+    hooks["postproc"] = lambda rows: rows.set("more", torch.ones(rows.shape))
+    collector = build(Plain, turning(), frames_per_batch=5, **hooks)
     assert not seen
     batches = [collector.next(), collector.next()]
     assert seen[::2] == ["before"] * 2
@@ -222,7 +217,7 @@ def test_cat_results_joins_as_multi_sync_collector_does(build: Any, alone: Any, 
     ],
     ids=str,
 )
-def test_what_would_fill_in_rows_of_dynamic_specs_is_refused(options: dict[str, Any]) -> None:
+def test_options_that_would_pad_rows_of_dynamic_specs_are_refused(options: dict[str, Any]) -> None:
     threads = threading.active_count()
     with pytest.raises(ConfigurationError, match=r"(?s)differ in shape.*observation"):
         RPCBatchedCollector(Growing, None, frames_per_batch=8, **options)
@@ -249,7 +244,7 @@ def whole_steps(trajectories: TensorDictBase) -> list[int]:
     return steps
 
 
-def test_what_is_not_there_is_refused_with_the_reason(build: Any) -> None:
+def test_unsupported_arguments_are_refused_with_the_reason(build: Any) -> None:
     for name, (harmless, reason) in _REFUSED.items():
         if _ANYTHING in harmless:
             continue
@@ -484,7 +479,7 @@ def test_some_envs_can_be_reset(build: Any, make: Any) -> None:
             collector.reset(index)
 
 
-def test_what_waits_for_the_end_of_an_episode_is_dropped_with_it(build: Any) -> None:
+def test_rows_that_wait_for_the_end_of_an_episode_are_dropped_with_it(build: Any) -> None:
     collector = build(Plain, None, num_envs=2, frames_per_batch=6, trajs_per_batch=1)
     assert collector.next()["observation"][0, :, 0].tolist() == [0, 1, 2, 3, 4]
     collector.reset(0)  # drops one step, the first of its second episode
@@ -555,14 +550,8 @@ def test_whole_trajectories_reach_the_buffer_as_torchrl_writes_them(build, torch
 
 def test_interrupted_trajectories_are_never_written(build: Any) -> None:
     rows = buffer()
-    collector = build(
-        lambda: Plain(5),
-        turning(),
-        num_envs=2,
-        frames_per_batch=14,
-        trajs_per_batch=1,
-        replay_buffer=rows,
-    )
+    options = {"num_envs": 2, "frames_per_batch": 14, "trajs_per_batch": 1}
+    collector = build(lambda: Plain(5), turning(), replay_buffer=rows, **options)
     collector.next()
     collector.reset()  # drops two steps of each env
     collector.next()
@@ -600,7 +589,7 @@ def test_collection_in_the_background_pauses_and_ends(build: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_what_ends_background_collection_is_raised(build: Any) -> None:
+def test_an_error_that_ends_background_collection_is_raised(build: Any) -> None:
     class Broken(Plain):
         def step(self, action: Any) -> Any:
             raise ZeroDivisionError("the pole is gone")

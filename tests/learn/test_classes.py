@@ -14,8 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torchrl.objectives import LossModule
 
-from tests.learn.classes import LOSSES, batch_for, make, pinned
-from tests.learn.losses import gradients
+from tests.learn.losses import LOSSES, batch_for, gradients, make, pinned
 from tests.learn.ranks import LearningRanks
 from torchrl_dist import ConfigurationError, DistributedLoss, TorchRLDistError
 from torchrl_dist.learn.reductions import KNOWN, Call, Weight, refusal
@@ -191,7 +190,7 @@ def without_rows() -> tuple[list[str], str]:
     return found, ""
 
 
-def test_a_rank_without_rows_adds_nothing_or_is_told_so(two_ranks: LearningRanks) -> None:
+def test_a_rank_without_rows_adds_nothing_or_gets_an_error(two_ranks: LearningRanks) -> None:
     for wrong, told in two_ranks.run(without_rows):
         assert wrong == [], "\n".join(wrong)
         assert "rank 0 has no rows, and ClipPPOLoss.forward cannot be computed from none" in told

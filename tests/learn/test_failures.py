@@ -208,7 +208,7 @@ def at_different_calls(case: str) -> tuple[str, str, bool]:
         ("unfreezing", "ConfigurationError", "train different parameters, such as actor_network"),
     ],
 )
-def test_ranks_at_different_calls_are_told(two_ranks, case: str, kind: str, message: str) -> None:
+def test_ranks_at_different_calls_get_an_error(two_ranks, case, kind, message) -> None:
     for found, text, _ in two_ranks.run(at_different_calls, case):
         assert found == kind and message in text, text
 
@@ -246,7 +246,7 @@ def skip_an_update() -> tuple[str, str, bool]:
     return told(go_apart)
 
 
-def test_ranks_that_skip_updates_by_themselves_are_told_what_to_write(three_ranks) -> None:
+def test_ranks_that_skip_updates_by_themselves_get_an_error_with_the_remedy(three_ranks) -> None:
     session = three_ranks.session
     others = [session.submit(peer, skip_an_update) for peer in session.peers[1:]]
     for kind, text, _ in (skip_an_update(), others[0].result(20)):

@@ -40,7 +40,6 @@ ROWS, BATCH, DRAWS, UPDATES = 64, 128, 150, 5
 # ---- the job of pytorch/rl#1397
 
 
-@pytest.mark.timeout(170)
 def test_ranks_with_one_buffer_learn_cartpole(tmp_path: Path) -> None:
     command = ["-m", "torchrl_dist.recipes.ddp_dqn", "--updates", "500", "--output", str(tmp_path)]
     job = run_job(command, nproc=2, timeout_s=160)

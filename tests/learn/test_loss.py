@@ -126,7 +126,7 @@ def test_copies_are_refused() -> None:
         (lambda: KLPENPPOLoss(categorical_actor(), state_value()), "KLPENPPOLoss adapts beta"),
     ],
 )
-def test_what_cannot_be_distributed_is_refused(wrong: Any, message: str) -> None:
+def test_losses_that_cannot_be_distributed_are_refused(wrong: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         DistributedLoss(wrong()).check_drift()
 
@@ -289,7 +289,7 @@ def with_unlike_losses() -> dict[str, str]:
     return found
 
 
-def test_ranks_whose_losses_were_built_differently_are_told(two_ranks: LearningRanks) -> None:
+def test_ranks_whose_losses_were_built_differently_get_an_error(two_ranks: LearningRanks) -> None:
     first, second = two_ranks.run(with_unlike_losses)
     assert first == second and first.pop("alike") == ""
     for name, text in first.items():
@@ -350,7 +350,7 @@ def frozen_on_one_rank() -> str:
     return told(lambda: DistributedLoss(loss, timeout_s=20))
 
 
-def test_what_one_rank_has_frozen_must_be_frozen_on_all(two_ranks: LearningRanks) -> None:
+def test_parameters_frozen_on_one_rank_must_be_frozen_on_all(two_ranks: LearningRanks) -> None:
     for text in two_ranks.run(frozen_on_one_rank):
         assert "actor_network_params" in text and "(frozen) on rank 1" in text
 

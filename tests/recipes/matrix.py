@@ -180,12 +180,12 @@ def run(cell: Cell, cwd: Path, *, frames: int, timeout_s: float, collectors: int
         arguments += ["--collectors", str(collectors), *learners]
     started_at = time.monotonic()
     with started(arguments, cwd, launcher=launcher) as job:
-        everybody: set[psutil.Process] = set()
+        processes: set[psutil.Process] = set()
         if not cell.by_environment:
-            _disturb(cell, job, cwd, everybody)
-        everybody.add(psutil.Process(job.process.pid))
-        code = _end(job, everybody, 60 + 8 * timeout_s)
-        assert_gone(list(everybody), 40.0)
+            _disturb(cell, job, cwd, processes)
+        processes.add(psutil.Process(job.process.pid))
+        code = _end(job, processes, 60 + 8 * timeout_s)
+        assert_gone(list(processes), 40.0)
     seconds = time.monotonic() - started_at
     wanted, names = expected(cell)
     said = job.said()
@@ -204,13 +204,13 @@ def run(cell: Cell, cwd: Path, *, frames: int, timeout_s: float, collectors: int
     if code == 1 and cell.place != "store":
         assert "torchrl-dist: failed: " in said and "--resume" in said, said
     remove_pulses_of_the_dead()  # as the next job does
-    pids = {f"-{process.pid}-" for process in everybody}
+    pids = {f"-{process.pid}-" for process in processes}
     left = [n for n in os.listdir("/dev/shm") if "torchrl" in n and any(p in n for p in pids)]
     assert not left, left
     return f"exit code {code} after {seconds:.0f} s"
 
 
-def _disturb(cell: Cell, job: Job, cwd: Path, everybody: set[psutil.Process]) -> None:
+def _disturb(cell: Cell, job: Job, cwd: Path, processes: set[psutil.Process]) -> None:
     job.until(progress(cwd / "run"), "progress")
     file = {"evaluator": "evaluator0", "collector": "collector0"}.get(cell.place)
     if file is not None:
@@ -218,7 +218,7 @@ def _disturb(cell: Cell, job: Job, cwd: Path, everybody: set[psutil.Process]) ->
         pid = int((cwd / f"{file}.pid").read_text())
     else:
         pid = job.process.pid
-    everybody.update(job.descendants())
+    processes.update(job.descendants())
     process = psutil.Process(pid)
     if cell.place == "fork server":
         job.until((cwd / "collector0.pid").exists, "an environment")
@@ -236,14 +236,14 @@ def _disturb(cell: Cell, job: Job, cwd: Path, everybody: set[psutil.Process]) ->
         job.until(progress(cwd / "run", more_than=updates), "progress after it")
         for name in expected(cell)[1]:
             job.until(lambda name=name: name in job.said(), name)  # type: ignore[misc]
-        everybody.update(job.descendants())
+        processes.update(job.descendants())
         job.process.send_signal(signal.SIGINT)
 
 
-def _end(job: Job, everybody: set[psutil.Process], limit_s: float) -> int:
+def _end(job: Job, processes: set[psutil.Process], limit_s: float) -> int:
     give_up = time.monotonic() + limit_s
     while job.process.poll() is None:
-        everybody.update(job.descendants())
+        processes.update(job.descendants())
         assert time.monotonic() < give_up, f"still runs after {limit_s} s\n{job.said()}"
         time.sleep(0.1)
     return job.process.returncode

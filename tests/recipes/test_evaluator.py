@@ -111,7 +111,9 @@ def test_an_evaluation_that_is_lost_with_its_process_is_not_repeated_and_few_pro
         assert evaluations.failed == 2
 
 
-def test_an_evaluation_that_raises_is_said_and_counted_and_the_next_is_played(fork_server) -> None:
+def test_an_evaluation_that_raises_is_reported_and_counted_and_the_next_is_played(
+    fork_server,
+) -> None:
     wrong = EvaluatorConfig(
         PolicySpec("CartPole-v1", 3, (8,), num_actions=2), episodes=1, max_steps=10
     )

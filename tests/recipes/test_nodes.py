@@ -21,7 +21,6 @@ from torchrl_dist.checkpoint import load_checkpoint
 from torchrl_dist.cli import main
 
 pytestmark = [
-    pytest.mark.timeout(300),
     pytest.mark.skipif(netns.missing() is not None, reason=f"no hosts here: {netns.missing()}"),
 ]
 SMALL = [

@@ -126,9 +126,7 @@ def test_while_a_run_goes_on_its_folder_is_refused_to_others(tmp_path: Path) -> 
     assert claim_in(run, job="b", resume=True) is True
 
 
-def test_a_run_that_failed_before_its_first_checkpoint_is_not_said_to_be_resumable(
-    tmp_path: Path,
-) -> None:
+def test_a_run_without_a_checkpoint_is_not_called_resumable(tmp_path) -> None:
     claim_in(tmp_path)
     (tmp_path / "replay").mkdir()
     with pytest.raises(ConfigurationError, match="has no checkpoint.pt to resume from"):
@@ -187,7 +185,7 @@ def test_a_rendered_episode_returns_its_pictures_and_ends_after_the_given_steps(
     assert all(shape[2] == 3 for shape in shapes)
 
 
-def test_what_cannot_be_shown_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environments_that_cannot_be_shown_are_refused(tmp_path, monkeypatch) -> None:
     (tmp_path / "shown_envs.py").write_text(
         "import gymnasium\n"
         "def plain(): return gymnasium.make('CartPole-v1')\n"
