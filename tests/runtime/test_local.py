@@ -300,13 +300,16 @@ def test_a_cluster_of_one_starts_nothing():
 
 
 STARTER = """
-import os, signal, sys, time
-from torchrl_dist.runtime import local_cluster
+import contextlib, sys, time
+from torchrl_dist.runtime import ForkServer, local_cluster
 
 def wait_for_stop(seconds):
     time.sleep(seconds)
 
-with local_cluster({"learner": 1, "collector": 2}, timeout_s=30) as me:
+server = ForkServer(fork=True) if "fork" in sys.argv else contextlib.nullcontext()
+with server as own, local_cluster(
+    {"learner": 1, "collector": 2}, timeout_s=30, fork_server=own
+) as me:
     print(*(me.pid_of(peer) for peer in me.peers[1:]), flush=True)
     me.submit(me.peers[1], wait_for_stop, 40)
     stopped = me.wait_stop(40)
@@ -315,14 +318,16 @@ with local_cluster({"learner": 1, "collector": 2}, timeout_s=30) as me:
 
 
 @pytest.mark.parametrize(
-    ("number", "status", "printed"),
-    [(signal.SIGINT, 0, ["stopped True []"]), (signal.SIGKILL, -signal.SIGKILL, [])],
+    ("number", "server", "status", "printed"),
+    [(signal.SIGINT, "fork", 0, ["stopped True []"]), (signal.SIGKILL, "own", -9, [])],
 )
-def test_all_end_with_the_caller_which_an_interrupt_lets_finish(tmp_path, number, status, printed):
+def test_all_end_with_the_caller_which_an_interrupt_lets_finish(
+    tmp_path, number, server, status, printed
+):
     """In 15 s, although they have a call that takes 40 s."""
     out = tmp_path / "out"
     with out.open("w") as stdout:
-        starter = warm.start([sys.executable, "-c", STARTER], stdout=stdout)
+        starter = warm.start([sys.executable, "-c", STARTER, server], stdout=stdout)
     children = wait_until(lambda: out.read_text().partition("\n")[1] and out.read_text()).split()
     others = [psutil.Process(int(pid)) for pid in children]
     others.append(others[0].parent())
