@@ -201,3 +201,12 @@ def test_stacks_of_rows_with_different_keys_or_shapes_are_refused() -> None:
     ):
         with pytest.raises(ConfigurationError, match=message):
             rows.spec_of(TensorDict.lazy_stack(stack))
+
+
+def test_a_nested_batch_size_is_kept_at_every_depth(make_buffer) -> None:
+    inner = TensorDict({"x": torch.zeros(2, 3)}, [2, 3])
+    rows = TensorDict({"a": TensorDict({"b": inner}, [2, 3])}, [2])
+    buffer = make_buffer()
+    buffer.extend(rows)
+    stored = buffer[:]
+    assert stored["a"].batch_size == stored["a", "b"].batch_size == (2, 3)

@@ -528,24 +528,27 @@ def plain_leaves(
     """
     found: dict[Path, torch.Tensor] = {}
     nodes: dict[Path, torch.Size] = {}
-    return (found, nodes) if _collect(data, (), found, nodes) else None
+    return (found, nodes) if _collect(data, (), data.batch_size, found, nodes) else None
 
 
 def _collect(
-    data: Any, path: Path, found: dict[Path, torch.Tensor], nodes: dict[Path, torch.Size]
+    data: Any,
+    path: Path,
+    rows: torch.Size,
+    found: dict[Path, torch.Tensor],
+    nodes: dict[Path, torch.Size],
 ) -> bool:
     if type(data) is not TensorDict:
         return False
-    size = data.batch_size
     for key, value in data._tensordict.items():
         below = (*path, key)
         # the first test is faster
         if type(value) is torch.Tensor or isinstance(value, torch.Tensor):
             found[below] = value
             continue
-        if not _collect(value, below, found, nodes):
+        if not _collect(value, below, rows, found, nodes):
             return False
-        if value.batch_size != size or not value._tensordict:
+        if value.batch_size != rows or not value._tensordict:
             nodes[below] = value.batch_size
     return True
 
