@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -88,8 +88,10 @@ class RecentGenerations:
 
     def remember(self, index: torch.Tensor, generation: torch.Tensor, *, written: bool) -> None:
         """Record slots and their generations, both int64 [n]."""
-        with suppress(DirectoryError):
+        try:
             self._alone(_SHORT_PATIENCE_S, self._remember, index, generation, written)
+        except DirectoryError:
+            pass  # like a batch that was forgotten
 
     def _alone(self, patience_s: float, action: Callable[..., _T], *args: Any) -> _T:
         """Return ``action(*args)``, while no other thread is in here.
