@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -89,13 +89,15 @@ class SharedCursor:
         source: Sequence[np.ndarray | None],
         start: int,
         stop: int,
-        reserve: Callable[[Plan | None], _T],
+        reserve: Callable[..., _T],
+        *arguments: Any,
     ) -> tuple[_T, Plan | None]:
         """Reserve slots for the rows ``start`` to ``stop`` of ``source``, and tickets for frames.
 
         Args:
             source: [n, ...] per column.
-            reserve: reserves the slots; the plan is for :meth:`reserve` and the like.
+            reserve: a method that reserves the slots, called with ``arguments`` and ``plan=``. It
+                must be of a module in ``_MODULES``: the write ends with its caller's frame.
 
         Returns:
             Its result, and the plan; None if no frames are stored once.
@@ -104,7 +106,7 @@ class SharedCursor:
         while True:
             plan = None if frames is None else frames.plan(source, start, stop)
             try:
-                return reserve(plan), plan
+                return reserve(*arguments, plan=plan), plan
             except StalePlanError:  # the others wrote many frames in between
                 continue
 

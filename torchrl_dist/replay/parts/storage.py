@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import os
@@ -448,14 +447,12 @@ class SharedMemmapStorage(
         priority: np.ndarray | None,
         limited: bool,
     ) -> tuple[np.ndarray, np.ndarray]:
-        gate, count = self._directory.gate, stop - start
-
-        def reserve(plan: Plan | None) -> Reservation:
-            if gate is None or not limited:
-                return self._cursor.reserve(count, plan)
-            return gate.reserve(self._cursor, count, self, plan)
-
-        reservation, plan = self._cursor.planned(source, start, stop, reserve)
+        gate, cursor, count = self._directory.gate, self._cursor, stop - start
+        part = source, start, stop
+        if gate is None or not limited:
+            reservation, plan = cursor.planned(*part, cursor.reserve, count)
+        else:
+            reservation, plan = cursor.planned(*part, gate.reserve, cursor, count, self)
         generation = self._fill(reservation, plan, source, start, priority)
         if plan is not None and not self._warned:
             self._warn_of_dropped_rows()
@@ -517,9 +514,7 @@ class SharedMemmapStorage(
             starts.append(unique.size)
         for first, last in itertools.pairwise(starts):
             run = unique[first:last]
-            taken, plan = self._cursor.planned(
-                source, first, last, functools.partial(self._cursor.claim_slots, run)
-            )
+            taken, plan = self._cursor.planned(source, first, last, self._cursor.claim_slots, run)
             done = first
             for position, reservation in enumerate(taken):
                 stop = done + reservation.count

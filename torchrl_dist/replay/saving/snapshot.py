@@ -553,7 +553,7 @@ def restore_rows(
             restore_rows(cursor, since, slot + first, version, leaf[part], alpha, own)
         return
     reservation, plan = cursor.planned(
-        arrays, 0, leaf.size, lambda plan: cursor.claim_unless_passed(slot, leaf.size, since, plan)
+        arrays, 0, leaf.size, cursor.claim_unless_passed, slot, leaf.size, since
     )
     if reservation is None:
         return
