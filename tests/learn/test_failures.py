@@ -176,7 +176,7 @@ def at_different_calls(case: str) -> tuple[str, str, bool]:
     def go_apart() -> None:
         loss = make_loss("ppo")
         loss.actor_network_params.requires_grad_(False)
-        with DistributedLoss(loss, timeout_s=20):
+        with DistributedLoss(loss, timeout_s=10):
             if loss.ranks.is_first and case == "a question":
                 loss.ranks.any(False)
             elif loss.ranks.is_first and case == "metrics":
