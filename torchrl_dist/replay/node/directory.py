@@ -414,7 +414,10 @@ class ReplayDirectory:
         """Return the values in these slots, [n, ...] per column, without a check of their versions.
 
         They are copies, except plain values of a slice."""
-        columns = [array[slots] for array in self.arrays]
+        columns = [
+            array[slots] if isinstance(slots, slice) else array.take(slots, 0)
+            for array in self.arrays
+        ]
         if self._frames is None:
             return columns
         return self._frames.expand(columns, lambda arrays, cells: [arrays[0].take(cells, 0)])
