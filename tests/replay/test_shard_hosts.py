@@ -32,7 +32,7 @@ pytestmark = [
 ROLES = {"learner": 1, "collector": -1}
 ROWS = 40  # per host; ids of host k start at 1000 * k
 SESSION_S = 20.0  # a host that is away for longer is lost, and what is sent again comes seldom
-LOST_S, RESTARTED_S = 10.0, 40.0  # of the session before the loss, and of ranks that start anew
+LOST_S, RESTARTED_S = 20.0, 40.0  # of the session before the loss, and of ranks that start anew
 BUFFER_S = 1.0
 
 

@@ -151,7 +151,8 @@ def test_two_draws_of_one_batch_are_independent_in_shard_and_row(believed: list[
     """The table of (row of draw a, row of draw b) over many batches is the product of the laws."""
     shards = Shards([np.array([4.0, 1.0]), np.array([1.0, 2.0, 3.0])])
     batches = np.stack([shards.sample(3, believed=np.array(believed)) for _ in range(3_000)])
-    assert shards.second_rounds > 0  # their rows are part of what is tested
+    # rows of second rounds are part of the test; they are rare if the masses are known well
+    assert shards.second_rounds > 0 or max(believed) == 1
     code = np.full(2 * CAPACITY, -1)
     code[[0, 1, 8, 9, 10]] = np.arange(5)
     rows = code[batches]
