@@ -143,7 +143,7 @@ def open_host(
     resume: bool,
     keep: bool,
     limiter: RateLimiter | None,
-    frames: Mapping[NestedKey, int] | None,
+    frames: Mapping[NestedKey, int] | None = None,
 ) -> ReplayHost:
     """Open or find the host of this name. Runs in the host's process.
 
