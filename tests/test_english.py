@@ -21,8 +21,6 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# Parts that have not been rewritten yet and are not checked. Remove each when its text is plain.
-NOT_YET = ("tests",)
 PERSONS = "users?|anyone|people|persons?|readers?|contributors?|maintainers?|authors?|colleagues?"
 # Before "is to": what an instruction is, not what a thing must do.
 STEPS = (
@@ -183,7 +181,7 @@ def of_three_words(string: list[tuple[int, str]]) -> Iterator[Flow]:
 
 
 def part_of(path: str) -> str:
-    """The name under which a file is in ``NOT_YET``."""
+    """The folder of a file whose texts are checked by one test."""
     if path.endswith(".ipynb"):
         return "tutorials/*.ipynb"
     folders = path.split("/")[:-1]
@@ -208,15 +206,11 @@ def all_files() -> list[str]:
 PARTS = sorted({part_of(path) for path in all_files()})
 
 
-@pytest.mark.parametrize("part", [part for part in PARTS if part not in NOT_YET])
+@pytest.mark.parametrize("part", PARTS)
 def test_text_is_plain(part: str) -> None:
     files = [path for path in all_files() if part_of(path) == part]
     found = [str(find) for path in files for find in finds_in(path, flows_of(ROOT / path))]
     assert not found, "\n".join(["rewrite these, or add them to ALLOWED:", *found])
-
-
-def test_parts_that_are_not_checked_exist() -> None:
-    assert set(NOT_YET) <= set(PARTS)
 
 
 def test_exceptions_are_still_needed() -> None:

@@ -173,7 +173,7 @@ def test_a_child_of_fork_and_a_pickled_copy_share_the_frames(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("frames", "words"),
     [
-        ({"pixels": 3}, "no stack of 3 frames.*multiple of 3"),
+        ({"pixels": 3}, "not a stack of 3 frames.*multiple of 3"),
         ({"image": 4}, "no 'image', only"),
         ({"pixels": 0}, "expected the number of frames"),
         ({"pixels": True}, "expected the number of frames"),
@@ -182,7 +182,9 @@ def test_a_child_of_fork_and_a_pickled_copy_share_the_frames(tmp_path: Path) -> 
         ({1: 4}, "expected the number of frames"),
     ],
 )
-def test_what_is_no_stack_of_frames_is_refused(tmp_path: Path, frames: Any, words: str) -> None:
+def test_values_that_are_not_stacks_of_frames_are_refused(
+    tmp_path: Path, frames: Any, words: str
+) -> None:
     with pytest.raises(ConfigurationError, match=words):
         storage_at(tmp_path / "frames", 10, frames).append(Episodes(0).take(2))
 
