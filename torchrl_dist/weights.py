@@ -251,7 +251,7 @@ def completed(
     Args:
         before: the weights that were packed last, or None.
         module: the module that the weights are for, or None. With a module, ``part`` and ``before``
-            may be weights of different submodules, with the names that the tensors have in these.
+            may be weights of different submodules, each with the names of its own submodule.
             Without a module, equal names mean the same tensor.
         pending: whether no worker has taken ``before`` yet.
 

@@ -154,7 +154,8 @@ class Worker(Protocol):
     """Another process of a measurement."""
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Pending:
-        """Start ``function(its peer, *args)`` in that process; one call at a time."""
+        """Start ``function(peer, *args)`` in that process, with its own peer; one call at a
+        time."""
 
 
 class ForkedWorker:

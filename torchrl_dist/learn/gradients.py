@@ -66,8 +66,8 @@ class GradientAverage:
         Parameters that need no gradient are left out until they need one and this is called again.
 
         Raises:
-            ConfigurationError: the parameters are on several devices, or one of them belongs to
-                another average.
+            ConfigurationError: the parameters are on several devices, or one of them is attached to
+                another ``GradientAverage``.
         """
         for name, parameter in parameters.items():
             if self._is_taken(parameter):

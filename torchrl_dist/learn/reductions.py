@@ -105,8 +105,7 @@ class Reduction:
 
 
 class Call:
-    """One call of a loss by the caller, not by another method of the loss, for a result with
-    gradients."""
+    """A call of a loss from outside, not from its own methods, whose result has gradients."""
 
     def __init__(self, weight: Weight) -> None:
         self.reductions: list[Reduction] = []

@@ -155,7 +155,7 @@ class _Clock:
 
 
 def _repeat(call: Callable[[], Any], seconds: float) -> Iterator[tuple[float, float]]:
-    """Yield ``_REPEATS`` times the mean CPU time and clock time of a call, each over a part of
+    """Yield a call's mean CPU time and clock time, ``_REPEATS`` times, each over a part of
     ``seconds``."""
     call()
     for _ in range(_REPEATS):

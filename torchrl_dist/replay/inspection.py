@@ -178,7 +178,8 @@ def limiter_in(words: Any, floats: Any) -> dict[str, float | None] | None:
 
 @contextlib.contextmanager
 def _lock_file(folder: Path) -> Iterator[int]:
-    """Open the lock file in the block. Its descriptor shows which processes hold which bytes."""
+    """Hold the lock file open in the ``with`` block. Its descriptor shows which processes hold
+    which bytes."""
     fd = own_files.open_ours(folder / files.LOCK)
     try:
         yield fd

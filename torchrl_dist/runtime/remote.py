@@ -110,9 +110,9 @@ _taken = threading.Lock()  # held by the session that this process is in, enters
 def only_session() -> Iterator[None]:
     """Refuse a second session in this process, because a process has one RPC agent."""
     if not _taken.acquire(blocking=False):
-        where = "another one" if _current is None else f"one as {_current.me.name}"
+        where = "" if _current is None else f" as {_current.me.name}"
         raise ConfigurationError(
-            f"This process is already in a session or enters it, {where}: leave that one first. "
+            f"This process is already in a session{where}, or entering one: leave it first. "
             "Two sessions at a time, for example in two threads, need a process each."
         )
     try:

@@ -891,7 +891,7 @@ class RPCBatchedCollector(BaseCollector):
         workers = {worker.index: worker for worker in self._crew.workers if not worker.lost}
         if number not in workers:
             raise ConfigurationError(
-                f"{asked}: the living workers {sorted(workers)} have "
+                f"{asked} is in none of the living workers {sorted(workers)}, which have "
                 f"{self._crew.workers[0].num_envs} envs each"
             )
         return workers[number].handle

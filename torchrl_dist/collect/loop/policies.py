@@ -86,7 +86,7 @@ _AS_IMPORTED = {
 
 
 def known_classes() -> frozenset[type]:
-    """Return the classes whose methods are still those that were imported; none if modules skip
+    """Return the classes whose methods were not replaced since their import; none if modules skip
     existing keys (``skip_existing``). Call once per rollout."""
     if skip_existing() or not inspect.isfunction(_q_values):
         return frozenset()

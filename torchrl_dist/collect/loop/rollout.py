@@ -264,7 +264,7 @@ class _Given:
         return [block[t + 1] for block in self._observations]
 
     def share_changes(self, following: Sequence[np.ndarray], done: np.ndarray) -> None:
-        """Copy what the policy changed in place to the previous step's ("next", ...) observations.
+        """Copy the policy's in-place changes to the previous step's ("next", ...) observations.
 
         In TorchRL, these are the same tensor as this step's observations, unless an env was reset
         between the two steps.

@@ -107,8 +107,8 @@ class WorkerConfig(WorkerOptions):
         keep_env_seeds: TorchRL envs stay seeded as ``make_env`` left them.
         own_process: the worker may seed this process's global random generators.
         packed: rows are returned as ``PackedRows``, to be sent to another process.
-        call_timeout_s: limit of calls to env processes between rollouts. The limit of their start
-            is this, or two minutes if that is longer.
+        call_timeout_s: limit of calls to env processes between rollouts. They may take this long to
+            start, or two minutes if that is longer.
         inference: how to get actions, if the policy stays at the learner.
         stamp_version: None: rows have the version of the policy that made them; True: also under
             ``"next"``, as in TorchRL; False: they have no version.
@@ -443,8 +443,8 @@ class RolloutWorker:
     def _require_a_seed_per_env(self) -> None:
         if getattr(self._rollout, "one_seed_only", False):
             raise ConfigurationError(
-                f"{self._rollout.target} takes one seed for its {self.num_envs} envs, so that what "
-                "they do would depend on how the job is divided into workers; leave seed= out, or "
+                f"{self._rollout.target} takes one seed for its {self.num_envs} envs, so their "
+                "actions would depend on how the job is divided into workers; leave seed= out, or "
                 "let make_env return single envs, or a SyncVectorEnv or AsyncVectorEnv of them"
             )
 

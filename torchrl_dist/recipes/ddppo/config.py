@@ -96,8 +96,8 @@ class DDPPOConfig(RecipeConfig):
         learners, left = divmod(launched, 1 + self.collectors)
         if left or not learners:
             raise ConfigurationError(
-                f"--collectors: got {self.collectors} for each learner, expected a number that "
-                f"divides the launcher's {launched} ranks into learners with their collectors"
+                f"--collectors: got {self.collectors} for each learner, expected a number n such "
+                f"that 1 + n divides the launcher's {launched} ranks"
             )
         self._check_frames(learners)
         return {"learner": learners, "collector": launched - learners}

@@ -220,7 +220,7 @@ def choose_device(config: RecipeConfig, session: Session) -> torch.device:
     assumed to have as many GPUs as this one.
 
     Raises:
-        ConfigurationError: ``--device cuda``, and there is not one GPU per learner.
+        ConfigurationError: ``--device cuda``, with fewer GPUs than learners.
     """
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")

@@ -65,8 +65,7 @@ class BatchSource:
 
     Without a number, it draws two batches ahead. If the round trip is long, it draws twice as many
     as the learner uses in a round trip, because one call at a time is in flight and brings half of
-    them. More batches would make rows older and hide nothing. ``batches_ahead`` is the present
-    number.
+    them. More would make rows older and save no waiting. ``batches_ahead`` is the present number.
 
     Args:
         law: returns the law of a batch of that many rows, and its number of units.

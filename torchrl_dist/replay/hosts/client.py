@@ -135,8 +135,8 @@ class ReplayClient:
         if os.getpid() != self._pid:
             raise ConfigurationError(
                 f"process {os.getpid()} was forked from process {self._pid} and does not have its "
-                "connections; start it by spawn or a fork server, in the session, and pickle the "
-                "buffer"
+                "connections; start a process of the session instead, or one by spawn, and pass it "
+                "the buffer as an argument"
             )
 
     # --- hosts that answer ---------------------------------------------------------------------
@@ -522,8 +522,8 @@ class ReplayClient:
         return handed
 
     def agreed_spec(self, data: TensorDictBase) -> RowSpec:
-        """Return the spec of the buffer's rows. Before the first row, the spec of ``data`` becomes
-        it.
+        """Return the spec of the buffer's rows. If there are no rows yet, that is the spec of
+        ``data``.
 
         With several hosts, this blocks for two calls, until this process knows the spec. Afterwards
         all hosts that answer have the same spec, even if several processes write first rows at the
@@ -560,7 +560,7 @@ class ReplayClient:
         return agreed
 
     def _agree(self, shards: Sequence[int], spec: RowSpec) -> list[str | None]:
-        """Return the specs that these hosts have or now take, with None for a host that does not
+        """Return each host's spec, which is ``spec`` if it had none; None if the host does not
         answer."""
         calls = [(shard, (spec.text,)) for shard in shards]
         return self.order_those_that_answer("agree_on_rows", calls)

@@ -211,7 +211,7 @@ def _prefix() -> str:
 
 
 def _job_here(world: World) -> str:
-    """Return the id of the job that its directories on this machine have.
+    """Return the job id that the job's directories on this machine carry.
 
     If the job's id is the stamp of a process of another machine, it has no meaning here, and it
     changes if rank 0 moves. Instead, this machine's launcher names the job, because it stays the

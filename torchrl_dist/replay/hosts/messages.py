@@ -176,8 +176,8 @@ class HostState(NamedTuple):
     """A host's directory at one instant. The last three values are for the rate limiter.
 
     ``mass``: the sum of the masses of all units that can be drawn, 0 if there are none.
-    ``minimum``: the smallest mass of a row, inf without rows. ``max_priority``: before alpha; NaN
-    before the first. ``era``: changes with each emptying and restore of the buffer, is equal in all
+    ``minimum``: the smallest mass of a row, inf without rows. ``max_priority``: without alpha; NaN
+    if there is none. ``era``: changes with each emptying and restore of the buffer, is equal in all
     its shards, and is -1 during an emptying. Largest priorities go from shard to shard only within
     an era, so a client cannot bring back an earlier one.
     """

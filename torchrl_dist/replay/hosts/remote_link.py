@@ -398,7 +398,7 @@ class RemoteLink:
             self.messages += 1
             self.bytes_sent += call.size
             future = self._serve(request)
-        except Exception as error:  # such as an argument that cannot be sent, unknown to the host
+        except Exception as error:  # such as an argument that cannot be sent, so no host sees it
             future = Future()
             future.set_exception(error)
         future.add_done_callback(lambda done: self._arrived(call, done))

@@ -1,7 +1,7 @@
 """Samplers for rows in other processes.
 
-Each is the sampler of one node with another source of batches, a client of the hosts. On the node
-of a single host, whose storage is a directory, it draws from the directory like its base class.
+Each is a sampler of one node whose batches come from a client of the hosts. On the node of a single
+host, whose storage is a directory, it draws from the directory like its base class.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class _SamplerOfOwner(SharedSampler):
         if getattr(storage, "owner", None) != self.owner:
             raise ConfigurationError(
                 f"{type(self).__name__} samples from RemoteStorage(owner) with its own owner, got "
-                f"{type(storage).__name__}; pass the same owner to both"
+                f"{type(storage).__name__}; pass one owner to the sampler and the storage"
             )
         if not isinstance(storage, RemoteStorage):  # on the node of a single host
             return super().attach(storage)
@@ -180,8 +180,8 @@ class _SamplerOfOwner(SharedSampler):
 class RPCRandomSampler(_SamplerOfOwner, SharedRandomSampler):
     """Sample rows of other processes uniformly with replacement.
 
-    With several shards, every row has the same probability, by the lengths in the replies to that
-    batch. On the node of a single host this is a :class:`SharedRandomSampler`.
+    With several shards, every row has the same probability, given the lengths of the shards in the
+    replies to the batch. On the node of a single host this is a :class:`SharedRandomSampler`.
 
     Args:
         owner: the storage's owner.
@@ -395,7 +395,7 @@ class _SlicesOfOwner(_SamplerOfOwner, SharedSliceSampler):
 class RPCSliceSampler(_SlicesOfOwner):
     """Sample slices of trajectories from rows of other processes.
 
-    It replaces TorchRL's ``SliceSampler``, and means the same as :class:`SharedSliceSampler`. With
+    It replaces TorchRL's ``SliceSampler``, and draws as :class:`SharedSliceSampler` does. With
     several shards the law is that of one buffer that holds all rows. Every run of rows that is long
     enough has exactly the same probability over all shards, for the numbers of runs in the shards'
     replies to that batch. A slice is in one shard, and is read as a whole or not at all. On the

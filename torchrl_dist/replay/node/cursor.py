@@ -233,7 +233,7 @@ class SharedCursor:
         self._forget(reservation)
 
     def drop_interrupted(self) -> None:
-        """Abandon this thread's writes that an interrupt (Ctrl-C) between two instructions ended.
+        """Abandon this thread's writes that an interrupt (Ctrl-C) cut off.
 
         Called before a write begins. A write that a signal handler interrupted, and that continues
         further down the stack, keeps its slots.

@@ -292,7 +292,7 @@ class ReplayDirectory:
     def hold(self, reservation: Any, frame: FrameType) -> None:
         """Note that this thread writes until ``frame`` has returned.
 
-        Called under the lock before the claim, because an interrupt may come between.
+        Called under the lock before the claim, so that no interrupt leaves a claim without a note.
 
         Raises:
             DirectoryError: this process is leaving the directory.

@@ -336,7 +336,7 @@ class FairLock:
             self.__exit__(None, None, None)
 
     def _leave_threads(self) -> None:
-        # once, unless an interrupt left more entries
+        # runs once, unless an interrupt left the lock entered more often
         while self._threads._is_owned():  # type: ignore[attr-defined]  # not in typeshed
             self._threads.release()
 

@@ -71,7 +71,7 @@ def open_directory(
     repair: Callable[[ReplayDirectory], None] = no_repair,
     identity: int | None = None,
 ) -> ReplayDirectory:
-    """Create the directory or join it. All storages of the process on it share one view.
+    """Create the directory or join it. All storages of a process on one directory share a view.
 
     Args:
         path: folder on a local file system, preferably in ``/dev/shm`` or on a fast local disk. It

@@ -66,8 +66,8 @@ def check_new(directory: ReplayDirectory, raw: np.ndarray, rows: int) -> None:
 def leaves_of_new(directory: ReplayDirectory, raw: np.ndarray) -> np.ndarray:
     """Do :func:`leaves_of` after :func:`check_new`.
 
-    If another process has changed alpha in between, a priority that is now too large counts as the
-    largest valid one, because other rows of the batch may have been published."""
+    If another process has changed alpha since, a priority that is now too large is clipped, not
+    refused, because other rows of the batch may have been published."""
     with np.errstate(over="ignore"):
         leaves = (raw + directory.get_float(Word.EPS)) ** directory.get_float(Word.ALPHA)
     return np.clip(leaves, SMALLEST_LEAF, LARGEST_LEAF)
@@ -77,8 +77,8 @@ def check_rescaling(leaves: np.ndarray, power: float) -> None:
     """Raise ``ConfigurationError`` if :func:`rescaled` would return leaves that are too large."""
     if leaves.size and float(leaves.max()) > LARGEST_LEAF ** (1 / max(power, 1.0)):
         raise ConfigurationError(
-            f"alpha {power:g} times as large makes the largest leaf, {leaves.max():g}, too "
-            "large; scale priorities down, or keep alpha"
+            f"with {power:g} times the alpha, the leaf {leaves.max():g} would be too large; scale "
+            "priorities down, or keep alpha"
         )
 
 

@@ -31,7 +31,7 @@ ORDERED_LOADS = platform.machine().lower() in ("x86_64", "amd64")
 
 
 class Word(enum.IntEnum):
-    """Index of each int64 of the control block. Words marked float64 hold the bits of one.
+    """Index of each int64 of the control block. Words marked float64 hold the bits of a float64.
 
     Words from 60 on are free.
     """

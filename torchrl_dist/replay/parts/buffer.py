@@ -104,7 +104,7 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         _torchrl.initialize(self)
         if not isinstance(data, TensorDictBase):
             raise ConfigurationError(
-                f"{type(self).__name__} stores TensorDicts, got {type(data).__name__}; of a list "
+                f"{type(self).__name__} stores TensorDicts, got {type(data).__name__}; for a list "
                 "of rows pass torch.stack(rows); for rows of a tensorclass build TorchRL's "
                 "ReplayBuffer over the same parts, or pass .to_tensordict()"
             )

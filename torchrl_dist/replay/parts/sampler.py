@@ -139,7 +139,7 @@ class RecentGenerations:
     def _forget(self, batch: _Batch) -> None:
         if self._by_identity.get(batch.identity) is batch:
             del self._by_identity[batch.identity]
-        if self._unhashed and self._unhashed[0] is batch:  # in the order of _batches, too
+        if self._unhashed and self._unhashed[0] is batch:  # _unhashed is ordered like _batches
             self._unhashed.popleft()
             return
         same = self._by_values.get(batch.digest)

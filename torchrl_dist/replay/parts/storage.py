@@ -475,8 +475,8 @@ class SharedMemmapStorage(
     def write_at(self, index: torch.Tensor, data: TensorDictBase) -> torch.Tensor:
         """Replace whole rows at given slots. Their generation advances as in any write.
 
-        Each run of neighbouring slots is published at once. A slot that occurs twice keeps the last
-        row.
+        Each run of neighbouring slots is published in one step. A slot that occurs twice keeps the
+        last row.
 
         Returns:
             The new generations, int64 [n].
@@ -614,7 +614,8 @@ class SharedMemmapStorage(
         self.write_at(cursor, one_row_each(cursor, data))
 
     def empty(self, *, reset_write_count: bool = True) -> None:
-        """Drop every row for all processes. Earlier handles stay stale permanently."""
+        """Drop every row for all processes. Indices and generations from before name no row any
+        more."""
         self.check_open()
         try:
             empty(self._directory, reset_write_count=reset_write_count)

@@ -102,8 +102,8 @@ def check_prefetching(buffer: Any) -> None:
     """Check that this thread may sample. Call it before a sample.
 
     Raises:
-        DirectoryError: this is a signal handler. It would wait for a batch that another thread
-            fetches, and that thread waits for the code that the handler interrupted.
+        DirectoryError: called in a signal handler. The handler would wait for a batch that another
+            thread fetches, and that thread waits for the code that the handler interrupted.
     """
     if buffer._prefetch and (buffer._futures_lock._is_owned() or buffer._replay_lock._is_owned()):
         raise DirectoryError(
@@ -297,8 +297,8 @@ def fetch_one_by_one(storage: Storage) -> None:
 
     TorchRL's pool has a thread per batch, and ``sample`` waits for the oldest batch. If a rate
     limiter admits a later batch first, the oldest may wait for rows that no thread is left to
-    write. This call comes in time, because the pool starts its first thread in the first sample of
-    a buffer.
+    write. A pool can still be replaced here, because it starts its first thread in its buffer's
+    first sample.
     """
     for buffer in buffers_over(storage):
         pool = getattr(buffer, "_prefetch_executor", None)

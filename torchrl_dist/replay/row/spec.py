@@ -77,9 +77,9 @@ class ColumnSpec:
         if self.text or (stack > 1 and (not self.shape or self.shape[0] % stack)):
             raise ConfigurationError(
                 f"{'.'.join(self.key)!r} holds {self.dtype} {list(self.shape)} per row, "
-                f"not a stack of {stack} frames; its first dimension must be a multiple of {stack}: "
-                "move the dimension of the stack to the front, or pass frames={key: 1} for "
-                "values that are one frame each"
+                f"not a stack of {stack} frames; expected a first dimension that is a multiple of "
+                f"{stack}: move the dimension of the stack to the front, or pass frames={{key: 1}} "
+                "for values that are one frame each"
             )
         return replace(self, stack=stack)
 
