@@ -144,10 +144,20 @@ def test_a_write_advances_the_generation_of_its_slots_only(buffer) -> None:
 def test_single_rows_slices_lists_and_tensors_index_alike(buffer) -> None:
     buffer.extend(make_rows(range(10)))
     assert int(buffer[3]["id"]) == 3
-    assert ids(buffer[2:5]) == [2, 3, 4]
+    assert ids(buffer[2:5]) == [2, 3, 4] and ids(buffer[-3:-1]) == [7, 8]
     assert ids(buffer[torch.tensor([7, 1])]) == [7, 1]
     assert ids(buffer[[7, 1]]) == [7, 1]
     assert ids(buffer[...]) == ids(buffer[:]) == list(range(10))
+
+
+@pytest.mark.parametrize("buffer", ["shards by RPC"], indirect=True)
+def test_a_slice_over_shards_counts_from_the_end_with_both_bounds_or_none(buffer) -> None:
+    buffer.extend(make_rows(range(10)))
+    for mixed in (slice(2, -1), slice(None, -1), slice(-3, 5)):
+        with pytest.raises(IndexError, match="both bounds of a slice count from the end"):
+            buffer[mixed]
+    buffer.storage[-3:-1] = make_rows([50, 51])
+    assert ids(buffer[:]) == [0, 1, 2, 3, 4, 5, 6, 50, 51, 9]
 
 
 def test_can_sample_and_sampling_nothing(buffer) -> None:

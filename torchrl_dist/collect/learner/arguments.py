@@ -107,7 +107,7 @@ def check_inference(
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(WorkerOptions):
-    """What a collector is asked for, apart from where it runs.
+    """A collector's arguments, without those that say where it runs.
 
     Attributes:
         here: whether all workers run in this process.
@@ -279,7 +279,7 @@ class Settings(WorkerOptions):
         )
 
     def worker_config(self) -> WorkerConfig:
-        """What all workers are built from, with a copy of the policy as it is now."""
+        """Return the config of all workers, with a copy of the policy as it is now."""
         frames = self.frames_per_batch
         seed = int(torch.randint(2**31, (1,)).item()) if self.seed is None else self.seed
         return WorkerConfig(
@@ -304,7 +304,7 @@ class Settings(WorkerOptions):
         return cpu_copy(self.policy, travels=not self.here and self.inference == "worker")
 
     def check_frames(self, frames_per_batch: int) -> None:
-        """Check what depends on the actual number of frames per batch."""
+        """Check the arguments that depend on the final number of frames per batch."""
         uneven = self.total_frames % frames_per_batch if self.total_frames > 0 else 0
         if uneven and self.cat_results not in (None, 0):
             raise ConfigurationError(
@@ -411,7 +411,7 @@ class GivenEnv:
 def choose_envs(
     make_env: Any, kwargs: Any, num_workers: int, *, here: bool, num_envs: int
 ) -> tuple[str | Callable[[], Any], ...]:
-    """Return for each worker what makes its envs.
+    """Return each worker's factory of envs.
 
     Args:
         make_env: a gymnasium id, a callable, an env; or a sequence of these, one per worker.
@@ -460,10 +460,11 @@ def _choose_env(
 
 def choose_policy_factories(given: Any, num_workers: int) -> tuple[PolicyFactory, ...] | None:
     """Return each worker's factory, to be called with ``(worker_index, num_workers)``. A factory
-    without required arguments and without ``worker_index`` is called without any, as in TorchRL.
+    without required arguments and without ``worker_index`` is called without arguments, as in
+    TorchRL.
 
     Raises:
-        ConfigurationError: the number of factories is not that of the workers.
+        ConfigurationError: there are more or fewer factories than workers.
     """
     if given is None:
         return None

@@ -14,7 +14,7 @@ from torchrl_dist.forks import now_and_in_children
 
 class Collecting(Protocol):
     def next(self) -> Any:
-        """Block for the next batch. Return None after the last."""
+        """Block until the next batch. Return None after the last one."""
 
 
 class Background:
@@ -94,8 +94,8 @@ class Background:
                 self._cond.notify_all()
 
     def stop(self) -> None:
-        """Ask for no more batches, without waiting. In the collecting thread this does nothing,
-        because the failure that led to this call ends collection anyway."""
+        """Ask for no more batches, without waiting. In the collecting thread this does nothing: it
+        is called there after a failure, which ends collection anyway."""
         if threading.current_thread() is self._thread:
             return
         with self._cond:
@@ -105,8 +105,8 @@ class Background:
     def stopper(self) -> Callable[[bool], None]:
         """Return a function that calls :meth:`stop` and does not keep this object alive.
 
-        Call that function before ending what collection needs, because it prevents reports of the
-        failures that follow.
+        Call that function before anything that collection needs is closed, so that the failures
+        that follow are not reported.
         """
         find = weakref.ref(self)
 

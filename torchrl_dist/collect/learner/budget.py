@@ -1,7 +1,7 @@
 """Divide the job's frames among workers before they are collected. Pure arithmetic.
 
-This makes the total exact without discarding collected frames. If a worker dies, the other workers
-can collect its share.
+The total is therefore exact, and no collected frames are discarded. If a worker dies, the other
+workers can collect that worker's share.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def plan_shares(remaining: int | None, workers: Mapping[int, int], steps: int) -
     """Divide the frames that may still be collected among workers, exactly, in ``[N, T]`` blocks.
 
     Every worker gets ``steps`` steps while the budget allows. After that all get one shorter
-    rollout of equal length, and at the very end one step of as many envs as frames are left.
+    rollout of equal length. The last frames are one step of one env each.
 
     Args:
         remaining: frames, or None for no limit.
@@ -86,7 +86,7 @@ class FrameBudget:
         else:
             round_ = max(round_, self.round)
             share = None
-            while share is None:  # ends, because only the last round can leave a worker out
+            while share is None:  # ends, because only the last round can have fewer workers
                 if round_ not in self._plans:
                     self._before[round_] = self.assigned
                     plan = self._assign(alive, steps)
@@ -101,8 +101,8 @@ class FrameBudget:
         return round_, share
 
     def frames_before(self, round_: int, share: Share) -> int:
-        """Return the frames assigned before that round. If rollouts are taken one by one, return
-        those assigned before ``share``, which must be the last one handed out."""
+        """Return the frames assigned before that round or, if rollouts are taken one by one, before
+        ``share``, which must be the last share handed out."""
         return self._before[round_] if self.in_rounds else self.assigned - share.frames
 
     def _assign(self, workers: Mapping[int, int], steps: int) -> dict[int, Share]:

@@ -54,8 +54,8 @@ from torchrl_dist.weights import PackedWeights, completed, find_target, pack
 Weights: TypeAlias = nn.Module | TensorDictBase | Mapping[str, Any]
 
 _SHUTDOWN_S = 10.0
-_ONE_POLICY = "with inference='learner' all have one policy, the learner's"
-# Trajectory ids of a resumed job start above all that earlier runs can have given out.
+_ONE_POLICY = "with inference='learner', all workers use the learner's policy"
+# A resumed job numbers trajectories from above all ids that earlier runs can have used.
 _RUN_EPOCH_S = 1_704_067_200  # 2024-01-01
 _RUN_SHIFT = 32
 
@@ -69,31 +69,31 @@ class RPCBatchedCollector(BaseCollector):
     workers write their rows there themselves, and iterating yields a :class:`CollectReport`. In
     both cases, ``collector.report`` is the report of the last batch. Iteration ends at
     ``total_frames``, or after the current batch if the session was told to stop
-    (``session.stop_requested``). A stop request does not end iteration if several processes have
-    this one's role, because these processes must agree after which update they stop.
+    (``session.stop_requested``). If several processes have this process's role, a stop request does
+    not end iteration, because they must agree after which update they stop.
 
     Args:
         make_env: a gymnasium id, or a callable that returns a ``gymnasium.Env``, a
             ``gymnasium.vector.VectorEnv`` or a TorchRL env. Called on the workers; may be a lambda.
-            A list has one of these for each worker. ``create_env_fn`` is another name of this
+            Or a list with one of these for each worker. ``create_env_fn`` is another name of this
             argument. If the only worker is in this process, an env itself may be given instead.
-            Every call must make a new env. A vector env of torch tensors, on the CPU or a GPU, need
-            not be a ``VectorEnv`` if it is like Isaac Lab's. An env is made, stepped and closed in
-            one thread. If the only worker is in this process and there is no ``replay_buffer``,
-            this is the caller's thread. Otherwise, it is the main thread of a rank or env process,
-            or a separate thread (see the guide). The gymnasium environments that are registered in
-            this process are registered on the workers, too. An EnvPool is seeded only when it is
-            made: pass ``seed=np.random.randint(2**31)`` to ``envpool.make``. Before ``make_env`` is
-            called, NumPy is seeded from ``seed``, differently on each worker.
+            Every call must make a new env. A vector env of torch tensors, on the CPU or a GPU, may
+            also have another class, with the interface of Isaac Lab's. An env is made, stepped and
+            closed in one thread. If the only worker is in this process and there is no
+            ``replay_buffer``, this is the caller's thread. Otherwise, it is the main thread of a
+            rank or env process, or a separate thread (see the guide). The gymnasium environments
+            that are registered in this process are registered on the workers, too. An EnvPool is
+            seeded only when it is made: pass ``seed=np.random.randint(2**31)`` to ``envpool.make``.
+            Before ``make_env`` is called, NumPy is seeded from ``seed``, differently on each
+            worker.
         policy: the learner's module. Each worker gets a copy on its CPU, and new weights after
             ``update_policy_weights_()``. None, without ``policy_factory``: random actions. If it
-            has lazy layers that were never called, an env is built and closed here to get their
-            shapes.
-        session: the session of the workers; None: one worker in this process.
-        frames_per_batch: frames of a batch. T is this number, divided by the rollouts of a batch
+        has lazy layers without shapes yet, an env is built and closed here to get them. session:
+        the session of the workers; None: one worker in this process. frames_per_batch: frames of a
+        batch. T is this number, divided by the rollouts of a batch
             (the number of workers; ``FirstReady``: 1) and by the envs of a worker, and rounded up,
             with a warning if that makes batches larger. None: T follows from the duration of a
-            step, which is measured at the start (the envs begin anew afterwards). A rollout then
+            step, which is measured at the start (then the envs begin new episodes). A rollout then
             lasts about half a second (longer if more than four processes share a core) and has at
             most 8 MiB, but at least one step. Each rollout costs one message, which takes the
             learner a millisecond and the worker two. The attribute ``frames_per_batch`` has the
@@ -103,40 +103,39 @@ class RPCBatchedCollector(BaseCollector):
         policy_factory: ``(worker_index, num_workers) -> policy``, called on each worker instead
             of copying ``policy``. A factory without required arguments (and without
             ``worker_index``) is called without arguments. A list has one for each worker. If
-            ``policy`` is given, too, its weights go into the module that the factory made, or into
-            the part of it that they fit.
-        num_envs: envs per process; a vector env has its own number.
-        env_processes: 0: a worker steps its envs itself. K: K processes of its node step them and
-            send one rollout together, so one worker per node is enough. A process that dies is
-            replaced with a warning, and the rows that it had not delivered are collected again. If
-            its replacement and the next one die, too, before they deliver, this is an error. A
-            server process forks the env processes.
-        step_timeout_s: an env process that makes no step for this many seconds (it hangs, or was
-            paused) is killed and replaced; default: never.
-        workers: peers to use; default ``session.of_role("collector")``, or this process if there
+            ``policy`` is given, too, its weights are loaded into the module that the factory made,
+        or into the part that they fit. num_envs: envs per process; a vector env has its own number.
+        env_processes: 0: a worker steps its envs itself. K: K processes of its node step them, and
+            the worker sends one rollout for all, so one worker per node is enough. A process that
+            dies is replaced with a warning, and the rows that it had not delivered are collected
+            again. If this process and its next two successors all die before they deliver, that is
+        an error. A server process forks the env processes. step_timeout_s: an env process without a
+        step for this many seconds (it hangs, or is paused) is killed and replaced; default: no
+        limit. workers: peers to use; default ``session.of_role("collector")``, or this process if
+        there
             are none.
         readiness: when a batch is complete: ``WaitAll()``, ``FirstReady()``, ``Quorum(...)`` or
             ``Preempt(...)``.
-        max_policy_lag: 0: no new rollout begins while the caller has a batch, so that (with
-            ``WaitAll``) all data come from the newest weights. k: while the caller has a batch,
-            every worker may collect up to k rollouts ahead and then waits. With ``WaitAll`` and one
-            update per batch, data are at most k versions old. A worker in the caller's process
-            never runs ahead, because it sets TorchRL's exploration type, which applies to the whole
-            process.
-        replay_buffer: pickled to the workers, which call ``extend(rows.reshape(-1))``. Its storage
+        max_policy_lag: 0: no new rollout begins until the caller asks for the next batch. With
+            ``WaitAll``, all data then come from the newest weights. k: while the caller has a
+            batch, every worker may collect up to k rollouts ahead and then waits. With ``WaitAll``
+            and one update per batch, data are at most k versions old. A worker in the caller's
+        process never runs ahead, because TorchRL's exploration type, which it sets, applies to the
+        whole process. replay_buffer: pickled to the workers, which call
+        ``extend(rows.reshape(-1))``. Its storage
             must be a ``SharedMemmapStorage``, unless the worker is this process.
         inference: where the policy runs. ``"worker"``: on the workers. ``"learner"``: workers send
             the observations of each step and get actions, from a copy of ``policy`` on the
-            learner's CPU that ``update_policy_weights_()`` updates. Use this if workers cannot hold
-            the policy.
-        env_groups: with ``inference="learner"``, the number of groups into which the envs of a
+            learner's CPU that ``update_policy_weights_()`` updates. Use this if the policy does not
+        fit on the workers. env_groups: with ``inference="learner"``, the number of groups into
+        which the envs of a
             worker, or of each of its env processes, are divided. One group is stepped while the
             others wait for actions.
         trajs_per_batch: batches are this many complete trajectories ``[trajs_per_batch, longest]``,
-            zero-padded, with ``("collector", "mask")``, as in TorchRL. Trajectories that are
-            unfinished at ``total_frames``, or too few for a batch, are not delivered. With
-            ``replay_buffer``, batches are rollouts. The process that made a trajectory writes it to
-            the buffer once it is complete, without other trajectories and without padding.
+            zero-padded, with ``("collector", "mask")``, as in TorchRL. At ``total_frames``,
+            unfinished trajectories, and complete ones that do not fill a batch, are not delivered.
+            With ``replay_buffer``, batches are rollouts. The process that made a trajectory writes
+            it to the buffer once it is complete, without other trajectories and without padding.
         traj_format: ``"cat"``: the trajectories of ``trajs_per_batch`` are concatenated,
             ``[steps of all]``; ``"padded"`` (default): as above.
         split_trajs: pass each batch through TorchRL's ``split_trajectories``.
@@ -145,11 +144,11 @@ class RPCBatchedCollector(BaseCollector):
         seed: seed of all envs and of the workers' random numbers. Default: drawn from torch's
             generator; TorchRL envs then stay seeded as ``make_env`` left them, as in TorchRL's
             collectors. Env i of the job gets the i-th seed of TorchRL's chain of seeds, however the
-            envs are divided among workers. A vector env that takes one seed for all its envs is
+            envs are divided among workers. A vector env with a single seed for all its envs is
             therefore refused, except gymnasium's native CartPole, whose envs are seeded one by one,
             and EnvPools, which cause a warning.
         min_workers: iteration raises if fewer workers are alive.
-        worker_timeout_s: a worker whose rollout takes longer (it hangs, or was paused) counts as
+        worker_timeout_s: a worker whose rollout takes longer (it hangs, or is paused) counts as
             lost until it answers. Other workers collect its frames, its late rows are dropped (with
             ``replay_buffer`` they are in the buffer, beyond ``total_frames``), and it begins new
             episodes. Default: no limit.
@@ -157,7 +156,7 @@ class RPCBatchedCollector(BaseCollector):
             run in new processes that this one forks, in new episodes. A worker gets at most three
             successors. The other workers collect meanwhile.
         timeout_s: limit of the wait for each batch, and of other calls. Default: the session's
-            ``timeout_s``. The larger of both limits building the workers.
+            ``timeout_s``. Building the workers may take the longer of the two.
         categorical_action_encoding: as in TorchRL's ``GymEnv``; for gymnasium envs.
         init_random_frames: actions are random until this many frames have been collected, including
             those of a resumed job and rows in ``replay_buffer``. Until then, the policy's other
@@ -174,29 +173,31 @@ class RPCBatchedCollector(BaseCollector):
         cat_results: ``"stack"`` gives batches ``[workers, N, T]``; 0, 1 or -1 is the dimension
             along which the workers' rollouts are joined. Default: 0, whereas TorchRL's
             ``MultiSyncCollector`` stacks.
-        preemptive_threshold: once this part of the workers is ready, the others stop; short for
-            ``readiness=Preempt(...)``.
-        device, storing_device: the device of batches. The workers themselves run on the CPU.
-        compile_policy, cudagraph_policy: as in TorchRL's collectors, true or the arguments of
+        preemptive_threshold: once this fraction of the workers is ready, the others stop; short for
+        ``readiness=Preempt(...)``. device, storing_device: the device of batches. The workers
+        themselves run on the CPU. compile_policy, cudagraph_policy: as in TorchRL's collectors,
+        true or the arguments of
             ``torch.compile`` (and ``warmup``) and ``CudaGraphModule``. They apply in every process
             that runs the policy.
         **torchrl: arguments of TorchRL's collectors that have no meaning here. A value that would
-            change something is refused with the reason
+            change something is refused, and the error says why
             (``torchrl_dist/collect/learner/arguments.py``).
 
     Raises:
         ConfigurationError: arguments cannot work together, or ``make_env`` returned the same env
             twice.
-        RemoteError: building a worker failed; names the node and has the traceback.
+        RemoteError: building a worker failed; the message names the node and includes the
+        traceback.
 
     Iterating raises:
-        DeadlineError: no batch within ``timeout_s``; names the workers that are late. Nothing is
-            lost: iterate again to go on. In the caller's thread the deadline is checked after each
-            step, so only Ctrl-C ends a step that hangs.
+        DeadlineError: no batch within ``timeout_s``; the message names the workers that are late.
+            Nothing is lost: iterate again to go on. In the caller's thread the deadline is checked
+            after each step, so only Ctrl-C ends a step that hangs.
         RemoteError: an env or the policy raised on a worker; the collector is shut down.
-        PeerLostError: fewer than ``min_workers`` are alive; the collector is shut down. Before
-            that, the death of a worker causes one warning, an entry in ``report.lost_workers`` and
-            smaller batches. The other workers collect the frames that it had not delivered.
+        PeerLostError: fewer than ``min_workers`` are alive; the collector is shut down. As long as
+        enough are alive, the death of a worker causes one warning, an entry in
+        ``report.lost_workers`` and smaller batches. The other workers collect the frames that it
+        had not delivered.
 
     Example:
         >>> collector = RPCBatchedCollector(
@@ -255,7 +256,7 @@ class RPCBatchedCollector(BaseCollector):
         cudagraph_policy: bool | Mapping[str, Any] | None = None,
         **torchrl: Any,
     ) -> None:
-        given = dict(locals())  # Settings uses the same names
+        given = dict(locals())  # the same names as in Settings
         super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook)
         if make_env is None:
             make_env = torchrl.pop("create_env_fn", None)
@@ -323,7 +324,7 @@ class RPCBatchedCollector(BaseCollector):
                 exploration_type=settings.exploration_type,
                 categorical_action_encoding=settings.categorical_action_encoding,
             )
-        # Packing here refuses a policy that cannot be packed before any worker is built.
+        # A policy that cannot be packed is refused here, before any worker is built.
         initial = pack(policy, 0) if isinstance(policy, nn.Module) else None
         config = settings.worker_config()
         if settings.inference == "learner":
@@ -402,7 +403,7 @@ class RPCBatchedCollector(BaseCollector):
         budget = FrameBudget(
             self.total_frames if self.total_frames >= 0 else None, self.readiness.in_rounds
         )
-        # As in TorchRL, rows in the buffer count as random frames, even those of other writers.
+        # As in TorchRL, rows in the buffer, also other writers' rows, count as random frames.
         budget.assigned = getattr(self.replay_buffer, "write_count", 0) if random_frames else 0
         crew = Crew(
             workers,
@@ -434,8 +435,7 @@ class RPCBatchedCollector(BaseCollector):
 
     @property
     def init_random_frames(self) -> int:
-        """Number of first frames with random actions. TorchRL's trainers start learning after
-        them."""
+        """Number of frames with random actions, after which TorchRL's trainers start to learn."""
         return self._settings.init_random_frames
 
     def getattr_rb(self, attr: str) -> Any:
@@ -472,8 +472,8 @@ class RPCBatchedCollector(BaseCollector):
 
         Args:
             policy_or_weights: a module, a TensorDict or a (nested) state dict; or ``{0: ..., 1:
-                ...}`` by worker index, and workers that are not named keep their weights; or
-                ``{"policy": ...}``. Default: the policy given to the collector.
+                ...}`` by worker index, where workers left out keep their weights; or ``{"policy":
+                ...}``. Default: the policy given to the collector.
             weights, policy: other names of ``policy_or_weights``.
             worker_ids: the workers that get the weights; default: all.
             model_id: ``"policy"``, the only model here.
@@ -481,8 +481,8 @@ class RPCBatchedCollector(BaseCollector):
 
         Raises:
             ConfigurationError: there are no weights, they do not fit the policy, there are no such
-                workers, or an option of TorchRL's collectors has no meaning here. Nothing has
-                changed then, not even the version.
+                workers, or an option of TorchRL's collectors has no meaning here. Then nothing has
+                changed, not even the version.
         """
         self._crew.require_here()
         given = [x for x in (policy_or_weights, weights, policy, weights_dict) if x is not None]
@@ -529,11 +529,11 @@ class RPCBatchedCollector(BaseCollector):
     def _completed(
         self, packed: PackedWeights, workers: Collection[int]
     ) -> dict[int, PackedWeights]:
-        """Return complete weights by worker: gaps are filled from the last weights sent to that
-        worker."""
+        """Return complete weights by worker. Missing entries are taken from the last weights sent
+        to it."""
         module = self.policy if isinstance(self.policy, nn.Module) else None
         pending = self._crew.pending
-        found: dict[tuple[int, bool], PackedWeights] = {}  # mostly a single entry
+        found: dict[tuple[int, bool], PackedWeights] = {}  # usually a single entry
         whole = {}
         for worker in workers:
             before = self._sent.get(worker)
@@ -584,7 +584,7 @@ class RPCBatchedCollector(BaseCollector):
 
     def next(self) -> Any:
         """Return the next batch, or None after the last."""
-        # This stores no iterator, because one would keep this collector alive.
+        # No iterator is stored, because it would keep this collector alive.
         self._iteration_started = True
         with self._shut_down_by_errors():
             return self._next_batch()
@@ -683,9 +683,9 @@ class RPCBatchedCollector(BaseCollector):
         called.
 
         Raises:
-            ConfigurationError: there is no ``replay_buffer``, or the env was already made, in
-                another thread than the one that would step it.
-            Exception: the exception with which collection in the background ended.
+            ConfigurationError: there is no ``replay_buffer``, or the env was already made, in a
+            different thread from the one that would step it. Exception: the exception with which
+            collection in the background ended.
         """
         if self.replay_buffer is None:
             raise ConfigurationError("start() collects into a replay buffer; pass replay_buffer=")
@@ -708,8 +708,8 @@ class RPCBatchedCollector(BaseCollector):
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Pause collection inside the block: no env is stepped there. Entering waits for the
-        rollouts under way, at most ``timeout_s``.
+        """Pause collection inside the block: no env is stepped there. Entering the block waits for
+        the rollouts under way, at most ``timeout_s``.
 
         Raises:
             DeadlineError: the rollouts did not end in time.
@@ -796,7 +796,7 @@ class RPCBatchedCollector(BaseCollector):
         self, workers: Literal["aggregate", "per_worker", "both"] = "aggregate"
     ) -> dict[str, int | float | bool]:
         """Return counters, as TorchRL's collectors with several workers do. Any thread may call
-        this, because it asks no worker.
+        this, because no worker is asked.
 
         Args:
             workers: ``"per_worker"`` and ``"both"`` include each worker's frames, as
@@ -817,7 +817,7 @@ class RPCBatchedCollector(BaseCollector):
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed all envs and start new episodes. Env i of the job gets the i-th seed of TorchRL's
-        chain, whichever worker it belongs to. Blocks; a rollout in flight ends first.
+        chain, whichever worker it belongs to. Blocks until a rollout in flight has ended.
 
         Returns:
             the seed that follows those used.
@@ -828,8 +828,8 @@ class RPCBatchedCollector(BaseCollector):
     def get_attr(self, name: str, env: int | None = None) -> list[Any]:
         """Return an attribute of every env of the job in their order, or of one, as a list.
 
-        It is looked up through gymnasium's wrappers. This method, ``set_attr``, ``call`` and
-        ``render`` block until the rollouts in flight have ended.
+        The attribute is also found behind gymnasium's wrappers. This method, ``set_attr``, ``call``
+        and ``render`` block until the rollouts in flight have ended.
 
         Raises:
             RemoteError: there is no such attribute.
@@ -844,7 +844,7 @@ class RPCBatchedCollector(BaseCollector):
     def call(self, method: str, *args: Any, env: int | None = None, **kwargs: Any) -> list[Any]:
         """Call a method of every env, or of one, such as ``reset_task``. Return a result per env.
 
-        Running episodes go on; see :meth:`reset`.
+        Running episodes continue; to begin new ones, call :meth:`reset`.
         """
         return self._visit(env, "call", method, *args, **kwargs)
 
@@ -909,15 +909,15 @@ class RPCBatchedCollector(BaseCollector):
         )
 
     def state_dict(self) -> OrderedDict[Any, Any]:
-        """Return the progress as a small dict. It has no env states, so envs start anew on loading,
-        and no weights, which the caller must save."""
+        """Return the progress as a small dict. It has no env states (envs start new episodes after
+        loading) and no weights (the caller must save them)."""
         return OrderedDict(
             frames=self._frames, batches=self._iter + 1, policy_version=self._version, run=self._run
         )
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         """Continue the counts of a saved collector. Load the policy's weights first, because this
-        sends them to the workers.
+        call sends the policy's weights to the workers.
 
         Trajectories get new ids, above those of all earlier runs.
 
@@ -964,8 +964,8 @@ class RPCBatchedCollector(BaseCollector):
         forked child it does nothing, because the workers belong to the parent.
 
         Args:
-            close_env: False leaves the envs open, such as one that was given to the constructor
-                and is still in use.
+            close_env: False leaves the envs open, for example if the caller still uses an env that
+            was given to the constructor.
 
         Raises:
             RemoteError: an env raised while it was closed, unless ``raise_on_error`` is False.
@@ -1020,7 +1020,7 @@ def _close_soon(crew: Crew, inference: LearnerInference | None) -> None:
             inference.close(_SHUTDOWN_S)
 
     if crew.in_callers_thread:
-        close()  # fails in another thread's garbage collection; then the envs become garbage, too
+        close()  # fails in another thread's garbage collection, which then also frees the envs
         return
     threading.Thread(target=close, name="torchrl_dist-close", daemon=True).start()
 

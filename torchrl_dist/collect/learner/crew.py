@@ -40,8 +40,8 @@ from torchrl_dist.weights import PackedWeights
 
 Delivery = tuple[RolloutStats, TensorDict | None]
 
-# RPC requires a deadline for a rollout, so this one is longer than any rollout. Only the wait for
-# the batch has a real deadline. A rollout that arrives later is kept for the next batch.
+# RPC requires a deadline for each call, so this one is longer than any rollout. The real deadline
+# is that of the wait for a batch. A rollout that arrives later is kept for the next batch.
 _ROLLOUT_LIMIT_S = 7 * 24 * 3600.0
 _MAX_IN_FLIGHT = 2
 _GLANCE_S = 0.25  # how often a wait checks for a stop, because signal handlers cannot notify it
@@ -75,14 +75,14 @@ class Worker:
     in_flight: list[RolloutRequest] = field(default_factory=list)
     requests: int = 0
     settled: int = 0  # all requests before this number are answered or given up
-    # answers, by request number, that arrived before those of earlier requests; None: has no rows
+    # by request number, answers that arrived before those to earlier requests; None: without rows
     overtook: dict[int, Arrival | None] = field(default_factory=dict)
-    cut_through: int = -1  # requests up to this number were cut
+    cut_through: int = -1  # rollouts of requests up to this number were cut short
     inbox: deque[Arrival] = field(default_factory=deque)
     busy_since: float = 0.0  # on awake(), when the first request in flight began
     given_up: int = 0  # requests in flight whose answers will be dropped
     callers: CallersHandle | None = None  # set if its envs live in the caller's thread
-    has_gap: bool = False  # rows of its running episodes were dropped
+    has_gap: bool = False  # rows of its running episodes were dropped, so it must begin new ones
     failure: BaseException | None = None
     lost: bool = False
     weights: PackedWeights | None = None  # the newest weights that it must get
@@ -91,15 +91,15 @@ class Worker:
 
     @property
     def news(self) -> PackedWeights | None:
-        """Return its weights, or None if they were already sent."""
+        """Return the weights to send to it, or None if they were already sent."""
         if self.weights is None or self.weights.version <= self.sent_version:
             return None
         return self.weights
 
 
 def _is_busy(worker: Worker) -> bool:
-    """Whether the worker steps envs. A worker in the caller's thread pauses after the deadline of a
-    batch."""
+    """Whether the worker steps envs. A worker in the caller's thread does not step them after the
+    deadline of a batch."""
     return bool(worker.in_flight) and (worker.callers is None or worker.callers.running)
 
 
@@ -178,7 +178,7 @@ class Crew:
     def send_weights(self, by_worker: Mapping[int, PackedWeights]) -> None:
         """Send weights, given by worker index, with each worker's next request.
 
-        They must be complete, because a worker may never have received the previous ones.
+        The weights must be complete, because a worker may never have received the previous ones.
         """
         with self._cond:
             for worker in self.workers:
@@ -267,12 +267,13 @@ class Crew:
         self._cond.wait(left_s)
 
     def _work(self, own: CallersHandle, until: float) -> None:
-        """Make a rollout in this thread. Call with the condition held; it is released meanwhile."""
+        """Make a rollout in this thread. Call with the condition held; it is released during the
+        rollout."""
         own.running = True  # set while the condition is held, so that other threads see it
         self._cond.release()
         try:
             own.work(until)
-        except BaseException as error:  # Ctrl-C, mostly
+        except BaseException as error:  # usually Ctrl-C
             self._waiting = False
             own.drop(error)
             raise
@@ -309,8 +310,8 @@ class Crew:
         return taken
 
     def _cut_short(self, least_part: float | None, missing: set[int]) -> None:
-        """Tell missing workers to stop after ``least_part`` of the rollout, or at once if past
-        it."""
+        """Tell missing workers to stop after ``least_part`` of the rollout, or now if they have
+        made that part."""
         if least_part is None:
             return
         for worker in self.workers:
@@ -409,7 +410,7 @@ class Crew:
                 rows, stats = future.result()
                 if isinstance(rows, PackedRows):
                     rows = rows.unpack()
-                if stats.frames:  # otherwise the worker was closed during the rollout
+                if stats.frames:  # without frames, the worker was closed during the rollout
                     worker.overtook[request.number] = (request, stats, rows)
                     self.budget.return_frames(request.share.frames - stats.frames)
             self._settle(worker)
@@ -478,7 +479,7 @@ class Crew:
         new, error = None, None
         try:
             new = self._replacer.replace(lost, _BUILD_S)
-        except Exception as e:  # the wait for the next batch raises it
+        except Exception as e:  # the wait for the next batch raises this error
             error = e
         with self._cond:
             self._replacing -= 1
@@ -496,11 +497,11 @@ class Crew:
         if new is not None:  # the crew was closed meanwhile
             new.handle.submit("close", step_limit_s=_BUILD_S, timeout_s=_BUILD_S)
 
-    # ---- all at once
+    # ---- all workers together
 
     @contextlib.contextmanager
     def idle(self, timeout_s: float) -> Iterator[None]:
-        """Wait until no rollout is under way. None begins inside the block, and rollouts that have
+        """Wait until no rollout is under way. No rollout begins inside the block. Those that have
         arrived are kept.
 
         Raises:
@@ -530,7 +531,7 @@ class Crew:
         alive = [w for w in self.workers if not w.lost and w.failure is None]
         futures = [w.handle.submit(method, *args, timeout_s=timeout_s) for w in alive]
         results = []
-        for future in futures:  # all have the same deadline, counted from the same instant
+        for future in futures:  # all workers have one deadline, counted from the same moment
             try:
                 results.append(result_of(future, timeout_s + 1))
             except PeerLostError:
@@ -574,7 +575,7 @@ class Crew:
             what the envs raised while they were closed.
 
         Raises:
-            ConfigurationError: the envs live in another thread, which is not in a rollout.
+            ConfigurationError: the envs live in another thread, and no rollout is under way there.
         """
         for worker in self.workers if not self._closed else ():
             if worker.callers is not None:

@@ -26,7 +26,7 @@ from torchrl_dist.stopping import Stopped
 _REQUESTS = 2  # requests to a worker that the collector may have in flight
 _INTERRUPTS = (KeyboardInterrupt, Stopped)
 _DURING_ROLLOUTS = ("collect", "cut", "close")
-# How long to wait for a rank's main thread to serve. Usually it is about to.
+# How long to wait until a rank's main thread serves calls. Usually it soon does.
 _SERVES_SOON_S = 5.0
 
 
@@ -39,8 +39,8 @@ class Handle(Protocol):
     def submit(
         self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any
     ) -> Future:
-        """Call the method. This does not block for a rollout, but a worker in this process runs any
-        other method before this returns."""
+        """Call the method. A rollout does not block this call, but a worker in this process runs
+        any other method before it returns."""
 
 
 def make_far_worker(config: WorkerConfig) -> PinnedWorker | NodeWorker:
@@ -70,9 +70,9 @@ def make_local_handle(
 ) -> LocalHandle | CallersHandle:
     """Make a worker in this process. Errors call it ``name``.
 
-    If it is the collector's only worker (``alone``) and the policy is not at the learner, its envs
-    live in the calling thread. With a replay buffer, they do so only if the caller built the env,
-    because writes to the buffer may wait.
+    The envs of the collector's only worker (``alone``) live in the calling thread, unless the
+    policy is at the learner. With a replay buffer, that is so only if the caller built the env,
+    because writes to the buffer may block.
     """
     adopt_registrations(config.registrations)
     if config.env_processes:
@@ -86,7 +86,7 @@ def make_local_handle(
 
 
 def _told(error: BaseException, name: str) -> RemoteError:
-    """Wrap an error as if it came from another process. Call where the error was caught."""
+    """Wrap an error as if it came from another process. Call this in the ``except`` block."""
     told = RemoteError(
         f"{type(error).__name__}: {error}",
         peer=name,
@@ -188,7 +188,7 @@ def _pass_on(future: Future, name: str, answer: Future) -> None:
 class CallersHandle:
     """A worker whose envs live in the thread that builds this object.
 
-    That thread makes every rollout by :meth:`work`, while it waits for a batch.
+    That thread calls :meth:`work` for every rollout, instead of waiting for a batch.
 
     Attributes:
         running: whether a rollout is under way.
@@ -239,7 +239,7 @@ class CallersHandle:
         return bool(self._asked)
 
     def work(self, until: float) -> None:
-        """Make the oldest requested rollout, or continue it, until ``until`` (on ``awake()``).
+        """Begin or continue the oldest requested rollout, until ``until`` (on ``awake()``).
         Called in the envs' thread."""
         future, request = self._asked[0]
         self.running = True
@@ -267,7 +267,7 @@ class CallersHandle:
             future.set_result(result)
 
     def drop(self, error: BaseException) -> None:
-        """Fail the oldest request, because its rollout was interrupted. Its rows are lost."""
+        """Fail the oldest request, because its rollout was interrupted and the rows are lost."""
         future, _ = self._asked.popleft()
         future.set_exception(error)
 
@@ -318,7 +318,7 @@ class CallersHandle:
 
     def _end(self) -> None:
         """Do what was postponed until the rollout's end: close the worker, and wake the thread that
-        waits for that."""
+        waits until it is closed."""
         asked, self._to_close = self._to_close, None
         if asked is not None:
             future, close_env = asked

@@ -26,7 +26,7 @@ from torchrl_dist.forks import now_and_in_children
 from torchrl_dist.runtime import Remote, Session
 from torchrl_dist.weights import PackedWeights, unpack
 
-_IDLE_S = 0.5  # how long the server's thread sleeps at most before it checks whether to end
+_IDLE_S = 0.5  # the server's thread checks at least this often whether to end
 _MAX_BATCH = 256
 
 
@@ -119,7 +119,7 @@ class LearnerInference:
             self._run,
             self._transport,
             max_batch_size=_MAX_BATCH,
-            timeout=_IDLE_S,  # delays no request, because one request is enough for a batch
+            timeout=_IDLE_S,  # does not delay requests, because one request is enough for a batch
             collate_fn=_Requests,
             policy_version_key=None,
         )

@@ -3,7 +3,7 @@ which asks other learners (``recipes/ddppo/preempt_all.py``).
 
 The collector asks its rule whenever a rollout arrives, and once more when the rule's deadline has
 passed. The deadline counts from the start of the call for a batch, and all workers have the same
-deadline. A rollout that is not taken now belongs to a later batch.
+deadline. A rollout that is not taken into this batch is kept for a later one.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Readiness(ABC):
 
     @property
     def in_rounds(self) -> bool:
-        """Whether a batch joins the rollouts that all workers began for it (all of one length),
-        rather than taking rollouts one by one as they arrive."""
+        """Whether all workers begin a rollout of the same length for each batch. Otherwise, batches
+        take rollouts one by one as they arrive."""
         return True
 
     @property
@@ -33,19 +33,19 @@ class Readiness(ABC):
 
     @property
     def cuts(self) -> bool:
-        """Whether ``least_part`` may return a part. If so, batches have a mask."""
+        """Whether ``least_part`` may return a fraction. If so, batches have a mask."""
         return False
 
     def rollouts_per_batch(self, num_workers: int) -> int:
-        """Return how many rollouts a batch has if no worker is lost or late. It must divide
-        ``frames_per_batch``."""
+        """Return how many rollouts a batch has if no worker is lost or late. ``frames_per_batch``
+        must be a multiple of this number."""
         return num_workers
 
     @abstractmethod
     def take(
         self, arrived: Sequence[int], expected: Sequence[int], waited_s: float
     ) -> tuple[int, ...]:
-        """Return the workers whose rollouts form the batch, or an empty tuple to wait on.
+        """Return the workers whose rollouts form the batch, or an empty tuple to continue waiting.
 
         Args:
             arrived: workers with a rollout that is ready, in the order of arrival.
@@ -106,10 +106,10 @@ class FirstReady(Readiness):
 class Quorum(Readiness):
     """A batch is one rollout of every worker, or of those that have delivered by ``timeout_s``.
 
-    If fewer than ``min_workers`` have delivered by then, the batch waits until that many living
-    workers have. A late rollout stays whole and belongs to a later batch, where it lags by one
-    update more (see ``policy_version``). All rollouts of a batch have the same length. Rollouts get
-    shorter near ``total_frames``, so batches may have fewer rollouts there.
+    If fewer than ``min_workers`` have delivered by then, the batch waits for more. A late rollout
+    stays whole and belongs to a later batch, where it lags by one update more (see
+    ``policy_version``). All rollouts of a batch have the same length. Rollouts get shorter near
+    ``total_frames``, so batches may have fewer rollouts there.
 
     Args:
         min_workers: at least 1.
@@ -158,9 +158,10 @@ class Quorum(Readiness):
 class Preempt(Readiness):
     """Once ``fraction`` of the workers have delivered, the others stop early.
 
-    They deliver what they have, but at least ``min_part`` of a rollout, so a batch does not wait
-    long for a slow env and still gets rows from it. This is DD-PPO's rule (Wijmans et al. 2020,
-    section 3.1), which preempts when 60 % have finished, after at least a quarter of the steps.
+    They deliver the rows that they have, but at least ``min_part`` of a rollout. A batch thus does
+    not wait long for a slow env and still gets rows from it. This is DD-PPO's rule (Wijmans et al.
+    2020, section 3.1), which preempts when 60 % have finished, after at least a quarter of the
+    steps.
 
     The batch keeps its shape ``[N, T]``. Rows that a worker did not collect are zero, with
     trajectory id -1 and False in ``("collector", "mask")``. The last row before them is

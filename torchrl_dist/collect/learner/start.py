@@ -1,4 +1,4 @@
-"""Build the workers, all at once, check that they are alike, and choose the length of messages.
+"""Build the workers concurrently, check that they are alike, and choose the length of messages.
 Build successors of lost workers."""
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from torchrl_dist.runtime import Peer, Remote, Session
 from torchrl_dist.runtime.awake import result_of
 from torchrl_dist.runtime.pool import DaemonPool
 
-# Seconds in which a message should fill. A message costs three milliseconds of CPU on both sides
-# together, which is less than a percent of this, if each process has a core.
+# Seconds of steps in one message. Its sender and receiver together use three milliseconds of CPU
+# for it, less than a percent of this if each process has a core.
 MESSAGE_S = 0.5
 # If more processes than this share a core, messages take proportionally longer to fill.
 _PROCESSES_PER_CORE = 4
@@ -50,7 +50,7 @@ def start_workers(
     limit_s: float,
 ) -> tuple[list[Worker], list[str], list[BaseException]]:
     """Build a worker on every peer, or one in this process if there are no peers. Block at most
-    ``limit_s``. If this is interrupted, all workers are closed, including those that are built
+    ``limit_s``. If this is interrupted, all workers are closed, even if their building ends only
     later.
 
     Returns:
@@ -99,7 +99,7 @@ def start_workers(
     pool = DaemonPool(count, "torchrl_dist-build")
     try:
         if callers and not config.env_processes:
-            run(0)  # in this thread, because its envs may live here
+            run(0)  # in this thread, because the envs may have to live here
         for index in range(count) if not builds[0].done() else ():
             pool.submit(run, index)
         pool.close()
@@ -187,7 +187,7 @@ def steps_per_message(step_s: float, step_bytes: float, message_s: float = MESSA
     return max(1, int(min(message_s / step_s, MESSAGE_BYTES / step_bytes)))
 
 
-# The most successors of one worker. If it dies more often, another successor would not help.
+# The most successors of one worker. After these, another would probably die, too.
 _MOST_REPLACED = 3
 _SEED_STRIDE = 1_000_003
 # Of the 32 bits of a run's trajectory ids, those above these bits count a worker's successors.

@@ -40,7 +40,7 @@ def visit(envs: Any, index: int | None, what: str, name: str, args: tuple, kwarg
         )
     if isinstance(envs, AsyncVectorEnv):
         if what == "set":
-            # a list alone would be divided among the envs
+            # without this, the list would be divided among the envs
             envs.set_attr(name, [args[0]] * envs.num_envs)
             return [None] * envs.num_envs
         return list(envs.call(name, *args, **kwargs) if what == "call" else envs.get_attr(name))

@@ -1,9 +1,9 @@
-"""Step several gymnasium envs at once, and hide how each kind of vector env resets its envs.
+"""Step several gymnasium envs together, and hide how each kind of vector env resets its envs.
 
 A driver's ``step`` writes two observations per env: the true next one, even if it ends an episode,
-and the one that the policy sees next, which is after the reset if there was one. Each call gives
-one real transition per env, except with next-step autoreset. With it, a call may do no more than
-reset an env. ``valid`` is false for that env then, and the rollout drops the step.
+and the one that the policy sees next, which is after the reset if there was one. Each call makes
+one transition per env. With next-step autoreset, however, a call may only reset an env: ``valid``
+is then false for this env, and the rollout drops the step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class EnvDriver(Protocol):
     single_observation_space: gymnasium.Space
     single_action_space: gymnasium.Space
     leaves: tuple[ObservationLeaf, ...]
-    valid: np.ndarray | None  # bool [N] of the last step; None: every step is a real transition
+    valid: np.ndarray | None  # bool [N] for the last step; None if every step is a transition
 
     def reset(self, seeds: Sequence[int] | None, current: Arrays) -> None:
         """Start new episodes in all envs, and write their observations into ``current``."""
@@ -90,7 +90,8 @@ class EnvListDriver:
     @leaves.setter
     def leaves(self, leaves: tuple[ObservationLeaf, ...]) -> None:
         self._leaves = leaves
-        # Writing a single plain array of this shape directly saves a tenth of a CartPole step.
+        # A single plain array of this shape is written directly, which saves a tenth of a CartPole
+        # step.
         self._plain = leaves[0].shape if len(leaves) == 1 and leaves[0].plain else None
 
     def reset(self, seeds: Sequence[int] | None, current: Arrays) -> None:
@@ -233,7 +234,7 @@ class MaskedResetDriver(_VectorDriver):
     """Reset by mask before the next step, instead of automatically.
 
     For envs with DISABLED autoreset, and for gymnasium's Sync/AsyncVectorEnv in next-step mode
-    without a wrapper. A wrapper might treat a masked reset as one of all envs, or miss it.
+    without a wrapper. A wrapper might reset all envs on a masked reset, or not notice it.
     """
 
     def reset_some(self, envs: Sequence[int], current: Arrays) -> None:
@@ -254,7 +255,7 @@ class MaskedResetDriver(_VectorDriver):
 
 
 class SameStepDriver(_VectorDriver):
-    """The env resets in the step that ends an episode. The last observation is in ``info``."""
+    """The env resets in the step that ends an episode, whose last observation is in ``info``."""
 
     _warned = False
 
@@ -280,8 +281,7 @@ class SameStepDriver(_VectorDriver):
         return reward, terminated, truncated
 
     def _mark_lost(self, ended: np.ndarray, following: Arrays) -> None:
-        """Set the last observation of these episodes to NaN, because it is unknown, as TorchRL
-        does."""
+        """Set the unknown last observation of these episodes to NaN, as TorchRL does."""
         if not self._warned:
             self._warned = True
             warnings.warn(
@@ -323,7 +323,7 @@ class EnvPoolDriver(NextStepDriver):
 
     DEFAULT_SEED = 42
 
-    env: Any  # of EnvPool's class, which has a config
+    env: Any  # EnvPool's own class has a config
 
     def __init__(self, env: Any) -> None:
         super().__init__(env)
@@ -357,8 +357,8 @@ class EnvPoolDriver(NextStepDriver):
 class CartPoleDriver(_VectorDriver):
     """Gymnasium's native vector CartPole, reset in the step that ends an episode.
 
-    The env itself has only next-step autoreset, so that some steps would give no transition.
-    Because its state is plain arrays, this driver does the reset at once instead.
+    The env itself resets only in the next step, which is then not a transition. This driver resets
+    in the same step, which it can because the state is plain arrays.
     """
 
     ATTRIBUTES = ("state", "steps", "prev_done", "low", "high")
@@ -366,7 +366,7 @@ class CartPoleDriver(_VectorDriver):
     def __init__(self, env: VectorEnv) -> None:
         super().__init__(env)
         self.one_seed_only = False
-        # One per env, as single envs have, so that an env's episodes follow from its own seed.
+        # One per env, so that an env's episodes depend on its own seed alone, as with single envs.
         self._generators: list[np.random.Generator] = []
         self._starts: list[list[np.ndarray]] = []  # first states of next episodes, drawn together
 

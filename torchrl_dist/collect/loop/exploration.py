@@ -1,10 +1,10 @@
 """Let threads share TorchRL's exploration type. A process has only one (tensordict 0.14.3).
 
 Calls under the same type run concurrently. A call under another type waits until they have ended.
-Therefore a policy that hangs delays only calls under another type, and these fail after a while.
+A policy that hangs therefore delays only calls under another type, which fail after a minute.
 
 Ctrl-C may come between any two instructions, even inside a context manager. Therefore every change
-is recorded before it is made, and undoing it may be repeated, as :meth:`Exploring.call` does.
+is recorded before it is made, and may be undone repeatedly, as :meth:`Exploring.call` does.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torchrl_dist.forks import now_and_in_children
 _T = TypeVar("_T")
 
 _WAIT_S = 60.0
-# Calls that overlap could keep a type set indefinitely. New ones therefore let a waiting call go
-# first, but only in the first seconds of its wait, because it may wait for a call that hangs.
+# Calls that overlap could keep a type set indefinitely. In the first seconds of a call's wait, new
+# calls therefore wait behind it. Later they do not, because the call that it waits for may hang.
 _POLITE_S = 5.0
 
 
@@ -68,7 +68,7 @@ class _UnderWay:
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []  # all under one type
-        self.is_set = False  # whether to restore ``outside`` when they have ended
+        self.is_set = False  # whether ``outside`` must be restored after the running calls
         self.outside: ExplorationType | None = None
         now_and_in_children(self, _UnderWay._renew)
 

@@ -1,7 +1,7 @@
 """A worker's envs in groups, for a policy in another process (double buffering).
 
 While one group waits for its actions, the worker steps another. A request's round trip therefore
-costs nothing if it is shorter than a step of the other groups.
+costs no time if a step of the other groups takes longer.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torchrl_dist.collect.loop.rollout import GymnasiumRollout, Values, make_rol
 from torchrl_dist.collect.loop.spaces import Key
 from torchrl_dist.errors import ConfigurationError
 
-# The answering side raises at the deadline. If it does not answer at all, the worker raises this
-# many seconds later.
+# The learner answers with an error at the deadline. Without any answer, the worker raises this many
+# seconds later.
 _LATE_S = 5.0
 
 

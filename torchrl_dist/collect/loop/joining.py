@@ -29,7 +29,7 @@ _TRAJECTORY = ("collector", "traj_ids")
 
 def ends_of(following: TensorDictBase) -> Tensor:
     """Return where an episode ends, bool ``[N, T]``: where any done entry of ``following [N, T]``
-    is true, including those of agents. TorchRL's collectors count trajectories in this way."""
+    is true, including those of agents. TorchRL's collectors count trajectories by the same rule."""
     return _joined(following, "done").any(-1)
 
 

@@ -1,11 +1,11 @@
 """Call a collector's policy: with a TensorDict, or without one if the result is known to be equal.
 
-``TensorDictModule.__call__`` costs more than a small network. It dispatches arguments. If pandas is
-not installed, it also searches the disk for pandas for every tensor that it writes
+``TensorDictModule.__call__`` costs more than a small network. It dispatches arguments and, if
+pandas is not installed, searches the disk for pandas for every tensor that it writes
 (``TensorDictBase.from_any``, tensordict 0.14.3). :func:`act` therefore does the work of the few
-classes in this file itself. It does so only for exactly these classes, not for subclasses, and only
-if their methods were not replaced and there are no hooks. It calls the modules inside them, and all
-other policies, as usual.
+classes in this file itself. It does so only for these classes themselves, not for subclasses, and
+only if their methods were not replaced and there are no hooks. The modules inside them, and all
+other policies, are called as usual.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _PROBABILISTIC = (
     SafeProbabilisticTensorDictSequential,
     ProbabilisticActor,
 )
-# known as the last part of a chain; they are called as usual
+# known only as the last part of a chain, where they are called as usual
 _SAMPLERS = (ProbabilisticTensorDictModule, SafeProbabilisticModule)
 _METHODS = (
     "__call__",
@@ -94,7 +94,7 @@ def known_classes() -> frozenset[type]:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether nothing is set on this object that changes a call of its class."""
+    """Whether a call of this object does what its class does: nothing set on it changes that."""
     own = module.__dict__
     return not (
         own.get("_forward_hooks")
@@ -127,8 +127,7 @@ _EXPECTED = (
 
 
 def act(policy: Policy, values: Values, n: int, known: Collection[type]) -> Values:
-    """Return, by key, the contents of a TensorDict ``td [n]`` with these values after
-    ``policy(td)``.
+    """Return, by key, what a TensorDict ``td [n]`` with these values contains after ``policy(td)``.
 
     ``values`` may be changed. If the policy returns another TensorDict or a dict, its entries are
     added.
@@ -190,7 +189,8 @@ def _writes_its_outputs(module: TensorDictModule) -> bool:
 
 
 def _parts(module: TensorDictSequential, kind: type) -> Iterable[nn.Module] | None:
-    """Return the parts that the module calls one after another, or None if it does more."""
+    """Return the parts that the module calls one after another, or None if it does anything
+    else."""
     if (
         module.inplace not in (None, True)
         or module.partial_tolerant
@@ -240,7 +240,7 @@ def _call_with_tensordict(policy: Policy, values: Values, n: int) -> Values:
             raise UnfitPolicyError(f"{_EXPECTED}; this one raised {error!r}") from error
         raise
     values.clear()
-    values.update(flat(td))  # even if it returns another one, because TorchRL reads both
+    values.update(flat(td))  # even if it returns another TensorDict, because TorchRL reads both
     if out is td or out is None:
         return values
     if isinstance(out, dict):
@@ -300,7 +300,7 @@ class PolicyCalls:
         return {key: value.clone() for key, value in out.items()} if self._clones else out
 
     def exploring(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap another call that has policies inside, so that it uses the exploration type."""
+        """Wrap a call that contains policies, so that these use the exploration type."""
         return partial(self._exploring.call, call)
 
     def on_tensordict(self, td: TensorDictBase) -> TensorDictBase:
@@ -319,7 +319,7 @@ def _name(policy: Policy) -> str:
 
 
 def cpu_copy(policy: nn.Module, *, travels: bool) -> nn.Module:
-    """Return a copy on the CPU, because the learner may change or move its module.
+    """Return a copy on the CPU. The learner may change or move the original.
 
     Args:
         travels: whether the copy will be pickled for another process.
@@ -415,7 +415,7 @@ def on_tensordicts(
         return policy
     try:
         signature = inspect.signature(getattr(policy, "forward", policy))
-    except (TypeError, ValueError):  # no signature, because it is not written in Python
+    except (TypeError, ValueError):  # it has no signature, because it is not written in Python
         return policy
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     named = {name: p for name, p in signature.parameters.items() if p.kind in kinds}

@@ -19,10 +19,10 @@ IS_INIT = "is_init"
 def carried_state(policy: Any, num_envs: int) -> dict[Key, Tensor]:
     """Return the state of ``num_envs`` new episodes, by key.
 
-    State is what the policy reads at ``key`` and writes at ``("next", key)``, as TorchRL's
-    LSTMModule and GRUModule do. If the policy reads ``"is_init"``, as Ornstein-Uhlenbeck noise
-    does, the state contains that, too: bool ``[num_envs, 1]``, true. The state of a policy without
-    memory is empty.
+    The state is all that the policy reads at a ``key`` and writes at ``("next", key)``, as
+    TorchRL's LSTMModule and GRUModule do. If the policy reads ``"is_init"``, as Ornstein-Uhlenbeck
+    noise does, the state contains that, too: bool ``[num_envs, 1]``, true. The state of a policy
+    without memory is empty.
 
     Raises:
         ConfigurationError: no module of the policy defines the state of a new episode.

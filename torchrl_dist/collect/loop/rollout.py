@@ -1,9 +1,9 @@
 """T steps of N envs as one TensorDict ``[N, T]``, with the entries of TorchRL's ``Collector``.
 
 :class:`GymnasiumRollout` steps gymnasium envs. It calls the policy once per step for all envs and
-writes results into preallocated tensors, because a step of a TorchRL env costs some 300 us
-whatever the env does. :class:`TorchRLRollout` steps TorchRL envs. It also steps gymnasium envs
-whose spaces are not supported here, inside TorchRL's wrapper.
+writes results into preallocated tensors, because every step of a TorchRL env costs some 300 us in
+addition to the env's own work. :class:`TorchRLRollout` steps TorchRL envs. It also steps gymnasium
+envs whose spaces are not supported here, inside TorchRL's wrapper.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ from torchrl_dist.collect.loop.spaces import (
 from torchrl_dist.errors import ConfigurationError
 
 _DONE_KEYS = ("done", "terminated", "truncated")
-# With next-step autoreset, some envs get ahead of others. If all envs are alike, this is a slow
-# random walk, and a warning would be needless.
+# With next-step autoreset, some envs get ahead of others. If all envs are alike, they do so only
+# slowly and at random, without a need for a warning.
 _WARN_ROLLOUTS_AHEAD = 4
 _MAX_ROLLOUTS_AHEAD = 200
 _CHUNK = 256  # steps whose views of the blocks are made together
@@ -70,13 +70,13 @@ def never(_: int) -> bool:
 
 
 class RolloutStopped(Exception):
-    """The rollout was told to stop, and its steps are discarded. Never leaves the worker."""
+    """The rollout was told to stop, and its steps are discarded. The worker catches this error."""
 
 
 class Rollout(Protocol):
     """N envs and a policy that make rollouts on request.
 
-    Every transition gets the ``policy_version`` of the moment at which it is made. With
+    Every transition has the ``policy_version`` that the policy had when it was made. With
     ``at_random`` the next rollout uses random actions, and all other outputs of the policy are
     zero.
     """
@@ -91,7 +91,8 @@ class Rollout(Protocol):
         """Seed the envs (one seed per env) and start new episodes in all of them."""
 
     def run(self, steps: int, enough: Callable[[int], bool] = never) -> TensorDict:
-        """Return ``steps`` transitions of each env, ``[N, steps]``, which continue the last ones.
+        """Return ``steps`` transitions of each env, ``[N, steps]``, which follow the previous
+        rollout.
 
         Args:
             steps: at most ``self.steps``, the usual length.
@@ -170,7 +171,7 @@ class Episodes:
         self._current = self._take(self.num_envs)
 
     def count_steps(self, done: np.ndarray) -> np.ndarray:
-        """Return for each step of a rollout how many steps its episode has had before, ``[N, T]``.
+        """Return for each step of a rollout how many earlier steps its episode has, ``[N, T]``.
         Call before :meth:`advance`, with the rollout's ``done [N, T]``."""
         steps = np.arange(done.shape[1])
         begun = np.zeros(done.shape, np.int64)
@@ -198,7 +199,7 @@ class Episodes:
             self._lengths += steps
             return ids, [], []
         ends = done.ravel()
-        # Parts of episodes, env by env. A part begins at the start of a row, or after an end.
+        # Parts of episodes, env by env. A part begins at the first step of an env, or after an end.
         begins = np.zeros(n * steps, bool)
         begins[1:] = ends[:-1]
         begins[::steps] = True
@@ -211,8 +212,8 @@ class Episodes:
         anew = before > before[:, :1]
         ids[anew] = numbers[before[anew] - 1]
         self._current[env[ended]] = numbers  # if an env has several ends, the last one counts
-        # Sum each part by itself, because a difference of running sums would carry an infinite or
-        # huge reward of one episode into all later ones.
+        # Sum each part separately. With differences of running sums, an infinite or huge reward of
+        # one episode would spoil all later ones.
         with np.errstate(invalid="ignore"):
             sums = np.add.reduceat(reward.ravel(), starts, dtype=np.float64)
             sums[going_on] += self._returns
@@ -242,7 +243,7 @@ class _Given:
         self._observations = [np.empty((steps + 1, n, *leaf.shape), leaf.dtype) for leaf in leaves]
         for block, now in zip(self._observations, first, strict=True):
             block[0] = now
-        # The root is never done: it is an observation after a reset, or inside an episode.
+        # A root is never done, because its observation is from a reset or from inside an episode.
         ends = [np.zeros((steps, n, 1), bool) for _ in _DONE_KEYS]
         self._blocks = [torch.from_numpy(array) for array in (*self._observations, *ends)]
         self._steps: list[tuple[Tensor, ...]] = []
@@ -277,7 +278,7 @@ class _Given:
                         after[:, t - 1] = block[t].numpy()
 
     def recorded(self, without: Collection[Key]) -> dict[Key, Tensor]:
-        """Return copies ``[N, T, ...]``, by key."""
+        """Return copies of all values, ``[N, T, ...]``, by key."""
         _, steps = self._size
         return {
             key: block[:steps].transpose(0, 1).clone(memory_format=torch.contiguous_format)
@@ -287,11 +288,12 @@ class _Given:
 
 
 class _Made:
-    """The policy's outputs in a rollout, with memory for all that it wrote in the first step.
+    """The policy's outputs in a rollout. Memory is allocated for the keys written in the first
+    step.
 
     Attributes:
         actions: NumPy array ``[T, N, ...]``.
-        carried: keys that are passed to the policy's next step, in addition to its env's values.
+        carried: keys of outputs that are inputs of the next step, in addition to the env's values.
         overwritten: keys of observations that the policy replaces.
     """
 
@@ -376,7 +378,8 @@ class _Followed:
         self._terminated = np.empty((n, steps, 1), bool)
         self._truncated = np.empty((n, steps, 1), bool)
         self.valid = None if driver.valid is None else np.empty((n, steps), bool)
-        # [T, N, ...], because a plain index takes half the time of one with a slice.
+        # [T, N, ...], so that a step is a plain index, which takes half the time of one with a
+        # slice.
         self._nexts = [array.swapaxes(0, 1) for array in self.observations]
         self._rewards = self._reward[:, :, 0].T
         self._ends = self._terminated[:, :, 0].T
@@ -384,7 +387,7 @@ class _Followed:
 
     def record(self, t: int, actions: Any, current: Sequence[np.ndarray]) -> np.ndarray:
         """Step the envs, and write the next root's observations into ``current``. Return which envs
-        begin an episode with these, bool ``[N]``."""
+        begin an episode there, bool ``[N]``."""
         self._rewards[t], done, cut = self._driver.step(
             actions, [array[t] for array in self._nexts], current
         )
@@ -454,8 +457,8 @@ def _set_specs(policy: nn.Module, space: spaces.Space, categorical: bool) -> Non
 class GymnasiumRollout:
     """The fast loop over gymnasium envs. Not thread-safe, except for :meth:`stop`.
 
-    The policy may keep the tensors that it gets in a step, because they are never written again.
-    Changes that it makes to them in place appear in the rollout, as with TorchRL's ``Collector``.
+    The policy may keep the tensors that it gets in a step, because they are not reused. If it
+    changes them in place, the rollout contains the changed values, as with TorchRL's ``Collector``.
     """
 
     ragged = False
@@ -547,8 +550,8 @@ class GymnasiumRollout:
         """Pass the policy's state and its other outputs to its next step.
 
         Where an episode ``begins``, the state is a new one and all else is zero. TorchRL does the
-        same if only some envs are reset, but keeps the old values if all are. This class never
-        keeps them, so that rows do not depend on how the envs are divided among workers.
+        same if only some envs are reset, but keeps the old values if all are reset. Here they are
+        never kept, so that rows do not depend on how envs are divided among workers.
         """
         self._others = {key: out[key] for key in carried}
         which = begins.tobytes()
@@ -684,7 +687,7 @@ class GymnasiumRollout:
         self._current = [now.copy() for now in self._current]
         given.share_changes(followed.observations, followed.done)
         data = given.recorded(made.overwritten) | followed.observed() | made.recorded()
-        if IS_INIT in self._state:  # as with InitTracker, a ("next", ...) never begins one
+        if IS_INIT in self._state:  # as with InitTracker, false in "next", where no episode begins
             data["next", IS_INIT] = torch.zeros(n, steps, 1, dtype=torch.bool)
         data |= followed.ended()
         if "policy_version" not in data:  # otherwise the learner's inference has stamped it
@@ -715,8 +718,8 @@ class GymnasiumRollout:
     def _run_ragged(self, steps: int, enough: Callable[[int], bool]) -> TensorDict:
         """Drop steps that only reset an env, and go on until each env has its transitions.
 
-        Envs that reset less often get ahead. Their transitions beyond ``steps`` begin the next
-        rollout, so none is lost.
+        Envs that reset less often get ahead. Their transitions beyond ``steps`` are not lost but
+        begin the next rollout.
         """
         have = [0 if part is None else part.shape[0] for part in self._surplus]
         while (ahead := min(have)) < steps and not enough(ahead):
@@ -733,7 +736,7 @@ class GymnasiumRollout:
                 self._surplus[i] = kept
                 have[i] = kept.shape[0]
         steps = min(steps, *have)
-        # none is None, because steps > 0
+        # no entry is None, because steps > 0
         parts = [part for part in self._surplus if part is not None]
         out: TensorDict = torch.stack([part[:steps] for part in parts], 0)
         self._surplus = [part[steps:].clone() for part in parts]
@@ -785,7 +788,7 @@ class TorchRLRollout:
             policy, list(env.observation_spec.keys(True, True)), list(env.action_keys)
         )
         self._policy = compilation.calls(takes_tensordicts, exploration_type)
-        # Policies in an env's transforms need the exploration type, too.
+        # Policies in an env's transforms also use the exploration type.
         inside = any(isinstance(module, TensorDictModuleBase) for module in env.modules())
         self._step = (
             self._policy.exploring(env.step_and_maybe_reset)
@@ -954,8 +957,8 @@ def make_rollout(
 
 
 def _require_random_actions(env: GymWrapper, space: Any) -> None:
-    """Refuse a space if TorchRL draws random actions that are not in it. It does so for texts, and
-    may draw infinity if the space has one bound."""
+    """Refuse a space if TorchRL draws random actions outside it, as it does for texts. In a space
+    with one bound, it may draw infinity."""
     with torch.random.fork_rng(devices=[]):
         for _ in range(_DRAWN):
             drawn = env.full_action_spec.rand()
@@ -969,7 +972,7 @@ def _require_random_actions(env: GymWrapper, space: Any) -> None:
 
 
 def _different(make_env: Callable[[], Any], first: EnvBase) -> Callable[[], EnvBase]:
-    """Wrap ``make_env``, which has made the ``first`` env, to refuse an env that it returns
+    """Wrap ``make_env``, which has already made the env ``first``, to refuse an env that it returns
     twice."""
     made = [first]
 

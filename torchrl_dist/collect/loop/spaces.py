@@ -41,14 +41,13 @@ def join_key(first: str, key: Key) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ObservationLeaf:
-    """One tensor of an observation: where it is in the env's structure and how to write it.
+    """One tensor of an observation: where it is in the env's observation and how to write it.
 
     Attributes:
         key: its key in the TensorDict.
-        path: keys to follow in the env's observation (a nested dict); empty if that is not a dict.
-        shape: shape per env.
-        one_hot: number of classes if integers must be written one-hot, else 0.
-        start: the first value, or values, of a (Multi)Discrete space; None for 0. In the
+        path: keys that lead to it in the env's observation (a nested dict); empty if that is not a
+        dict. shape: shape per env. one_hot: number of classes if integers must be written one-hot,
+        else 0. start: the first value, or values, of a (Multi)Discrete space; None for 0. In the
             TensorDict, classes count from 0, as for actions.
     """
 
@@ -204,7 +203,7 @@ class ActionCodec:
             ``VectorEnv.step``. Always makes a new array, because an env may change or keep it.
         sample: ``(generator, N)`` -> random actions in the policy's format, with the distribution
             of the space's own ``sample()``.
-        hint: a part of the error message for a policy's action of another shape.
+        hint: text added to the error message if the policy's action has another shape.
     """
 
     shape: tuple[int, ...]

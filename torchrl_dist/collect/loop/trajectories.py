@@ -1,4 +1,4 @@
-"""Assemble whole trajectories from batches that divide them anywhere. Pure bookkeeping."""
+"""Assemble whole trajectories from batches that may end inside them. Pure bookkeeping."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ class TrajectoryAssembler:
             self._whole.append(torch.cat(self._open.pop(trajectory), 0))
 
     def forget_parts(self, ids: Iterable[int] | None = None) -> None:
-        """Drop the unfinished trajectories with these ids, or all, because they will not end."""
+        """Drop the unfinished trajectories with these ids, or all, because they will not be
+        continued."""
         for trajectory in list(self._open) if ids is None else ids:
             self._open.pop(trajectory, None)
 

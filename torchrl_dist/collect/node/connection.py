@@ -6,8 +6,8 @@ import os
 import socket
 from multiprocessing.connection import Connection
 
-# Up to this size, ``Connection`` writes a message by one system call, and a Unix socket takes all
-# of it or nothing. Therefore an interrupt cannot leave it half sent.
+# ``Connection`` writes a message up to this size by one system call, of which a Unix socket takes
+# all or nothing. An interrupt therefore cannot leave such a message half sent.
 _ONE_PIECE_BYTES = 16384
 
 
@@ -43,7 +43,7 @@ class WholeMessages(Connection):
             raise
 
     def recv_bytes(self) -> bytes:  # type: ignore[override]  # of any length
-        """Receive a message, as ``Connection.recv_bytes`` does. If this call is interrupted, the
+        """Receive a message, as ``Connection.recv_bytes`` does. After an interrupted call, the
         message counts as unfinished, because it is unknown how much of it was read.
 
         Raises:
@@ -58,7 +58,7 @@ class WholeMessages(Connection):
             raise
 
     def _cut(self) -> None:
-        """Shut the socket down, so that the other end notices it and calls that wait for this end
+        """Shut the socket down. The other end notices this, and calls that wait on this end
         return."""
         self._cut_off = True
         with socket.socket(fileno=os.dup(self.fileno())) as end:

@@ -53,8 +53,8 @@ BUILT = 0  # number of the first answer: the envs are built. No message asks for
 class Message(NamedTuple):
     """Tell a process to call a method.
 
-    ``call`` is the pickled arguments. They are pickled separately, so that a failure to unpickle
-    them is an error of the call.
+    ``call`` is the pickled arguments. They are pickled separately, so that arguments that cannot be
+    unpickled fail only this call.
     """
 
     number: int  # the answer has the same number
@@ -163,7 +163,7 @@ class EnvProcessJob:
 
 
 def config_of_part(config: WorkerConfig, index: int, generation: int) -> WorkerConfig:
-    """Return the config of one process of a node worker. In seeds and ids, each env process of the
+    """Return the config of one process of a node worker. For seeds and ids, each env process of the
     job counts as one worker."""
     seed, frames = config.seed, config.frames_per_rollout
     if seed is not None and generation:  # the episodes of a predecessor must not be repeated
@@ -240,8 +240,8 @@ class _Part:
         anew: bool,
         at_random: bool,
     ) -> tuple[TensorDictBase | None, RolloutStats]:
-        """See ``RolloutWorker.collect``. Write rows that fit into the block at the address, and
-        return None instead of them."""
+        """See ``RolloutWorker.collect``. Rows that fit are written into the block at the address
+        and not returned."""
         packed: Any = weights  # an address of shared weights, as _Watched expects
         data, stats = self.worker.collect(steps, num_envs, packed, request, anew, at_random)
         if data is None or rows is None:
@@ -262,7 +262,7 @@ class _Watched(RolloutWorker):
         self._words, self._progress = words, progress
         self._weights = WeightsView()
         super().__init__(config)
-        self._turns.open()  # because the node worker asks in order, but may not begin at 0
+        self._turns.open()  # because the node worker asks in order, but possibly not from 0
 
     def _take_weights(self, address: Any) -> None:
         """Take weights from a ``WeightsAddress``."""

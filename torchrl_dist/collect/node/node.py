@@ -2,7 +2,7 @@
 
 The processes are forked from a server that has imported everything. They write one rollout into
 shared memory, where they also read the policy's weights. A process that dies, hangs or is paused is
-killed and replaced. Its parts of the current rollouts are missing; the other parts are delivered.
+killed and replaced. The current rollouts are delivered without its parts.
 
 Processes do not wait for the slowest one: if the collector has already asked for the next rollout,
 a process begins it as soon as it has finished the one before.
@@ -57,8 +57,8 @@ from torchrl_dist.weights import PackedWeights
 # Rollouts in memory at a time. The collector has at most two requests in flight.
 _BLOCKS = 2
 _GLANCE_S = 1.0  # how often to check for deaths that no connection reports
-# The step limit is at least this long, because a process that waits for a replay buffer shows
-# progress only every half second.
+# The step limit is at least this long, because a process that waits for a replay buffer counts a
+# step only every half second.
 _LEAST_LIMIT_S = 2.0
 
 
@@ -102,8 +102,8 @@ class _UnderWay:
 class NodeWorker:
     """Do what a :class:`RolloutWorker` does, with ``config.env_processes`` processes.
 
-    Env i of the job has the same seed, weights and place in the batch for any division into
-    workers and processes.
+    Env i of the job has the same seed, weights and place in the batch, however envs are divided
+    into workers and processes.
 
     Args:
         server: the server to fork from; default: a new one, whose imports take seconds.
@@ -127,7 +127,7 @@ class NodeWorker:
         self._blocks: list[SharedBlock] = []
         self._views: list[TensorDict] = []
         self._layout: RolloutLayout | None = None
-        # orders by request; the threads that announced them wait for their turn
+        # rollouts to make, by request; the threads that announced them wait for their turn
         self._announced: dict[int, _Order] = {}
         self._under_way: list[_UnderWay] = []
         self._unnumbered = 0  # calls of ``collect`` without a request number
@@ -222,13 +222,13 @@ class NodeWorker:
         return self._tell_all("visit_envs", inside, what, name, args, kwargs, only=process)[0]
 
     def _tell_all(self, method: str, *args: Any, only: int | None = None) -> list[Any]:
-        """Call a method in all processes, or in one. Return the answer of each process, or of its
-        successor if it ended meanwhile.
+        """Call a method in all processes, or in one. Return each process's answer, or its
+        successor's if it ended during the call.
 
         Raises:
             RemoteError: the method raised.
             PeerLostError: a process and its next two successors ended in a row.
-            DeadlineError: not all answered within ``config.call_timeout_s``. The calls go on.
+            DeadlineError: not all answered within ``config.call_timeout_s``. The calls continue.
         """
         with self._lock:
             until = awake() + self.config.call_timeout_s
@@ -254,7 +254,7 @@ class NodeWorker:
 
     def cut(self, request: int, least: int) -> None:
         """See ``RolloutWorker.cut``."""
-        self._pool.words[CUT_LEAST] = least  # first, because the next line makes it effective
+        self._pool.words[CUT_LEAST] = least  # first, because the next line puts it into effect
         self._pool.words[CUT_REQUEST] = request
 
     def collect(
@@ -310,8 +310,7 @@ class NodeWorker:
     def _begin_ahead(self) -> None:
         """Let the processes begin the rollout after the current one, if it was requested."""
         self._waker.quiet()
-        # Do not begin ahead if a process was replaced, because its successor must be taken in
-        # first.
+        # If a process was replaced, do not begin ahead: its successor must be added first.
         complete = all(process.ready for process in self._pool.processes)
         if complete and len(self._under_way) == 1 and not self._pool.stopped:
             request = self._under_way[0].order.request
@@ -447,7 +446,7 @@ class NodeWorker:
         if self._layout is not None and whole and len(pieces) == self._count:
             if self.config.packed:
                 return PackedRows(self._layout, self._blocks[block].data, (self.num_envs, steps))
-            return self._views[block][:, :steps].clone()  # because the caller may keep them
+            return self._views[block][:, :steps].clone()  # copied, because the caller may keep them
         found = [self._rows_of(piece, block) for piece in pieces]
         cut = len({piece.stats.frames // piece.stats.num_envs for piece in pieces}) > 1
         return join(found, masked=cut)

@@ -43,7 +43,7 @@ from torchrl_dist.runtime import ForkServer
 from torchrl_dist.runtime.awake import awake
 from torchrl_dist.runtime.surroundings import Surroundings
 
-_GLANCE_S = 0.2  # how often to check for deaths that no socket reports
+_GLANCE_S = 0.2  # how often to check for dead processes that no socket reports
 _START_S = 120.0  # least limit for the start of a process with its envs
 CLOSE_S = 10.0
 _MAX_DEATHS_IN_A_ROW = 3
@@ -51,7 +51,7 @@ _WORD_BYTES = 8
 
 
 class _LateError(Exception):
-    """No answer came in time. Not a TimeoutError, because user's signal handlers may raise that."""
+    """No answer came in time. Not a TimeoutError, because a user's signal handler may raise one."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class EnvProcess:
     sent: int = 0  # messages sent; their numbers begin at 1
     generation: int = 0
     forked_at: float = field(default_factory=awake)
-    deaths: int = 0  # in a row, since the last rollout
+    deaths: int = 0  # ends in a row, since the last rollout
     numbered: int = 0
     steps_seen: int = 0
     seen_at: float = 0.0
@@ -85,7 +85,7 @@ class ProcessPool:
         words: int64 memory shared with all processes, indexed by the constants of ``env_process``.
         job: what the next process will be started with.
         numbers_at_stake: how many trajectories a process may have numbered since its last answer.
-        replaced: how processes ended; the node worker reads and empties the list.
+        replaced: how replaced processes ended; the node worker reads and empties this list.
         children: pids and exits of the processes, from the server.
     """
 
@@ -219,12 +219,12 @@ class ProcessPool:
     def send(self, process: EnvProcess, method: str, *args: Any, **kwargs: Any) -> int:
         """Tell a process that is ready to call a method, and return the number of its answer.
 
-        This does not wait for the answer. If an earlier wait was interrupted or ran out of time,
-        older answers come first.
+        This does not wait for the answer. Answers whose wait was interrupted or ran out of time
+        come before it.
         """
         call = cloudpickle.dumps((args, kwargs))
         process.sent += 1
-        with contextlib.suppress(ConnectionError):  # the wait for the answer will report it
+        with contextlib.suppress(ConnectionError):  # the wait for the answer reports the failure
             process.connection.send_bytes(pickle.dumps(Message(process.sent, method, call)))
         return process.sent
 
@@ -235,7 +235,7 @@ class ProcessPool:
 
         Raises:
             EOFError: the process died or stopped inside an answer, or an earlier read was
-                interrupted inside one. The message says which, if it is known.
+                interrupted inside one. The message says which of these, if known.
         """
         try:
             message = process.connection.recv_bytes()
@@ -277,8 +277,8 @@ class ProcessPool:
             until: the deadline on ``awake()``.
 
         Returns:
-            answers by process index. An error that the method raised is an answer. Processes that
-            were late, or ended and were replaced, have none.
+            answers by process index. An error that the method raised counts as an answer. Processes
+            that were late or were replaced have no entry.
 
         Raises:
             PeerLostError: a process and its next two successors ended in a row.
@@ -314,8 +314,8 @@ class ProcessPool:
     def has_ended(self, process: EnvProcess) -> bool:
         """Whether a process has ended and left nothing to read.
 
-        Its connection does not show this if another thread of this process forked while the pair
-        of sockets was open.
+        The connection alone may not show this: another thread may have forked while both sockets
+        were open here.
         """
         return (
             self.children.states[process.index].exit is not None
@@ -331,7 +331,8 @@ class ProcessPool:
         return now - process.seen_at > limit_s
 
     def replace(self, process: EnvProcess, reason: str) -> None:
-        """Kill a process if it is still alive, and fork another without waiting for its envs.
+        """Kill a process if it is still alive, and fork another without waiting until its envs are
+        built.
 
         Args:
             reason: why it is replaced; empty: report how the process ended.
@@ -368,8 +369,8 @@ class ProcessPool:
     def welcome(
         self, wanted: Sequence[EnvProcess], until: float = math.inf, *, all_of_them: bool = False
     ) -> None:
-        """Take in replaced processes that are ready by now. Block until one of the wanted processes
-        is ready, or all of them, at most until ``until`` (on ``awake()``).
+        """Add successors that are ready by now. Block until one or all of the wanted processes are
+        ready, at most until ``until`` (on ``awake()``).
 
         Raises:
             RemoteError: a process could not build its envs.

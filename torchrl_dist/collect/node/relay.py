@@ -1,7 +1,7 @@
 """Get actions from the learner for env processes, through their node worker.
 
-A question is an env process's request for actions. A message between nodes costs a millisecond of
-CPU, whatever its size. That is more than all other costs of sixteen questions. The node worker
+A question is an env process's request for actions. A message of any size between nodes costs a
+millisecond of CPU, which is more than all other costs of sixteen questions. The node worker
 therefore sends the observations of all waiting processes in one message. If the processes have
 other envs to step meanwhile, it also waits for more questions, as long as the answers still arrive
 in time.
@@ -38,13 +38,13 @@ QUESTION = -1  # sent instead of a message's number, to mark a question
 _MAX_IN_FLIGHT = 2
 
 # A question may wait at most this part of the time that a process needs to step its other envs. It
-# waits less if its wait and the message would together take more than half of that time.
+# waits less if waiting and the message would together take more than half of that time.
 _WAITING_PART = 1 / 3
 _SMOOTHING = 0.1
 
 
 class Array(NamedTuple):
-    """An array ``[n, ...]`` in the form in which it is sent. NumPy's pickles take five times as
+    """An array ``[n, ...]`` as it is sent, because NumPy's own pickling takes five times as
     long."""
 
     key: Key
@@ -62,7 +62,7 @@ class Array(NamedTuple):
 
 
 class Question(NamedTuple):
-    """The observations for which a process asks the policy's outputs."""
+    """The observations for which a process requests the policy's outputs."""
 
     number: int
     values: list[Array]
@@ -218,11 +218,11 @@ class Relay:
         not block.
 
         Args:
-            most: with this many waiting questions no more can come, so they are sent at once.
+            most: once this many questions wait, no more can come, so they are sent without delay.
 
         Returns:
-            seconds until the next call is due; infinite if only a question or an answer can make
-            one due.
+            seconds until the next call is due; infinite if no call is due before a question or an
+            answer arrives.
         """
         if not self._waiting or self._in_flight >= _MAX_IN_FLIGHT:
             return math.inf

@@ -17,13 +17,14 @@ class Waker:
         now_and_in_children(self, Waker._renew)
 
     def _renew(self) -> None:
-        self._lock = threading.Lock()  # because a new file may get the closed one's number at once
+        self._lock = threading.Lock()  # because a new file may get the closed file's number
 
     def fileno(self) -> int:
         return self._event
 
     def wake(self) -> None:
-        """Make ``fileno`` readable. Any thread may call this; it does nothing after ``close``."""
+        """Make ``fileno`` readable. Any thread may call this, also after ``close``, without
+        effect."""
         with self._lock:
             if self._event >= 0:
                 os.eventfd_write(self._event, 1)

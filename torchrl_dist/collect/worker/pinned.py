@@ -1,4 +1,4 @@
-"""A worker whose envs are made, stepped and closed in one thread, while any thread may call it.
+"""A worker that any thread may call. Its envs are made, stepped and closed in one thread.
 
 Envs with a database, a window, an event loop or a graphics context may only be used in the thread
 that made them.
@@ -149,7 +149,7 @@ class PinnedWorker:
         return future
 
     def cut(self, request: int, least: int) -> None:
-        """See ``RolloutWorker.cut``. Takes effect at once."""
+        """See ``RolloutWorker.cut``. Takes effect during a running call."""
         self._worker.cut(request, least)
 
     def close(self, step_limit_s: float = 10.0, close_env: bool = True) -> Future:

@@ -16,7 +16,7 @@ def dump_registrations() -> Registrations:
     for env_id, spec in gymnasium.registry.items():
         if isinstance(spec.entry_point, str) and spec.entry_point.startswith("gymnasium."):
             continue
-        with contextlib.suppress(Exception):  # a spec that does not pickle cannot be sent
+        with contextlib.suppress(Exception):  # specs that do not pickle are left out
             specs[env_id] = cloudpickle.dumps(spec)
     return specs
 

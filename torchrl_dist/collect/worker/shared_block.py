@@ -1,7 +1,7 @@
 """Memory that the processes of a node share, without a file name that could be left behind.
 
 A block is an anonymous file of the process that creates it. Other processes of the same user open
-it through the creator's entry in ``/proc``. It exists as long as a tensor over it does.
+it through the creator's entry in ``/proc``. The memory lasts as long as any tensor that uses it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SharedBlock:
         self.data = attach(self.path)
 
     def close(self) -> None:
-        """Let no other process attach any more. Idempotent."""
+        """Prevent other processes from attaching from now on. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -120,7 +120,7 @@ class RolloutLayout:
             array[...] = rows.get(key).numpy()
 
     def _arrays(self, data: Tensor) -> Iterator[tuple[Key, np.ndarray]]:
-        # NumPy makes a view of a part in a quarter of torch's time.
+        # NumPy takes a quarter of torch's time to make a view of a part.
         block, size = data.numpy(), (self.num_envs, self.steps)
         for (key, dtype, shape), offset in zip(self.entries, self._places()[0], strict=True):
             yield key, np.ndarray((*size, *shape), dtype, block, offset)
@@ -155,11 +155,11 @@ class BlockRows:
 class PackedRows:
     """Rows ``[n, t]`` as one tensor.
 
-    To send a tensor to another process costs some 30 us, however small it is, and tensors of
-    several dtypes over one block would be copied one by one.
+    Sending even the smallest tensor to another process costs some 30 us, and tensors of several
+    dtypes in one block would be copied one by one.
 
     Attributes:
-        layout: layout of the block. The rows may be only its first envs and steps.
+        layout: layout of the block. The rows may fill only its first envs and steps.
         data: the block.
         shape: ``(n, t)``.
     """
@@ -205,7 +205,7 @@ class SharedWeights:
         self._made = 0
 
     def write(self, packed: PackedWeights) -> None:
-        """Write new weights in place of the oldest ones. No process may use those any more."""
+        """Write new weights over the oldest ones, which no process may still use."""
         address, block = self._places.popleft() if len(self._places) == _PLACES else (None, None)
         layout = (packed.entries, packed.aliases)
         if address is None or block is None or (address.entries, address.aliases) != layout:
@@ -244,7 +244,8 @@ class _Place:
 
 
 class WeightsView:
-    """The side of a process that uses the weights: its module's parameters become views of them."""
+    """The side of a process that uses the weights. Parameters of its module become views of
+    them."""
 
     def __init__(self) -> None:
         self._used = -1

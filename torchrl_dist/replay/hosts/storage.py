@@ -408,6 +408,9 @@ class RemoteStorage(
         if index is Ellipsis:
             index = slice(None)
         if isinstance(index, (slice, range)):
+            if several and isinstance(index, slice) and self._is_from_the_end(index):
+                used = self.shape[0]
+                return self._from_the_end(torch.arange(*index.indices(used), device="cpu") - used)
             high = self.max_size if several else self.shape[0]
             span = range(*index.indices(high)) if isinstance(index, slice) else index
             return torch.arange(span.start, span.stop, span.step, device="cpu")
@@ -418,6 +421,24 @@ class RemoteStorage(
         if (found < 0).any():
             found = torch.where(found < 0, self._from_the_end(found), found)
         return found
+
+    @staticmethod
+    def _is_from_the_end(index: slice) -> bool:
+        """Whether a slice counts from the last written slot, as its negative bounds do.
+
+        Raises:
+            IndexError: only one of its bounds does. An index of several shards counts the slots of
+                each, also those not in use, so nothing lies between the bounds.
+        """
+        bounds = [bound for bound in (index.start, index.stop) if bound is not None]
+        if not any(bound < 0 for bound in bounds):
+            return False
+        if index.start is None or any(bound >= 0 for bound in bounds):
+            raise IndexError(
+                f"over several shards, both bounds of a slice count from the end or none does, got "
+                f"{index.start}:{index.stop}; name the rows by the indices that extend returned"
+            )
+        return True
 
     def _from_the_end(self, index: torch.Tensor) -> torch.Tensor:
         """Resolve -1, -2, ... to the last written slots, in the order of the shards."""
