@@ -57,7 +57,7 @@ class Background:
             if self._stopped:  # the collector is being shut down
                 return
             self._error = error
-            raise  # so that Python prints it even if the caller never calls raise_error()
+            raise  # Python prints it even if the caller never calls raise_error()
         finally:
             self._end()
 

@@ -88,9 +88,9 @@ class RPCBatchedCollector(BaseCollector):
             worker.
         policy: the learner's module. Each worker gets a copy on its CPU, and new weights after
             ``update_policy_weights_()``. None, without ``policy_factory``: random actions. If it
-        has lazy layers without shapes yet, an env is built and closed here to get them. session:
-        the session of the workers; None: one worker in this process. frames_per_batch: frames of a
-        batch. T is this number, divided by the rollouts of a batch
+            has lazy layers without shapes yet, an env is built and closed here to get them.
+        session: the session of the workers; None: one worker in this process.
+        frames_per_batch: frames of a batch. T is this number, divided by the rollouts of a batch
             (the number of workers; ``FirstReady``: 1) and by the envs of a worker, and rounded up,
             with a warning if that makes batches larger. None: T follows from the duration of a
             step, which is measured at the start (then the envs begin new episodes). A rollout then
@@ -104,15 +104,16 @@ class RPCBatchedCollector(BaseCollector):
             of copying ``policy``. A factory without required arguments (and without
             ``worker_index``) is called without arguments. A list has one for each worker. If
             ``policy`` is given, too, its weights are loaded into the module that the factory made,
-        or into the part that they fit. num_envs: envs per process; a vector env has its own number.
+            or into the part that they fit.
+        num_envs: envs per process; a vector env has its own number.
         env_processes: 0: a worker steps its envs itself. K: K processes of its node step them, and
             the worker sends one rollout for all, so one worker per node is enough. A process that
             dies is replaced with a warning, and the rows that it had not delivered are collected
             again. If this process and its next two successors all die before they deliver, that is
-        an error. A server process forks the env processes. step_timeout_s: an env process without a
-        step for this many seconds (it hangs, or is paused) is killed and replaced; default: no
-        limit. workers: peers to use; default ``session.of_role("collector")``, or this process if
-        there
+            an error. A server process forks the env processes.
+        step_timeout_s: an env process without a step for this many seconds (it hangs, or is paused)
+            is killed and replaced; default: no limit.
+        workers: peers to use; default ``session.of_role("collector")``, or this process if there
             are none.
         readiness: when a batch is complete: ``WaitAll()``, ``FirstReady()``, ``Quorum(...)`` or
             ``Preempt(...)``.
@@ -120,15 +121,15 @@ class RPCBatchedCollector(BaseCollector):
             ``WaitAll``, all data then come from the newest weights. k: while the caller has a
             batch, every worker may collect up to k rollouts ahead and then waits. With ``WaitAll``
             and one update per batch, data are at most k versions old. A worker in the caller's
-        process never runs ahead, because TorchRL's exploration type, which it sets, applies to the
-        whole process. replay_buffer: pickled to the workers, which call
-        ``extend(rows.reshape(-1))``. Its storage
+            process never runs ahead, because TorchRL's exploration type, which it sets, applies to
+            the whole process.
+        replay_buffer: pickled to the workers, which call ``extend(rows.reshape(-1))``. Its storage
             must be a ``SharedMemmapStorage``, unless the worker is this process.
         inference: where the policy runs. ``"worker"``: on the workers. ``"learner"``: workers send
             the observations of each step and get actions, from a copy of ``policy`` on the
             learner's CPU that ``update_policy_weights_()`` updates. Use this if the policy does not
-        fit on the workers. env_groups: with ``inference="learner"``, the number of groups into
-        which the envs of a
+            fit on the workers.
+        env_groups: with ``inference="learner"``, the number of groups into which the envs of a
             worker, or of each of its env processes, are divided. One group is stepped while the
             others wait for actions.
         trajs_per_batch: batches are this many complete trajectories ``[trajs_per_batch, longest]``,
@@ -174,9 +175,9 @@ class RPCBatchedCollector(BaseCollector):
             along which the workers' rollouts are joined. Default: 0, whereas TorchRL's
             ``MultiSyncCollector`` stacks.
         preemptive_threshold: once this fraction of the workers is ready, the others stop; short for
-        ``readiness=Preempt(...)``. device, storing_device: the device of batches. The workers
-        themselves run on the CPU. compile_policy, cudagraph_policy: as in TorchRL's collectors,
-        true or the arguments of
+            ``readiness=Preempt(...)``.
+        device, storing_device: the device of batches. The workers themselves run on the CPU.
+        compile_policy, cudagraph_policy: as in TorchRL's collectors, true or the arguments of
             ``torch.compile`` (and ``warmup``) and ``CudaGraphModule``. They apply in every process
             that runs the policy.
         **torchrl: arguments of TorchRL's collectors that have no meaning here. A value that would
@@ -187,7 +188,7 @@ class RPCBatchedCollector(BaseCollector):
         ConfigurationError: arguments cannot work together, or ``make_env`` returned the same env
             twice.
         RemoteError: building a worker failed; the message names the node and includes the
-        traceback.
+            traceback.
 
     Iterating raises:
         DeadlineError: no batch within ``timeout_s``; the message names the workers that are late.
@@ -195,9 +196,9 @@ class RPCBatchedCollector(BaseCollector):
             after each step, so only Ctrl-C ends a step that hangs.
         RemoteError: an env or the policy raised on a worker; the collector is shut down.
         PeerLostError: fewer than ``min_workers`` are alive; the collector is shut down. As long as
-        enough are alive, the death of a worker causes one warning, an entry in
-        ``report.lost_workers`` and smaller batches. The other workers collect the frames that it
-        had not delivered.
+            enough are alive, the death of a worker causes one warning, an entry in
+            ``report.lost_workers`` and smaller batches. The other workers collect the frames that
+            it had not delivered.
 
     Example:
         >>> collector = RPCBatchedCollector(
@@ -529,8 +530,8 @@ class RPCBatchedCollector(BaseCollector):
     def _completed(
         self, packed: PackedWeights, workers: Collection[int]
     ) -> dict[int, PackedWeights]:
-        """Return complete weights by worker. Missing entries are taken from the last weights sent
-        to it."""
+        """Return complete weights by worker. Missing entries come from the last weights sent to
+        that worker."""
         module = self.policy if isinstance(self.policy, nn.Module) else None
         pending = self._crew.pending
         found: dict[tuple[int, bool], PackedWeights] = {}  # usually a single entry
@@ -684,8 +685,8 @@ class RPCBatchedCollector(BaseCollector):
 
         Raises:
             ConfigurationError: there is no ``replay_buffer``, or the env was already made, in a
-            different thread from the one that would step it. Exception: the exception with which
-            collection in the background ended.
+                different thread from the one that would step it.
+            Exception: the exception with which collection in the background ended.
         """
         if self.replay_buffer is None:
             raise ConfigurationError("start() collects into a replay buffer; pass replay_buffer=")
@@ -695,7 +696,7 @@ class RPCBatchedCollector(BaseCollector):
         if not self.is_running():
             if self._crew.in_callers_thread:
                 raise ConfigurationError(
-                    "start() collects in a thread of its own, and this env was made in another "
+                    "start() collects in a separate thread, and this env was made in another "
                     "one; pass a function that makes it, such as make_env=lambda: MyEnv()"
                 )
             self._background = Background(self)
@@ -965,7 +966,7 @@ class RPCBatchedCollector(BaseCollector):
 
         Args:
             close_env: False leaves the envs open, for example if the caller still uses an env that
-            was given to the constructor.
+                was given to the constructor.
 
         Raises:
             RemoteError: an env raised while it was closed, unless ``raise_on_error`` is False.

@@ -378,7 +378,7 @@ class Crew:
                 at_random=self.budget.frames_before(round_, share) < self._random_frames,
                 timeout_s=_ROLLOUT_LIMIT_S,
             )
-        except ConfigurationError as error:  # the session is closed; the next batch raises this
+        except ConfigurationError as error:  # the call for the next batch raises this
             worker.failure = error
             return False
         worker.requests += 1

@@ -188,7 +188,7 @@ def _pass_on(future: Future, name: str, answer: Future) -> None:
 class CallersHandle:
     """A worker whose envs live in the thread that builds this object.
 
-    That thread calls :meth:`work` for every rollout, instead of waiting for a batch.
+    When that thread needs a batch, it calls :meth:`work`, which makes the rollouts.
 
     Attributes:
         running: whether a rollout is under way.

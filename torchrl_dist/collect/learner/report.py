@@ -26,11 +26,13 @@ class CollectReport:
         episode_lengths_by_worker: ``episode_lengths`` by worker.
         policy_version: version of the newest weights given to the collector.
         policy_lag: ``policy_version`` minus the version that made this batch's oldest transition.
-        messages: rollouts in this batch. data_bytes: size of these rollouts. wait_s: how long the
-        caller was blocked for this batch. collect_s: seconds of stepping, by worker. write_s:
-        seconds of postproc and of writing to the replay buffer, by worker. lost_workers: names of
-        the workers that have died so far. replaced: env processes that ended in this batch and were
-        replaced, and how they ended.
+        messages: rollouts in this batch.
+        data_bytes: size of these rollouts.
+        wait_s: how long the caller was blocked for this batch.
+        collect_s: seconds of stepping, by worker.
+        write_s: seconds of postproc and of writing to the replay buffer, by worker.
+        lost_workers: names of the workers that have died so far.
+        replaced: env processes that ended in this batch and were replaced, and how they ended.
 
     Example:
         >>> report = CollectReport(total_frames=100, total_frames_by_worker={0: 75, 1: 25})

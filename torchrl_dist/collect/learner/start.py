@@ -50,7 +50,7 @@ def start_workers(
     limit_s: float,
 ) -> tuple[list[Worker], list[str], list[BaseException]]:
     """Build a worker on every peer, or one in this process if there are no peers. Block at most
-    ``limit_s``. If this is interrupted, all workers are closed, even if their building ends only
+    ``limit_s``. If this is interrupted, all workers are closed, even those that are complete only
     later.
 
     Returns:

@@ -18,8 +18,8 @@ from torchrl_dist.collect.loop.rollout import GymnasiumRollout, Values, make_rol
 from torchrl_dist.collect.loop.spaces import Key
 from torchrl_dist.errors import ConfigurationError
 
-# The learner answers with an error at the deadline. Without any answer, the worker raises this many
-# seconds later.
+# At the deadline, the answer is an error. Without any answer, the worker raises this many seconds
+# later.
 _LATE_S = 5.0
 
 

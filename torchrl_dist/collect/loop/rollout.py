@@ -690,7 +690,7 @@ class GymnasiumRollout:
         if IS_INIT in self._state:  # as with InitTracker, false in "next", where no episode begins
             data["next", IS_INIT] = torch.zeros(n, steps, 1, dtype=torch.bool)
         data |= followed.ended()
-        if "policy_version" not in data:  # otherwise the learner's inference has stamped it
+        if "policy_version" not in data:  # else the learner's inference has stamped it
             data["policy_version"] = torch.full((n, steps), self.policy_version)
         rollout = nested(data, [n, steps], names=[None, "time"])
         return (rollout if t + 1 == steps else rollout[:, : t + 1]), followed.valid

@@ -46,8 +46,10 @@ class ObservationLeaf:
     Attributes:
         key: its key in the TensorDict.
         path: keys that lead to it in the env's observation (a nested dict); empty if that is not a
-        dict. shape: shape per env. one_hot: number of classes if integers must be written one-hot,
-        else 0. start: the first value, or values, of a (Multi)Discrete space; None for 0. In the
+            dict.
+        shape: shape per env.
+        one_hot: number of classes if integers must be written one-hot, else 0.
+        start: the first value, or values, of a (Multi)Discrete space; None for 0. In the
             TensorDict, classes count from 0, as for actions.
     """
 

@@ -31,7 +31,7 @@ class WholeMessages(Connection):
             raise BrokenPipeError
         try:
             super().send_bytes(buf)
-        except ConnectionError:  # not interrupted: messages that have arrived are complete
+        except ConnectionError:  # messages that have arrived are complete
             raise
         except BaseException as error:
             if isinstance(error, OSError) and self.closed:  # another thread closed it meanwhile

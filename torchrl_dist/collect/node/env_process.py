@@ -47,7 +47,7 @@ _SEED_STRIDE = 1_000_003
 CUT_REQUEST, CUT_LEAST, STOP, FIRST_PROGRESS = range(4)
 # Tensors of these dtypes can be pickled, but not unpickled (torch 2.13).
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
-BUILT = 0  # number of the first answer: the envs are built. No message asks for it.
+BUILT = 0  # number of the first answer, "the envs are built", which no message requests
 
 
 class Message(NamedTuple):

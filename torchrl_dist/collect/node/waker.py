@@ -23,8 +23,7 @@ class Waker:
         return self._event
 
     def wake(self) -> None:
-        """Make ``fileno`` readable. Any thread may call this, also after ``close``, without
-        effect."""
+        """Make ``fileno`` readable. Any thread may call this. After ``close``, it does nothing."""
         with self._lock:
             if self._event >= 0:
                 os.eventfd_write(self._event, 1)

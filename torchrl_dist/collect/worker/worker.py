@@ -68,7 +68,7 @@ class WorkerOptions:
     """The arguments of a collector that its workers take unchanged.
 
     Attributes:
-        replay_buffer: if given, rollouts are written there and ``collect`` returns no data.
+        replay_buffer: if given, ``collect`` writes rollouts there instead of returning rows.
         postproc: rollout ``[N, T]`` -> rows. ``postproc_factory(policy)`` makes one on the worker.
         env_processes: 0, or the number of processes in which the worker's envs run.
         step_timeout_s: an env process that makes no step for this many seconds is replaced.
@@ -98,10 +98,11 @@ class WorkerConfig(WorkerOptions):
     """Everything that a worker is built from. Sent by cloudpickle, so callables may be lambdas.
 
     Attributes:
-        policy: used directly, without a copy. None, and no factory: random actions.
+        policy: used directly, without a copy. If there is no factory either, None gives random
+            actions.
         policy_factory: ``(worker_index, num_workers) -> module``, called on the worker.
-        frames_per_rollout: T is this divided by the number of envs, rounded up. None: T is 1 until
-            ``set_steps``, and a step is timed.
+        frames_per_rollout: T is this divided by the number of envs, rounded up. None: a step is
+            timed, and T is 1 until ``set_steps``.
         seed: the job's seed; the envs of all workers take consecutive seeds of TorchRL's chain.
         seed_given: whether the user gave the seed. If so, each env must get its own seed.
         keep_env_seeds: TorchRL envs stay seeded as ``make_env`` left them.
@@ -114,7 +115,7 @@ class WorkerConfig(WorkerOptions):
             ``"next"``, as in TorchRL; False: they have no version.
         whole_trajectories: the replay buffer gets complete trajectories, one after another.
         make_envs, policy_factories: one for each worker; see :meth:`of_worker`.
-        shown_index: worker index in data and statistics, if this is an env process of that worker.
+        shown_index: in an env process, the index of its worker, for data and statistics.
         registrations: gymnasium environments to register in the worker's process.
     """
 
@@ -166,7 +167,7 @@ class WorkerConfig(WorkerOptions):
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """What the collector must know before the first rollout.
+    """What the collector must know about a worker before the first rollout.
 
     Attributes:
         processes: number of processes that step envs.
@@ -189,7 +190,7 @@ class WorkerInfo:
 
 @dataclass(frozen=True)
 class RolloutStats:
-    """The statistics of one rollout, which is sent or written to a replay buffer.
+    """The statistics of one rollout, whether its rows are sent or written to a replay buffer.
 
     Attributes:
         frames: env steps in it (0: the worker was closed meanwhile).
@@ -198,7 +199,7 @@ class RolloutStats:
         data_bytes: size of the rollout.
         num_envs: number of envs that made the steps.
         numbered: how many trajectories the worker has numbered.
-        replaced: how the env processes ended whose parts of the rollout are missing.
+        replaced: how env processes ended, for those whose parts of the rollout are missing.
     """
 
     worker_index: int
@@ -219,7 +220,7 @@ def env_seeds(seed: int, first: int, count: int, static_seed: bool = False) -> l
     """Return the seeds of the job's envs ``first .. first + count - 1``, chained as in TorchRL's
     batched envs.
 
-    A seed depends only on the env's number in the job, not on the division into workers.
+    A seed depends only on the env's number in the job, not on how envs are divided into workers.
     """
     if static_seed:
         return [seed] * count
@@ -263,7 +264,7 @@ class Turns:
 
     @contextlib.contextmanager
     def wait_for(self, number: int | None) -> Iterator[None]:
-        """Block until all calls with smaller numbers have ended. None does not wait."""
+        """Block until all calls with smaller numbers have ended. With None, do not wait."""
         with self._cond:
             self._cond.wait_for(lambda: number is None or self._open or self._next >= number)
         try:
@@ -379,12 +380,12 @@ class RolloutWorker:
                 begun = time.perf_counter()
                 rows = self._rollout.run(steps)
                 taken_s = time.perf_counter() - begun
-                # The best time counts, because other workers that are starting use the cores, too.
+                # The best time is used, because other workers that are starting also use the cores.
                 step_s = min(step_s, taken_s / steps)
         return replace(info, step_s=step_s, step_bytes=size_bytes(rows) / steps)
 
     def set_steps(self, steps: int) -> None:
-        """Set T. The episodes begin anew, from the config's seed."""
+        """Set T. All envs begin new episodes, from the config's seed."""
         with self._lock:
             self.steps = steps
             self._rollout.resize(steps)
@@ -421,7 +422,7 @@ class RolloutWorker:
             tensors = chain(policy.parameters(), policy.buffers())
             if any(is_lazy(tensor) for tensor in tensors):
                 training = [module for module in policy.modules() if module.training]
-                policy.eval()  # so that, for example, a batch norm does not learn from zeros
+                policy.eval()  # so that, for example, a batch norm does not adapt to zeros
                 with torch.no_grad():
                     self._rollout.call_policy_once()
                 for module in training:
@@ -501,8 +502,8 @@ class RolloutWorker:
         return wait_free(self._lock, timeout_s)
 
     def _seed_process(self, seed: int | None) -> None:
-        """Seed the process's generators. Otherwise all processes of a fork server would explore
-        with the same random numbers."""
+        """Seed the process's generators, because all forks of one server begin with the same random
+        numbers."""
         if not self.config.own_process:
             return
         spawn_key = (self.config.worker_index,)
@@ -542,8 +543,8 @@ class RolloutWorker:
             until: a time on ``awake()``; None: no limit.
 
         Raises:
-            DeadlineError: a step that was not the last one ended after ``until``. The next call
-                continues this rollout.
+            DeadlineError: ``until`` has passed before the last step. The next call continues this
+                rollout.
 
         Returns:
             the rows (``None`` if they went to the replay buffer or the worker was closed), and the
@@ -575,7 +576,7 @@ class RolloutWorker:
             returns, lengths = self._stamp(rollout, kept)
             if kept < self.num_envs:
                 rollout = rollout[:kept]
-                # The other envs' steps were dropped, so a later rollout must begin anew.
+                # The other envs' steps were dropped, so the next rollout must begin new episodes.
                 self._rollout.reset()
                 self._episodes.restart()
             if rollout.shape[1] < asked:
@@ -598,7 +599,7 @@ class RolloutWorker:
                 self._shut()  # the buffer's rate limiter held up these rows until the stop
                 return None, RolloutStats(index, 0)
             finally:
-                if kept < self.num_envs:  # after delivery, which may complete trajectories
+                if kept < self.num_envs:  # after delivery, because that may complete trajectories
                     self._trajectories.forget_parts()
             return data, RolloutStats(
                 index,
@@ -621,7 +622,7 @@ class RolloutWorker:
         part: TensorDict | None,
         enough: Callable[[int], bool],
     ) -> TensorDict:
-        """Return a rollout that begins with ``part``, the steps that were made already."""
+        """Return a rollout that begins with the steps already made, ``part``."""
         if until is None and part is None:
             return self._rollout.run(steps, enough)
         have = 0 if part is None else part.shape[1]
@@ -658,8 +659,8 @@ class RolloutWorker:
         return self._told_to_stop
 
     def _watch(self, request: int | None) -> Callable[[int], bool]:
-        """Return a function that is called after every step with the number of steps done, and
-        says whether to end the rollout. A rollout without a request number is never cut."""
+        """Return a function that takes the number of steps done and says whether to end the
+        rollout, for a call after every step. A rollout without a request number is never cut."""
         if request is None:
             return never
 
@@ -671,7 +672,7 @@ class RolloutWorker:
 
     def cut(self, request: int, least: int) -> None:
         """Let the rollouts of all requests up to ``request`` end once each env has made ``least``
-        steps. A rollout may have begun or ended already, or begin later."""
+        steps. Such a rollout may be running, have ended, or begin later."""
         self._cut = (request, least)
 
     def _stamp(self, rollout: TensorDict, kept: int) -> tuple[list[float], list[int]]:
@@ -765,5 +766,5 @@ class RolloutWorker:
         if close_env:
             try:
                 rollout.close()
-            except Exception as error:  # close() raises it, even if collect() closed the envs
+            except Exception as error:  # close() raises it, even if collect() closes the envs
                 self._close_error = error
