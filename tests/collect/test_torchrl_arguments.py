@@ -564,7 +564,7 @@ def test_collection_in_the_background_pauses_and_ends(build: Any) -> None:
     rows = buffer()
     env = Plain(5)
     given = build(env, turning(), frames_per_batch=10, replay_buffer=buffer())
-    with pytest.raises(ConfigurationError, match="a thread of its own"):
+    with pytest.raises(ConfigurationError, match="a separate thread"):
         given.start()
     collector = build(
         lambda: env, turning(), frames_per_batch=10, replay_buffer=rows, total_frames=-1
