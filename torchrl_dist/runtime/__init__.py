@@ -1,4 +1,4 @@
-"""Processes of a job: how they start, find and call one another, and end.
+"""How the processes of a job start, find and call one another, and end.
 
     with local_cluster({"learner": 1, "collector": 4}) as session:   # a script or a notebook
         counter = session.remote(session.of_role("collector")[0], Counter)
@@ -7,7 +7,7 @@
     with session({"learner": 1, "collector": -1}) as me:             # every rank of torchrun
         ... if me.role == "learner" else me.serve()
 
-RPC unpickles what a peer sends, so anyone who can connect to its port can run code. Jobs of one
+RPC unpickles messages, so any program that can connect to its port can run code. Jobs of one
 node listen only on loopback, where every local user can connect. A job of several nodes listens on
 the interface that TP_SOCKET_IFNAME names.
 """

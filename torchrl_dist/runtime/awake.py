@@ -1,8 +1,8 @@
 """Deadlines that advance only while this process runs.
 
-A process that was stopped (SIGSTOP, a suspended machine, a debugger) finds its deadlines passed
-when it resumes, although the others had no time to answer it. So waits are measured on the clock
-:func:`awake`. A thread of this module advances it, so it stops with the process.
+After a process was stopped (SIGSTOP, a suspended machine, a debugger), deadlines by the usual clock
+have passed, although the other processes had no time to answer. Waits are therefore measured on the
+clock :func:`awake`, which stops with the process because a thread of it advances the clock.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Clock:
 
     def _run(self) -> None:
         while True:
-            self._next_look = self.now() + _TICK_S  # set first, because call_at reads it
+            self._next_look = self.now() + _TICK_S  # set before the rest, because call_at reads it
             soonest = min((due for due, _ in list(self._due.values())), default=self._next_look)
             self._next_look = min(self._next_look, soonest)
             self._sooner.wait(max(0.0, self._next_look - self.now()))
@@ -102,7 +102,7 @@ def check_timeout(timeout_s: float) -> None:
 def awake() -> float:
     """Return ``time.monotonic()`` minus the time for which this process was stopped.
 
-    Stops shorter than half a second are not subtracted, nor any before :func:`start_clock`.
+    Stops of less than half a second, and those before :func:`start_clock`, are not subtracted.
     """
     return _clock.now()
 
@@ -121,7 +121,7 @@ def call_at(due: float, function: Callable[[], None]) -> int:
 
 
 def forget(key: int) -> bool:
-    """Cancel the call; return whether it had not begun. True at most once per key."""
+    """Cancel the call. Return True if it had not begun, at most once per key."""
     return _clock.forget(key)
 
 

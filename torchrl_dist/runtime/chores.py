@@ -1,7 +1,7 @@
 """Run work in the thread that serves other processes.
 
-Some environments must run in one thread from beginning to end. Those with signal handlers, event
-loops or windows even need the main thread.
+Some environments must run in one thread from beginning to end. If they use signal handlers, event
+loops or windows, this must be the main thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ Chore = Callable[[], None]
 
 # When the job ends, a running call has this long before it is interrupted, as by Ctrl-C.
 _END_S = 1.0
-# If it still runs after this time, another thread ends the process, which must not outlive its job.
+# If the call still runs after this time, another thread ends the process, so that it does not
+# outlive its job.
 _INTERRUPT_S = 5.0
 
 
@@ -54,14 +55,15 @@ class Chores:
             return True
 
     def submit(self, chore: Chore) -> None:
-        """Run ``chore`` soon, after those submitted earlier. Does not block. It must not raise."""
+        """Run ``chore`` soon, after those submitted earlier. Does not block. ``chore`` must not
+        raise."""
         with self._cond:
             self._work.append(chore)
             if self._wake_fd is not None:
                 os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
-        """Release the thread; chores submitted earlier still run."""
+        """Release the thread. Chores that were submitted before still run."""
         with self._cond:
             self._claimed = False
 

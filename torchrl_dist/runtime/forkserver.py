@@ -2,16 +2,16 @@
 
 It forks the children of ``local_cluster`` and the env processes of node workers. Each env process
 gets one end of a socket pair. Importing takes seconds of CPU per process; a fork takes
-milliseconds. Forking is safe only while the server has no second thread, no RPC and no CUDA, so it
-does nothing but fork, wait and report.
+milliseconds. Forking is safe only without a second thread, RPC and CUDA, so the server only forks,
+waits and reports.
 
-A child that needs processes of its own does not import anything again: it becomes another client of
-the server that forked it, at a socket that accepts only this user's processes.
+To start processes, a child becomes another client of the server that forked it, without another
+import. The socket for this accepts only processes of this user.
 
-Lifetimes. When a client is gone, which the server notices by a pidfd and the command stream, the
-server ends the client's children. When its parent, the first client, is gone, it also ends itself.
-When the server dies, the kernel kills the children, and each client kills what is left of its
-children's process groups.
+Lifetimes. When a client is gone (noticed by a pidfd and the command stream), the server ends the
+client's children. When the first client, its parent, is gone, the server also ends itself. When the
+server dies, the kernel kills the children, and each client kills all that remain in its children's
+process groups.
 
     client --commands (a stream)-->  server  --fork-->  child
     client <--reports (datagrams)--  server and children
@@ -61,12 +61,12 @@ _PRELOAD = (
 )
 _MAX_REPORT_BYTES = 64 * 1024
 _PR_SET_PDEATHSIG = 1
-# Long, because a slow start-up, in which many children compete for few cores, is not a failure.
+# Long, because a start-up may be slow without a failure, if many children share few cores.
 _BOOT_TIMEOUT_S = 120.0
 _KILL_TIMEOUT_S = 5.0
 _JOIN_S = 1.0  # how long a new connection may take to send its descriptors
 _FULL_S = 0.01
-# Address of the server that forked this process, or of the one that tests use instead of new ones.
+# Address of the server that forked this process, or of a server that tests use instead of new ones.
 _address: str | None = None
 
 
@@ -75,7 +75,7 @@ class ChildState:
     pid: int | None = None
     ready: bool = False
     failure: tuple[str, str] | None = None  # (summary, traceback) of the child's exception
-    exit: str | None = None  # how it ended, such as "killed by SIGKILL"
+    exit: str | None = None  # how the child ended, such as "killed by SIGKILL"
 
 
 @dataclass
@@ -148,9 +148,9 @@ class ForkServer:
     The children see modules and files as they were when the server started.
 
     Args:
-        fork: fork the server from this process, so that it keeps the imports. Use it only in a
-            program that has done nothing else yet, and has not run any user code. If this process
-            has more than one thread, the server is started as a new process after all.
+        fork: fork the server from this process, so that it keeps the imports. Only for a program
+            that has done nothing else yet, and has not run any user code. If this process has more
+            than one thread, the server is nevertheless started as a new process.
     """
 
     def __init__(self, *, fork: bool = False) -> None:
@@ -236,7 +236,7 @@ class ForkServer:
     def _start_process(self, fds: tuple[int, int]) -> subprocess.Popen[bytes]:
         numbers = [int(number) for number in STOP_SIGNALS]
         code = (
-            # imports leave no garbage, but collecting it takes a quarter of their time
+            # imports leave no garbage, but garbage collection takes a quarter of their time
             "import gc, signal, sys; gc.disable(); "
             f"[signal.signal(n, signal.SIG_IGN) for n in {numbers}]; "
             f"signal.pthread_sigmask(signal.SIG_UNBLOCK, {numbers}); "
@@ -244,8 +244,8 @@ class ForkServer:
             "from torchrl_dist.runtime.forkserver import serve; "
             f"serve({fds[0]}, {fds[1]}, {os.getpid()}, {self.address!r})"
         )
-        # Stop signals are for the parent, which ends the children cleanly. They are blocked until
-        # the server ignores them, because Slurm sends them to every process that it finds.
+        # Slurm sends stop signals to every process that it finds. Only the parent handles them, and
+        # ends the children cleanly. Here they are blocked until the server ignores them.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             return subprocess.Popen(
@@ -406,10 +406,10 @@ class ForkServer:
         self._server_died()
 
     def _next_report(self) -> tuple[Any, ...] | None:
-        """Return the next report, or None if there is none yet.
+        """Return the next report, or None if none has arrived.
 
         Raises:
-            EOFError: there will be none, because no process has the other end.
+            EOFError: no report will come, because no process has the other end.
         """
         try:
             data = self._reports.recv(2 * _MAX_REPORT_BYTES, socket.MSG_DONTWAIT)
@@ -452,7 +452,7 @@ class ForkServer:
             self._lose_children(_how_it_ended(-code if code < 0 else code << 8))
 
     def _lose_children(self, how: str) -> None:
-        """Note how this client lost the server, and with it the children."""
+        """Note how this client lost the server and therefore the children."""
         self._error = how
         self._up.set()
         children = self._children
@@ -466,7 +466,7 @@ class ForkServer:
 
 
 class _Fork:
-    """A server that is a fork of this process, with the methods of ``Popen`` that are used."""
+    """A server forked from this process, with those methods of ``Popen`` that are used here."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -528,9 +528,8 @@ def serve(command_fd: int, report_fd: int, parent_pid: int, address: str) -> Non
     outlive_stop_signals()
     for name in _PRELOAD:
         importlib.import_module(name)
-    # All children share this tracker. A child's own tracker would be killed with the child's
-    # process group, and what the tracker must unlink, such as semaphores of envs, would stay in
-    # /dev/shm.
+    # All children share this resource tracker. A child's own tracker would be killed with the
+    # child's process group before it unlinks, for example, semaphores of envs in /dev/shm.
     resource_tracker.ensure_running()
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
@@ -539,13 +538,13 @@ def serve(command_fd: int, report_fd: int, parent_pid: int, address: str) -> Non
             "be unsafe. A preloaded library started one."
         )
     gc.collect()
-    gc.freeze()  # otherwise children would copy every page that garbage collection touches
+    gc.freeze()  # else children would copy every page that garbage collection touches
     gc.enable()
     flush(sys.stdout, sys.stderr)  # otherwise every child would write the buffered output again
     _address = address
     _Server(_Client(command_fd, report_fd, parent), address).run()
-    # Nothing is left to finalize. A normal exit would print the frozen objects as leaked, because
-    # nanobind (in triton, which tensordict imports with torch 2.15) counts its objects at exit.
+    # Nothing must be finalized. At a normal exit, nanobind (in triton, which tensordict imports
+    # with torch 2.15) would print the frozen objects as leaked.
     flush(sys.stdout, sys.stderr)
     os._exit(0)
 
@@ -620,8 +619,8 @@ class _Server:
         try:
             while self._parent in self._clients:
                 events = [fd for fd, _ in self._poller.poll()]
-                door = self._door.fileno()  # served last, because existing clients do not need it
-                # one event at a time, because handling it may close the descriptors of others
+                door = self._door.fileno()  # last, because existing clients do not need this socket
+                # one event at a time, because it may close the descriptors of the others
                 self._serve(next((fd for fd in events if fd != door), door))
         finally:
             for client in self._clients + self._ended:
@@ -716,8 +715,8 @@ class _Server:
     def _take_end(self, client: _Client) -> None:
         """Receive one descriptor and fork the child that waits for it.
 
-        One at a time, so that no child inherits another's descriptor, and the server never waits
-        for a client that was stopped in between.
+        Descriptors come one at a time, so that no child inherits another's. The server never waits
+        for a client that was stopped between two.
         """
         data, ends, _, _ = socket.recv_fds(client.link, 1, 1)
         if not ends:
@@ -768,7 +767,7 @@ class _Server:
         if os.getppid() != server_pid:
             os._exit(1)
         outlive_stop_signals()
-        # A group of its own, so that processes that the child starts can be ended with it.
+        # A separate group, so that processes that the child starts can be ended with the child.
         os.setpgid(0, 0)
         self._door.close()  # first, because the next line needs a descriptor
         reports = of.reports.dup()
@@ -782,7 +781,7 @@ class _Server:
         pid, job, rank = client.children.pop(fd)
         self._poller.unregister(fd)
         os.close(fd)
-        _kill_group(pid)  # before the wait, while no other process can have this pid
+        _kill_group(pid)  # before the wait: until then, no other process can get this pid
         _, status = os.waitpid(pid, 0)
         how = _how_it_ended(status)
         if client.problem is not None:
@@ -814,7 +813,7 @@ def _run_child(reports: socket.socket, job: int, rank: int, blob: bytes, end: in
 
 
 def _kill_group(pid: int) -> None:
-    """Kill a child and those processes it started that are still in its process group."""
+    """Kill a child and all other processes in its process group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 

@@ -1,8 +1,9 @@
-"""Check that this process's limits suffice for a job, because C++ aborts without naming the limit.
+"""Check that this process's limits suffice for a job, because at a limit C++ aborts without naming
+it.
 
-The numbers of descriptors and threads were measured with torch 2.13: for each process that the
-driver is connected to, and for a session of two processes, including the files of a recipe's run.
-Between nodes, TensorPipe opens more connections for large tensors.
+The numbers of descriptors and threads were measured with torch 2.13: per process that the driver is
+connected to, and for a session of two processes with the files of a recipe's run. Between nodes,
+TensorPipe opens more connections for large tensors.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from . import proc
 _OF_ONE_NODE, _OF_SEVERAL = 12, 40
 _SESSION_OF_ONE_NODE, _SESSION_OF_SEVERAL = 60, 160
 _THREADS_OF_ONE_NODE, _THREADS_OF_SEVERAL, _THREADS_ALONE = 14, 32, 7
-# The limit is not raised above this, because some programs close every descriptor below the limit
-# when they start.
+# The limit is not raised further, because some programs close every descriptor below it when they
+# start.
 _MOST_RAISED = 1 << 16
 _FAR_AWAY = 1 << 14
 
@@ -42,16 +43,16 @@ def check_limits(
         starts: how many processes of the job this one starts, including itself.
         driver: whether this process is connected to all others.
         launched: ``starts`` counts instead the processes that a launcher starts on this machine.
-            Each of them checks at about the same time, so the others are counted by what they will
-            need.
+            All of them check at about the same time, so the threads that the others will need are
+            added.
 
     Raises:
-        ConfigurationError: names the limit and the command that raises it.
+        ConfigurationError: a limit is too low; the message names it and the command that raises it.
     """
     needed = descriptors_of(world_size if driver else 2, one_node)
     if world_size == 1:
         needed = descriptors_of(1, one_node)
-    # A third of them is for large tensors and the user's own files, and may never be needed.
+    # A third of them, for large tensors and the user's own files, may never be needed.
     least = len(os.listdir("/proc/self/fd")) + needed * 2 // 3
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_RAISED if hard == resource.RLIM_INFINITY else min(hard, _MOST_RAISED)
@@ -86,7 +87,7 @@ def _check_threads(needed: int, *, launched: bool) -> None:
 
 
 def _threads_of(uid: int, *, but_children_of: int | None = None) -> int:
-    """Count the threads of all processes of the user, except those with this parent."""
+    """Count the threads of all processes of the user, except children of this parent."""
     count = 0
     for process in Path("/proc").iterdir():
         if process.name.isdigit():

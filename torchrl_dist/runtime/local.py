@@ -24,7 +24,7 @@ from .surroundings import Surroundings
 from .world import JOB_ID_VARIABLE, World
 
 _LOOPBACK = "127.0.0.1"
-# After a session ends, its children have at most this long to run their exit functions.
+# After the end of a session, its children may take this long to run their exit functions.
 _EXIT_S = 3.0
 
 
@@ -43,8 +43,9 @@ def local_cluster(
 
     The caller becomes the first process of the first role. The others are forked from a server that
     has imported torch and torchrl, and call ``serve()``. They get this process's environment (with
-    ``env`` added), working directory, ``sys.argv`` and ``sys.path``. They run ``init_fn()`` first,
-    which may register environments. All of them listen on the loopback address only.
+    ``env`` added), working directory, ``sys.argv`` and ``sys.path``. Before that, they run
+    ``init_fn()``, which may register environments. All processes listen on the loopback address
+    only.
 
     A child that dies does not end the job: ``session.lost()`` lists it, and calls to it raise
     PeerLostError. When the block is left, or this process dies for any reason, all children end.
@@ -54,7 +55,7 @@ def local_cluster(
         timeout_s: deadline for start-up and default deadline of every call.
         threads_per_process: torch threads of each child; this process keeps its setting.
         process_group: as for ``session``.
-        fork_server: a running server, which saves the seconds that its imports take.
+        fork_server: a running server, to save the seconds of its imports.
 
     Raises:
         ConfigurationError: the roles are invalid, or this process is in a session already.
@@ -114,9 +115,7 @@ def local_cluster(
                 try:
                     me = inside.enter_context(membership)
                 except TorchRLDistError:
-                    children.wait_ready(
-                        0, describe
-                    )  # a child's own error, if there is one, says more
+                    children.wait_ready(0, describe)  # a child's own error says more
                     raise
                 children.watch(me._peer_exited)
                 yield me
@@ -126,7 +125,7 @@ def local_cluster(
 
 @dataclass(frozen=True)
 class _Job:
-    """What a child needs to know; sent to it as a pickle."""
+    """The arguments of a child; sent to it as a pickle."""
 
     roles: dict[str, int]
     host: str

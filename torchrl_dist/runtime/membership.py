@@ -1,6 +1,6 @@
 """What one process knows about the others: which ones serve, are lost or have left.
 
-This module does not communicate: the session passes in what it learns, and acts on the answers.
+This module does not communicate. The session tells it about events and acts on the answers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Membership:
         self._changed = threading.Condition()
 
     def lose(self, rank: int, reason: str) -> bool:
-        """Note that ``rank`` is lost; return False if that was known or it had left cleanly."""
+        """Note that ``rank`` is lost. Return False if it was known to be lost or had left
+        cleanly."""
         with self._changed:
             if rank in self._lost or rank in self._left or rank not in self._others:
                 return False
@@ -87,7 +88,7 @@ class Membership:
         self._after_change()
 
     def missing(self, number: int) -> set[int]:
-        """Return the ranks that barrier ``number`` still waits for."""
+        """Return the ranks for which barrier ``number`` still waits."""
         with self._changed:
             return self._busy() - set(self._arrived.get(number, ()))
 

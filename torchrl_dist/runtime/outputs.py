@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 # The reader has ended, or the terminal or the descriptor was closed.
 _GONE = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)
-_replaced: list[TextIO] = []  # kept, because deleting one may close its descriptor
+_replaced: list[TextIO] = []  # kept, because deleting a stream may close its descriptor
 _FULL_S = 1.0  # how long a write to a full non-blocking descriptor waits
 
 
@@ -22,7 +22,7 @@ class _Lasting(io.FileIO):
     child processes can still write to it.
 
     Attributes:
-        problem: the first error that made it drop something.
+        problem: the first error that made this file drop output.
     """
 
     problem: OSError | None = None
@@ -80,7 +80,7 @@ def problem_of(stream: Any) -> OSError | None:
 
 
 def flush(*streams: TextIO | None) -> None:
-    """Flush the streams as far as possible. With a closed output (``>&-``) a stream is None."""
+    """Flush the streams as far as possible. A stream is None if its output was closed (``>&-``)."""
     for stream in streams:
         if stream is not None:
             try:

@@ -11,7 +11,7 @@ from ..forks import now_and_in_children
 
 
 class DaemonPool:
-    """A pool of up to ``max_threads`` daemon threads, started when there is work for them.
+    """A pool of up to ``max_threads`` daemon threads, each started only when it has work.
 
     ``concurrent.futures.ThreadPoolExecutor`` joins its threads when the interpreter exits, so one
     call that never returns would keep a finished process alive.
@@ -40,7 +40,7 @@ class DaemonPool:
             threading.Thread(target=self._run, name=self._name, daemon=True).start()
 
     def close(self) -> None:
-        """Let every thread end after its queued work; does not wait for that."""
+        """Let the threads end after all queued work, without waiting for their end."""
         with self._lock:
             for _ in range(self._threads):
                 self._work.put(None)

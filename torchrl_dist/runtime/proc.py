@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-STATE, PARENT, USER, SYSTEM, START = 2, 3, 13, 14, 21  # places in what :func:`stat` gives
+STATE, PARENT, USER, SYSTEM, START = 2, 3, 13, 14, 21  # places in the result of :func:`stat`
 
 
 def stat(pid: int) -> list[str] | None:
@@ -20,7 +20,7 @@ def stat(pid: int) -> list[str] | None:
         own = stat(os.getpid())
         name = own[PARENT] if own else name
     try:
-        # The second word is the command in parentheses and may hold anything.
+        # The second word is the command in parentheses, which may contain any characters.
         head, _, tail = Path(f"/proc/{name}/stat").read_text(errors="replace").rpartition(")")
         return [head.split()[0], "", *tail.split()]
     except (OSError, IndexError):

@@ -1,8 +1,9 @@
-"""A job's pulse: its counts in a small file for ``torchrl-dist top``, and warnings about stalls.
+"""A job's counts in a small file for ``torchrl-dist top``, and warnings about stalls.
 
 The learner's process counts in memory. Once a second a thread writes the counts to this user's
 folder in /dev/shm. If a process makes no progress for a minute, the thread warns once and says what
-that process waits for. Only ``top`` reads the file, without a lock, so it does not disturb the job.
+that process waits for. Only ``top`` reads the file, without a lock, so reading does not delay the
+job.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ FORMAT = 1
 PATIENCE_S = 60.0
 _EVERY_S = 1.0
 _ANSWER_S = 3.0
-_FRAMES = 3  # innermost frames of a stack that a warning shows
+_FRAMES = 3  # how many innermost frames of a stack a warning shows
 # If code of these modules waits, a warning shows its caller instead.
 _LIBRARIES = sys.stdlib_module_names | {"numpy", "tensordict", "torch", "torchrl"}
 _numbers = itertools.count()
@@ -43,7 +44,7 @@ _log = logging.getLogger("torchrl_dist")
 class Progress:
     """Find out which processes make no progress. Pure: counts and times are passed in.
 
-    A name is reported once, and again only if it has made progress in between.
+    A name is reported once, and again only if it has made progress since.
     """
 
     def __init__(self, patience_s: float = PATIENCE_S) -> None:
@@ -66,7 +67,7 @@ class Progress:
         return late
 
     def excuse(self, names: Sequence[str], seconds: float) -> None:
-        """Do not count these seconds for ``names``, because their progress could not be seen."""
+        """Do not count these seconds for ``names``, because progress was not visible then."""
         for name in names:
             if name in self._seen:
                 count, since = self._seen[name]
@@ -82,7 +83,7 @@ class Pulse:
     Args:
         session: the job.
         workers: the collector's workers, by index; empty if this process collects itself.
-        figures: called by the writing thread; returns plain values for the file.
+        figures: returns plain values for the file; called in the writing thread.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class Pulse:
         figures = self._figures()
         if figures is None:
             return False
-        # if there is no place for the file, or no space, the job continues unwatched
+        # without a place or space for the file, the job continues unwatched
         with contextlib.suppress(OSError):
             text = json.dumps(self._content(session, figures())).encode()
             self.path = own_files.user_folder() / self._name
@@ -192,8 +193,8 @@ class Pulse:
     # ---- the watchdog
 
     def _counts(self, session: Session) -> dict[str, int]:
-        """Return the progress of this process and its workers, and excuse those that must wait for
-        others."""
+        """Return the progress of this process and its workers. Do not count the time of those that
+        must wait for others."""
         own = session.me.name
         lost = {peer.name for peer in session.lost()} | {own}
         workers = {
@@ -205,7 +206,7 @@ class Pulse:
         passed, self._looked = now - self._looked, now
         taking = self._waiting_since is not None or self._batches != self._known
         self._known = self._batches
-        if not taking:  # the caller is working, and takes no rollouts
+        if not taking:  # the caller is working and not asking for rollouts
             self._progress.excuse(list(workers), passed)
         if workers and self._waiting_since is not None:
             self._progress.excuse([own], passed)

@@ -40,8 +40,8 @@ class Remote(Generic[T]):
     more calls queue). The object must do its own locking. If a method returns a
     ``concurrent.futures.Future``, the caller gets the future's result, and no thread waits for it.
     Arguments and results are copies, except within one process. Tensors are read while they are
-    being sent. Do not change those of an argument until the answer has arrived, and return copies
-    of tensors that the object continues to change. The object lives until the session ends.
+    being sent. Until the answer has arrived, do not change tensors of an argument. If the object
+    changes a tensor later, it must return a copy. The object lives until the session ends.
 
     Example:
         >>> with session() as me:
@@ -58,13 +58,13 @@ class Remote(Generic[T]):
     def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
         """Call ``method`` of the object and block for its result, at most ``timeout_s``.
 
-        The default of ``timeout_s`` is the session's. A method that misses the deadline still runs
-        to its end.
+        The default is the session's ``timeout_s``. A method that misses the deadline still runs to
+        its end.
 
         Raises:
             RemoteError: the method raised; ``__cause__`` is its exception if that can be pickled.
             DeadlineError: there was no answer in time.
-            PeerLostError: the process is gone; raised at once if that is known.
+            PeerLostError: the process is gone; raised without waiting if that is known.
         """
         operation = ("method", self.key, method, args, kwargs)
         return self._session()._call(self.peer, operation, timeout_s)
@@ -74,10 +74,10 @@ class Remote(Generic[T]):
     ) -> Future[Any]:
         """Like ``call``, without blocking.
 
-        The future fails with the errors of ``call``. It cannot be cancelled, and its callbacks run
-        in a thread that must not block. With ``timeout_s=math.inf`` it fails only when the process
-        is known to be gone: its connection breaks or, if its node disappears, it gives no sign of
-        life for the session's deadline.
+        The future fails with the errors of ``call``. It cannot be cancelled. Its callbacks must not
+        block the thread in which they run. With ``timeout_s=math.inf`` it fails only when the
+        process is known to be gone: its connection broke or, after a loss of its node, no sign of
+        life came for the session's deadline.
         """
         operation = ("method", self.key, method, args, kwargs)
         return self._session()._submit(self.peer, operation, timeout_s)
@@ -103,7 +103,7 @@ def current() -> Caller:
     return _current
 
 
-_taken = threading.Lock()  # held by the session that this process is in, enters or leaves
+_taken = threading.Lock()  # held while this process is in, enters or leaves a session
 
 
 @contextlib.contextmanager

@@ -29,13 +29,14 @@ from .store import AnsweringStore, StoreSilent, connect_store, keep_store
 from .world import World
 
 _INTERFACES = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-# How often rank 0 looks for a newer card of a rank that did not confirm the one it found.
+# How often rank 0 looks for a newer card of a rank that did not confirm the first one found.
 _NEWER_CARD_S = 0.5
-# If it is unknown on which node rank 0 is: how long each node may take to answer, and the pause
-# before all are asked again.
+# If the node of rank 0 is unknown: how long each node may take to answer, and the pause before all
+# nodes are asked again.
 _PROBE_S, _PROBE_EVERY_S = 2.0, 0.2
 _LEAST_WAIT_S = 0.001  # a store takes 0 for no timeout
-# Counts the sessions that this process entered. All ranks of a job enter them in the same order.
+# Counts the sessions that this process entered. All ranks of a job enter sessions in the same
+# order.
 _entered = itertools.count()
 
 
@@ -58,8 +59,8 @@ class Member:
 def launcher_store(world: World, timeout_s: float) -> tuple[dist.Store | None, World]:
     """Return the launcher's store, or rank 0's at MASTER_ADDR:MASTER_PORT, and the world.
 
-    The returned world has the address at which the store was found. The store may hold keys of an
-    earlier start of the ranks, because torchrun's store outlives a restart.
+    The returned world contains the address at which the store was found. The store may hold keys of
+    an earlier start of the ranks, because torchrun's store outlives a restart.
     """
     number = next(_entered)
     if world.world_size == 1:
@@ -69,7 +70,7 @@ def launcher_store(world: World, timeout_s: float) -> tuple[dist.Store | None, W
     launcher_keeps_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     keep = world.global_rank == 0 and not launcher_keeps_it
     hosts = () if keep else world.master_hosts
-    # Another job may use the same port, so keys carry the job's id if it is the same on all nodes.
+    # Another job may use the same port, so keys contain the job's id if all nodes have the same id.
     mine = f"torchrl_dist/{world.job_id}" if world.launcher == "slurm" else "torchrl_dist"
     store, found = _launcher_store(
         hosts or (world.master_addr,),
@@ -140,7 +141,7 @@ def meet(
 
     Raises:
         ConfigurationError: two processes were given different roles.
-        DeadlineError: some processes did not come in time; names them.
+        DeadlineError: some processes did not come in time; the message names them.
     """
     seats = assign_roles(roles, world.world_size)
     card: dict[str, Any] = {
@@ -186,7 +187,7 @@ def meet(
 def make_process_group(
     backends: str | Mapping[str, str] | None, member: Member, timeout_s: float
 ) -> dist.ProcessGroup | None:
-    """Make this role's default torch.distributed group if ``backends`` asks for one."""
+    """Make this role's default torch.distributed group if ``backends`` names a backend."""
     me = member.peers[member.world.global_rank]
     backend = backends.get(me.role) if isinstance(backends, Mapping) else backends
     if not backend:
@@ -208,13 +209,12 @@ def make_process_group(
 
 
 class _Exchange:
-    """Gives every rank's card to every rank, through a store that may hold cards of dead processes.
+    """Exchanges the cards of all ranks through a store that may hold cards of dead processes.
 
     After a restart, torchrun's store still has the cards of the earlier ranks, and in a job of
-    several nodes nothing in the environment tells the starts apart. So each card has a token. Rank
-    0 answers each card that it finds. It writes the answer to a key that only the owner of the
-    token reads, and the owner then confirms that it is alive. When all have confirmed, rank 0
-    publishes the cards.
+    several nodes no environment variable distinguishes the starts. So each card has a token. Rank 0
+    answers each card that it finds. The answer is at a key that only the owner of the token reads.
+    The owner then confirms that it is alive. When all have confirmed, rank 0 publishes the cards.
     """
 
     def __init__(self, store: dist.Store, seats: list[tuple[str, int]], timeout_s: float) -> None:
@@ -224,7 +224,8 @@ class _Exchange:
         self._store = AnsweringStore(store, until=self._deadline)
 
     def run(self, rank: int, card: dict[Any, Any]) -> list[dict[Any, Any]]:
-        """Return all cards; blocks for at most ``timeout_s``. DeadlineErrors name missing ranks."""
+        """Return all cards; blocks for at most ``timeout_s``. A DeadlineError names the missing
+        ranks."""
         try:
             return self._collect(card) if rank == 0 else self._join(rank, card)
         except StoreSilent as error:
@@ -296,10 +297,11 @@ class _Exchange:
 def _set_interface(world: World, cards: list[dict[Any, Any]]) -> Callable[[], None]:
     """Choose the network interface of RPC and gloo until the returned function is called.
 
-    By default both listen on the address to which the node's own name resolves. In a job of several
-    nodes that is often a loopback address, and the job hangs. So use the interface through which
-    this node reaches another one. In a job of one node, listen on loopback only, because anyone who
-    can connect to RPC's port can run code. Under a launcher, variables that are already set win.
+    By default both listen on the address to which the node's own name resolves. That is often a
+    loopback address, with which a job of several nodes hangs. Such a job therefore uses the
+    interface through which this node reaches another one. In a job of one node, both listen on
+    loopback only, because any program that can connect to RPC's port can run code. Under a
+    launcher, variables that are already set have priority.
     """
     before = {name: os.environ.get(name) for name in _INTERFACES}
     interface = "lo" if world.one_node else _interface_towards_others(world, cards)
@@ -319,7 +321,7 @@ def _set_interface(world: World, cards: list[dict[Any, Any]]) -> Callable[[], No
 
 def _interface_towards_others(world: World, cards: list[dict[Any, Any]]) -> str | None:
     others = [card["address"] for card in cards if card["node_rank"] != world.node_rank]
-    # The first node sees itself at a loopback address if its own name resolves to one.
+    # On the first node, its own name may resolve to a loopback address.
     usable = [a for a in others if a and not ipaddress.ip_address(a).is_loopback]
     source = source_address((usable or [world.master_addr])[0])
     return None if source is None else interface_of(source)

@@ -36,10 +36,10 @@ from .signs import SignPost, give_sign
 from .transport import Transport
 from .world import World, launched_without_us
 
-# How many calls of other processes run at once in this one; more of them queue.
+# How many calls of other processes this process runs concurrently; more calls queue.
 _MAX_CONCURRENT_CALLS = 64
 # After a stop signal, how long the driver waits for processes that do not serve yet. torchrun and
-# SLURM kill 30 s after SIGTERM.
+# SLURM send SIGKILL 30 s after SIGTERM.
 _STOP_GRACE_S = 10.0
 _GOODBYE_S = 3.0
 _GLANCE_S = 1.0
@@ -54,10 +54,10 @@ class Session:
     """A process's membership in a job, made by ``session(...)`` or ``local_cluster(...)``.
 
     The first rank of the first role is the driver: when it leaves its session, the job ends. Any
-    thread may call its methods; only ``serve`` and ``close`` belong to a single thread.
+    thread may call methods of a session; only ``serve`` and ``close`` belong to a single thread.
 
     Attributes:
-        world: this process's place in the job, as its launcher gave it.
+        world: this process's place in the job, as the launcher assigned it.
         me: this process.
         peers: all processes of the job in rank order, including this one.
         timeout_s: the default deadline of every call.
@@ -158,7 +158,8 @@ class Session:
         """Check the argument ``name``, which must be processes of this session.
 
         Raises:
-            ConfigurationError: it is empty, or contains something else; names the existing roles.
+            ConfigurationError: it is empty, or contains anything else; the message names the
+                existing roles.
         """
         if isinstance(peers, str) or not peers or any(peer not in self.peers for peer in peers):
             counts = Counter(peer.role for peer in self.peers)
@@ -171,7 +172,7 @@ class Session:
     def lost(self) -> tuple[Peer, ...]:
         """Return the peers known to be lost, in rank order.
 
-        The driver notices losses without a call, and tells the others.
+        The driver notices losses even without a call, and tells the other processes.
         """
         return tuple(self.peers[rank] for rank in self._members.lost())
 
@@ -253,8 +254,8 @@ class Session:
         rank = peer.global_rank
         with self._lock:
             self._in_flight[rank].add(future)
-        # Check after the registration, so that a loss at any time fails the future: an earlier loss
-        # fails it here, and a later one where the loss is noticed.
+        # This check comes after the registration, so that no loss is missed: earlier losses fail
+        # the future here, later ones where they are noticed.
         if self._closed or self._members.why_lost(rank) is not None:
             self._settle(rank, future, error=self._lost_error(peer))
             return future
@@ -380,7 +381,7 @@ class Session:
     def _suspect(self, rank: int, reason: str) -> None:
         """Note that the connection to ``rank`` failed.
 
-        If a supervisor will report how the process died, wait a moment for that report.
+        If there is a supervisor, wait a moment for its report of how the process died.
         """
         with self._lock:
             known = rank in self._suspects
@@ -426,7 +427,7 @@ class Session:
             self._pool.submit(self._run_for_peer, body, tensors, answer)
             return
         args = wire.loads(body, tensors)
-        if kind == "watch":  # is answered when this process leaves, and fails when it dies
+        if kind == "watch":  # answered when this process leaves; fails when it dies
             with self._lock:
                 if not self._ending:
                     self._watchers[args[0]] = answer
@@ -457,7 +458,7 @@ class Session:
     def _tell(
         self, peer: Peer, kind: str, *args: Any, timeout_s: float | None = _GOODBYE_S
     ) -> Future[Any]:
-        """Send a control message. The future never fails: its result is (answer, error)."""
+        """Send a control message. The future never fails; its result is (answer, error)."""
         self.check_process()
         future: Future[Any] = Future()
         assert self._transport is not None
@@ -471,7 +472,8 @@ class Session:
         return future
 
     def _watch(self, peer: Peer) -> None:
-        """Send ``peer`` a message that it answers when it leaves and that fails when it dies."""
+        """Send a message that ``peer`` answers when it leaves, and that fails when ``peer``
+        dies."""
 
         def done(answer: tuple[Any, ...] | None, error: Exception | None) -> None:
             if answer is None:
@@ -491,8 +493,8 @@ class Session:
     def _hear_signs(self, post: SignPost) -> None:
         """Receive signs of life. Runs on the driver in a thread of its own, until the session ends.
 
-        A node that disappears closes no connection. Without these signs, its loss would be noticed
-        only at the deadline of a call.
+        A node that disappears does not close its connections. Without these signs, its loss would
+        be noticed only at the deadline of a call.
         """
 
         def heard(rank: int) -> tuple[str | None, bool, str | None]:
@@ -508,8 +510,8 @@ class Session:
     def _give_signs(self, card: str) -> None:
         """Send signs of life to the driver. Runs in a thread of every other process.
 
-        The process thus also learns that the driver is lost, or that the driver counts this process
-        as lost, because it was paused or cut off for a while.
+        The answers also tell this process whether the driver is lost, or counts this process as
+        lost because it was paused or cut off for a while.
         """
         driver = self._driver.global_rank
         wait_s = 0.0
@@ -537,8 +539,8 @@ class Session:
             if awake() - at > self.timeout_s:
                 self._lose(rank, f"no sign of life for {self.timeout_s:g} s")
             elif rank not in self._asked:
-                # An answer to a message counts as a sign, too, in case the port for signs is
-                # blocked. The message also keeps firewalls from dropping an idle connection.
+                # If the port for signs is blocked, an answer to this message counts as a sign. The
+                # message also keeps firewalls from dropping an idle connection.
                 self._asked.add(rank)
                 with self._signs_lock:  # do not send while the transport closes
                     if self._no_more_signs.is_set():
@@ -554,9 +556,9 @@ class Session:
 
     def _end_job(self, reason: str | None) -> None:
         if self._end.is_set():
-            return  # keep the first reason: connections break after a clean end too
+            return  # keep the first reason, because connections also break after a clean end
         self._end_reason = reason
-        self._stop.set()  # first, so that it is set when serve() returns
+        self._stop.set()  # before the rest, so that it is set when serve() returns
         self._end.set()
 
     # ---- waiting
@@ -567,10 +569,10 @@ class Session:
 
         True once the driver has ended the job, torchrun's process has died, or SIGINT, SIGTERM,
         SIGHUP, SIGUSR1 or SIGUSR2 came. :attr:`stop_signal` is the first of these signals, for
-        which the driver prints a line. If SIGINT, SIGTERM or SIGHUP comes after another of these
-        three, it raises KeyboardInterrupt or SystemExit in the main thread, unless the process
-        serves. SIGUSR1 and SIGUSR2 announce SIGTERM (``sbatch --signal=USR1@60``) and never raise.
-        If the program handles these two itself, they are not a request to stop.
+        which the driver prints a line. The second SIGINT, SIGTERM or SIGHUP raises
+        KeyboardInterrupt or SystemExit in the main thread, unless the process serves. SIGUSR1 and
+        SIGUSR2 announce SIGTERM (``sbatch --signal=USR1@60``) and never raise. A program that
+        handles SIGUSR1 or SIGUSR2 itself is not asked to stop by it.
         """
         return self._stop.is_set()
 
@@ -592,9 +594,9 @@ class Session:
     def serve(self) -> None:
         """Answer other processes' calls until the driver ends the job; blocks.
 
-        Every process except the driver calls it, in its main thread. Stop signals, which Slurm or
-        torchrun may send to every process, do not end it, because the driver gets them too and
-        needs this process to finish its work.
+        Every process except the driver calls this, in its main thread. Stop signals do not end it:
+        Slurm and torchrun send them to the driver, too, which needs this process to finish its
+        work.
 
         Raises:
             PeerLostError: the driver failed or died.
@@ -620,7 +622,7 @@ class Session:
         self._signals.interrupts = True
 
     def barrier(self, timeout_s: float | None = None) -> None:
-        """Block until every living process that does not serve has called this.
+        """Block until every living process, except those that serve, has called this.
 
         Raises:
             DeadlineError: a process did not call it in time.
@@ -653,10 +655,10 @@ class Session:
     # ---- start and end
 
     def on_leave(self, callback: Callable[[bool], None]) -> None:
-        """Call ``callback(clean)`` first when this process leaves its session.
+        """Call ``callback(clean)`` before anything else when this process leaves its session.
 
         ``clean`` is false if it leaves because of an exception. The other processes still answer,
-        and wait for the callback at most 3 s, so that it can hand something over to them. Its
+        and wait at most 3 s for the callback, which can therefore still send them data. Its
         exceptions become warnings.
         """
         self._at_leave.append(callback)
@@ -664,7 +666,7 @@ class Session:
     def on_end(self, callback: Callable[[bool], None]) -> None:
         """Like ``on_leave``, but called last, when no process can call this one any more.
 
-        ``clean`` is also false after a stop signal, and if the driver has failed.
+        Here, ``clean`` is also false after a stop signal, and if the driver has failed.
         """
         self._at_end.append(callback)
 
@@ -715,7 +717,8 @@ class Session:
         self._opened.set()
 
     def _follow_launcher(self, pid: int) -> None:
-        """Request a stop once torchrun's agent, our parent, is dead; nothing else would."""
+        """Request a stop once torchrun's agent, our parent, is dead, because no other process
+        does."""
         try:
             agent = os.pidfd_open(pid)
         except OSError:
@@ -740,7 +743,7 @@ class Session:
         target: Callable[[], None]
         if self._sign_post is not None:
             target = functools.partial(self._hear_signs, self._sign_post)
-        else:  # the driver set its card before any process connected
+        else:  # the driver published its card before any process connected
             card = self._member.store.get("signs").decode()
             target = functools.partial(self._give_signs, card)
         self._signs = threading.Thread(target=target, name="torchrl_dist-signs", daemon=True)
@@ -779,7 +782,7 @@ class Session:
                     names = ", ".join(self.peers[rank].name for rank in sorted(busy))
                     warnings.warn(f"the job ends while {names} still work", stacklevel=4)
             self._answer_watchers(failure)
-            # While a long message is being sent, only signs announce the end in time.
+            # Behind a long message, the message about the end would be late; signs are not.
             by_signs_s = 0.0 if self._signs is None else self._sign_every_s
             self._members.wait_until_all_left(_GOODBYE_S + by_signs_s)
             return
@@ -853,25 +856,24 @@ def session(
 ) -> Iterator[Session]:
     """Join the job that torchrun or SLURM started; every process of the job calls this.
 
-    A process without a launcher is a job of one: nothing is started, and its calls to itself are
-    direct. Inside the block, the driver (the first rank of the first role) does the work with the
-    help of the others. They call ``serve()``, or run code of their own and then leave the block,
-    which serves until the driver is done. If the driver leaves with an exception, ``serve`` raises
+    A process without a launcher is a job of one process: nothing is started, and it calls itself
+    directly. Inside the block, the driver (the first rank of the first role) does the work with the
+    help of the others. These call ``serve()``, or run their own code. At the end of their block,
+    they serve until the driver is done. If the driver leaves with an exception, ``serve`` raises
     PeerLostError in the others and ``stop_requested`` becomes true.
 
     Args:
-        roles: counts in rank order, e.g. ``{"learner": 1, "collector": -1}``; one may be -1 and
-            takes the rest. Default: every rank is a ``"worker"``.
+        roles: counts in rank order, e.g. ``{"learner": 1, "collector": -1}``; one may be -1, for
+            all remaining ranks. Default: every rank is a ``"worker"``.
         world: default ``World.from_env()``.
         timeout_s: deadline for start-up and default deadline of every call. In a job of several
-            nodes, a process that gives no sign of life for this long is lost permanently.
-        process_group: a torch.distributed backend, such as ``"gloo"``. Each role gets a default
-            group of its own; a mapping (``{"learner": "nccl"}``) makes groups only for the given
-            roles.
+            nodes, a process without a sign of life for this long is lost permanently.
+        process_group: a torch.distributed backend, such as ``"gloo"``. Each role gets a separate
+            default group; with a mapping (``{"learner": "nccl"}``), only the given roles do.
 
     Raises:
         ConfigurationError: the environment or the roles are invalid, or processes disagree.
-        DeadlineError: some processes did not join in time; names them.
+        DeadlineError: some processes did not join in time; the message names them.
 
     Example:
         >>> with session({"learner": 1}) as me:  # no launcher: a job of one
@@ -902,18 +904,18 @@ def current_session() -> Session:
         True
     """
     found = current()
-    assert isinstance(found, Session)  # nothing else is ever set
+    assert isinstance(found, Session)  # no other type is ever set
     return found
 
 
 def look_for_others(alone: str) -> None:
-    """Warn if this process counts as a job of one, but looks like one of several tasks.
+    """Warn if this process would be a job of one process, but looks like one of several tasks.
 
     Args:
         alone: how to start a job of one.
 
     Raises:
-        ConfigurationError: it looks like one of several, and is not the first.
+        ConfigurationError: it looks like one of several tasks, and is not the first.
     """
     others = launched_without_us(os.environ)
     if others is None:

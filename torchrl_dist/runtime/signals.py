@@ -1,4 +1,4 @@
-"""Handle the signals that ask a job to finish, with an event that a signal handler may set."""
+"""Handle the signals that ask a job to finish. They set an event made for signal handlers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchrl_dist.stopping import Stopped, note_stop_request
 
 # A launcher or a terminal may send each of them to every process of a job.
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # as by sbatch --signal=USR1@60; they kill by default
+_NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # as by sbatch --signal=USR1@60; default: they kill
 STOP_SIGNALS = (*_ENDS, *_NOTICES)
 _Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 # Slurm and timeout(1) send SIGTERM twice for one stop, so a second one this soon is ignored. Ctrl-C
@@ -30,8 +30,8 @@ _LONGEST_POLL_MS = 2**31 - 1
 class Latch:
     """An event that stays set.
 
-    It can be set safely in a signal handler, where ``threading.Event`` may deadlock. Several
-    latches can be awaited at once.
+    Unlike ``threading.Event``, it can be set in a signal handler without a deadlock. Several
+    latches can be awaited together.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,8 @@ class Latch:
         return wait_any((self,), timeout_s)
 
     def add_to(self, poller: select.poll) -> bool:
-        """Let the poller wake when it is set. Return False if it is closed and cannot wake it."""
+        """Let the poller wake when the latch is set. Return False if the latch is closed and cannot
+        do so."""
         if self._read_fd >= 0:
             poller.register(self._read_fd, select.POLLIN)
         return self._read_fd >= 0
@@ -80,8 +81,8 @@ class StopSignals:
 
     A second SIGINT, SIGTERM or SIGHUP raises KeyboardInterrupt or SystemExit in the main thread,
     unless ``patient`` is set. SIGUSR1 and SIGUSR2 never raise, because launchers send them ahead of
-    SIGTERM. Previously installed handlers are called too. Signals that were ignored are left alone,
-    and so are SIGUSR1 and SIGUSR2 if the program already handles them.
+    SIGTERM. Previously installed handlers are called too. Ignored signals stay ignored. SIGUSR1 and
+    SIGUSR2 are left alone if the program handles them.
 
     Python handles signals in the main thread only, so ``install`` does nothing in other threads.
 
@@ -161,7 +162,7 @@ def _outlive(number: int, frame: FrameType | None) -> None:
 
 
 def say(line: str) -> None:
-    """Print a line to stderr from a signal handler, which may have interrupted another print."""
+    """Print a line to stderr from a signal handler, even one that interrupted another print."""
     with contextlib.suppress(Exception):  # RuntimeError: it interrupted a print; or a closed stderr
         start = "\n" if sys.stderr.isatty() else ""  # after ^C or a progress bar
         print(start + line, file=sys.stderr, flush=True)

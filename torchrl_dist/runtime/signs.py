@@ -1,8 +1,8 @@
-"""Signs of life between nodes, on connections of their own.
+"""Signs of life between nodes, on separate connections.
 
-A sign sent with the calls would queue behind long ones, and after a network failure it would wait
-for TCP's retransmission. So every sign is a new connection to a port of the driver. The process
-sends a few bytes, which prove that it belongs to the job, and the driver answers with its news.
+On the connection for calls, a sign would wait behind long calls, and after a network failure for
+TCP's retransmission. Each sign is therefore a new connection to a port of the driver. The process
+sends a few bytes, which prove that it belongs to the job. The driver answers with its news.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 _TOKEN, _RANK = 16, 4
 _MOST_ANSWER = 1 << 16
-# A connection that has not sent a whole sign by then is dropped.
+# A connection without a whole sign after this many seconds is dropped.
 _PATIENCE_S = 5.0
 _NO_DESCRIPTOR_S = 0.1
 

@@ -1,9 +1,8 @@
 """torch.distributed's store, with a deadline for every operation and for connecting.
 
-The server enforces TCPStore's own deadlines. While the process that keeps the store is stopped,
-most operations of other processes block indefinitely. Connecting also blocks indefinitely if
-another program listens at the port and stays silent. Here a thread makes these calls, and the
-caller waits for it only until a deadline.
+The server enforces TCPStore's own deadlines. If its process is stopped, most operations of other
+processes block indefinitely, and so does connecting if a silent program listens at the port. Here,
+a thread makes these calls, and the caller waits for the thread only until a deadline.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from .awake import awake
 _LEAST_S = 0.001  # a store takes 0 for no deadline
 _ANSWER_S = 1.0
 _BACKLOG = 1024
-# The deadline if the previous operation was not answered either.
+# The deadline of an operation if the previous one was not answered, either.
 _AGAIN_S = 0.1
 _NOTHING = "\0"  # stands for a missing value
 
@@ -47,10 +46,10 @@ class _Task:
 class AnsweringStore:
     """Operations of ``store`` that raise StoreSilent if it does not answer within about a second.
 
-    An operation that was being sent may still take effect. Other errors are the store's own.
+    The operation may still take effect afterwards. Other errors are the store's own.
 
     Args:
-        until: until this time on ``awake()``, an operation may take longer than a second.
+        until: an operation may take longer than a second until this time on ``awake()``.
     """
 
     def __init__(self, store: dist.Store, *, until: float = 0.0) -> None:
@@ -76,7 +75,7 @@ class AnsweringStore:
 
     def found(self, key: str) -> str | None:
         """Return the value of the key without waiting for it; None if it is missing."""
-        # For a missing key, compare_set returns the expected value and sets nothing.
+        # If the key is missing, compare_set returns the expected value without setting it.
         value: str = self._do(self._store.compare_set, key, _NOTHING, _NOTHING).decode()
         return None if value == _NOTHING else value
 
@@ -132,7 +131,8 @@ def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 def keep_store(
     host: str, port: int, timeout_s: float, *, everywhere: bool = False
 ) -> tuple[dist.TCPStore, int]:
-    """Make a store that this process keeps; return it and its port. Port 0 takes a free one.
+    """Make a store that this process keeps. Return the store and its port; port 0 means any free
+    port.
 
     Args:
         everywhere: listen on all addresses, as a plain TCPStore always does; otherwise only on the
@@ -156,7 +156,7 @@ def keep_store(
         ) from error
     with listener:
         port = listener.getsockname()[1]
-        # The store's daemon owns this descriptor, and may have closed it after a failure.
+        # The store's daemon closes this descriptor, possibly already after a failure.
         fd = os.dup(listener.fileno())
         try:
             return _make(host, port, timeout_s, is_master=True, master_listen_fd=fd), port
@@ -194,7 +194,7 @@ def _make(host: str, port: int, timeout_s: float, **options: Any) -> dist.TCPSto
 
     before = _connections_to(port)
     threading.Thread(target=make, name="torchrl_dist-connect", daemon=True).start()
-    # The store's own deadline comes first, unless the store is connected and waits for an answer.
+    # The store's own deadline is earlier, unless the store is connected and waits for an answer.
     due = awake() + timeout_s + _ANSWER_S
     while not done.wait(max(0.0, due - awake())):
         if awake() >= due:

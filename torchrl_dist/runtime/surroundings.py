@@ -1,4 +1,4 @@
-"""The settings that a process forked from a server takes over from the process it works for."""
+"""The settings that a process forked from a server copies from the process that requested it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Surroundings:
 
     @classmethod
     def of_this_process(cls, threads: int, env: Mapping[str, str] | None = None) -> Surroundings:
-        """Return those of this process, with ``env`` added to the environment."""
+        """Return the settings of this process, with ``env`` added to the environment."""
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), **(env or {})}
         return cls(environment, os.getcwd(), list(sys.argv), list(sys.path), threads)
 
     def adopt(self) -> None:
-        """Apply them. Called once in the new process, before any user code runs."""
+        """Apply these settings. Called once in the new process, before any user code runs."""
         import numpy
         import torch
 
@@ -35,6 +35,7 @@ class Surroundings:
         sys.argv[:] = self.arguments
         sys.path[:] = self.path
         torch.set_num_threads(self.threads)
-        # Otherwise all children have the server's random state. Python reseeds its own generator.
+        # Otherwise all children would have the server's random state. Python itself reseeds
+        # ``random``.
         numpy.random.seed()
         torch.default_generator.seed()

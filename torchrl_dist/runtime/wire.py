@@ -1,7 +1,7 @@
 """Serialize any Python object as bytes plus a list of tensors.
 
 cloudpickle handles lambdas, closures and definitions in ``__main__`` or a notebook. Large tensors,
-including those in a TensorDict, stay outside the bytes, so that the transport sends their memory
+including those in a TensorDict, stay outside the bytes. The transport sends their memory directly,
 without a copy by pickle.
 """
 
@@ -20,11 +20,12 @@ import torch
 
 from ..tensors import NAMES, is_plain
 
-# A tensor outside the bytes costs each side about 55 us of CPU time; copying this much costs less.
+# Below this size, a copy costs less than the 55 us of CPU time that a tensor outside the bytes
+# costs each side.
 _INSIDE_BYTES = 2**16
-# cloudpickle looks up each class and function by name every time, which is most of the time that a
-# small message takes. Names in these packages do not change, so they are looked up once. Users may
-# reload their own modules.
+# cloudpickle looks up each class and function by name every time, which takes most of the time of a
+# small message. Names in these packages are looked up only once, because they do not change.
+# Modules of users may be reloaded.
 _STABLE = ("torchrl_dist", "torch", "numpy", "tensordict")
 _found_by_name: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -47,7 +48,8 @@ def dumps(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
 
 
 def loads(body: bytes, tensors: list[torch.Tensor]) -> Any:
-    """Join what ``dumps`` split. Like any unpickling, this can run code that the sender chose."""
+    """Return the object that ``dumps`` split. Like any unpickling, this can run code from the
+    sender."""
     outer = getattr(_table, "tensors", None)
     _table.tensors = tensors
     try:

@@ -1,6 +1,7 @@
-"""Read from the launcher's environment which process of the job this is.
+"""Determine from the launcher's environment which process of the job this is.
 
-The launcher is torchrun, SLURM, Lightning Fabric or none. Pure: starts nothing, imports no torch.
+The launcher is torchrun, SLURM, Lightning Fabric or none. Nothing is started, and torch is not
+imported.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from pathlib import Path
 from ..errors import ConfigurationError
 from . import proc
 
-# Holds the id of the driver's job. It is set in the children of local_cluster, and inherited by the
-# processes that they start.
+# Holds the id of the driver's job. Children of local_cluster have it, and processes that they start
+# inherit it.
 JOB_ID_VARIABLE = "TORCHRL_DIST_JOB_ID"
 
 _UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[0-9a-f]{4}-[0-9a-f]{12}"
@@ -28,10 +29,10 @@ _SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLUR
 
 @dataclass(frozen=True)
 class World:
-    """This process's place in the job, as its launcher gave it.
+    """This process's place in the job, as the launcher assigned it.
 
-    ``job_id`` is the same in every process of one node and after a restart by the launcher, and
-    differs between two launches. If the launcher does not say on which machine rank 0 is,
+    ``job_id`` is equal in all processes of a node, stays the same when the launcher restarts them,
+    and differs between two launches. If the launcher does not say on which machine rank 0 is,
     ``master_addr`` is a guess and ``master_hosts`` has all candidates. ``launcher`` is
     ``"torchrun"``, ``"slurm"``, ``"fabric"`` (Lightning Fabric's own, on one node), ``"local"``
     (the caller of ``local_cluster``, or a child of it) or ``"single"``.
@@ -61,10 +62,10 @@ class World:
 
     @property
     def starter(self) -> str | None:
-        """The stamp of the process of this machine without which the job cannot be started again.
+        """The stamp of the process of this machine after whose end the job cannot start again.
 
-        None if there may be no such process: SLURM may start a job with the same id again, and so
-        may a user who gave torchrun an id.
+        None if there may be no such process, because SLURM, or a user who gave torchrun an id, may
+        start a job with the same id again.
         """
         # torchrun --standalone
         named_by_agent = is_stamp(self.job_id) or re.fullmatch(_UUID, self.job_id)
@@ -78,8 +79,9 @@ class World:
     def from_env(cls, environ: Mapping[str, str] | None = None) -> World:
         """Read ``environ`` (default: this process's environment).
 
-        torchrun's variables win over SLURM's, because ``srun torchrun`` sets both. An sbatch script
-        has SLURM variables without being a task of a step, so it counts as a single process.
+        torchrun's variables have priority over SLURM's, because ``srun torchrun`` sets both. An
+        sbatch script counts as a single process: it has SLURM variables, but is not a task of a
+        step.
 
         Raises:
             ConfigurationError: some of a launcher's variables are missing or invalid.
@@ -120,8 +122,8 @@ def launched_without_us(env: Mapping[str, str]) -> tuple[int, int, str] | None:
 def process_stamp(pid: int) -> str:
     """Return a unique name of a process: pid, start time in clock ticks, pid namespace, boot id.
 
-    The namespace is part of it because containers that share a ``/dev/shm`` may have equal pids,
-    and equal start times if they share a ``/proc``.
+    It includes the namespace because containers that share a ``/dev/shm`` may have equal pids, and
+    equal start times if they share a ``/proc``.
     """
     stat = proc.stat(pid)
     return f"{pid}-{stat[proc.START] if stat else 0}-{_namespace()}-{_boot()}"
@@ -130,8 +132,8 @@ def process_stamp(pid: int) -> str:
 def has_ended(stamp: str) -> bool:
     """Whether a process of this machine, named by :func:`process_stamp`, has certainly ended.
 
-    The caller must know that it ran on this machine, because a process of another boot counts as
-    ended. A process in another pid namespace of this machine counts as running.
+    The caller must know that the process ran on this machine, because a process of another boot
+    counts as ended. A process in another pid namespace of this machine counts as running.
     """
     pid, _, namespace, boot = stamp.split("-")
     if not boot or not _boot():
@@ -140,7 +142,7 @@ def has_ended(stamp: str) -> bool:
         return True
     own = proc.stat(os.getpid())
     if namespace != str(_namespace()) or own is None or own[0] != str(os.getpid()):
-        return False  # in the ``/proc`` seen here, this pid means another process
+        return False  # in the ``/proc`` seen here, this pid belongs to another process
     stat = proc.stat(int(pid))
     return stat is None or stat[proc.STATE] == "Z" or process_stamp(int(pid)) != stamp
 
@@ -148,7 +150,7 @@ def has_ended(stamp: str) -> bool:
 def is_seen_here(stamp: str) -> bool:
     """Whether a :func:`process_stamp` is from this machine and pid namespace.
 
-    Its pid then means the same process in this process's ``/proc``.
+    If so, its pid belongs to the same process in this process's ``/proc``.
     """
     own = proc.stat(os.getpid())
     place = [str(_namespace()), _boot()]
@@ -254,7 +256,7 @@ def _from_fabric(env: Mapping[str, str]) -> World:
         host=socket.gethostname(),
         master_addr=env["MASTER_ADDR"],
         master_port=_integer(env, "MASTER_PORT", at_least=1),
-        # The script that the user started is local rank 0, and the parent of the others.
+        # The script that the user started is local rank 0, and the parent of the other ranks.
         job_id=process_stamp(os.getppid() if local_rank else os.getpid()),
         restart_count=0,
         launcher="fabric",
@@ -278,8 +280,8 @@ def _from_slurm(env: Mapping[str, str]) -> World:
     world_size = _integer({"SLURM_NTASKS": step_size}, "SLURM_NTASKS", at_least=1)
     # Derived from the job, so that two jobs on one node differ and all ranks agree.
     port = 20_000 + (job_id * 31 + sum(step_id.encode())) % 12_000
-    # Both lists are sorted by name. This is the order of node ids only if the job has one component
-    # and the usual distribution of tasks.
+    # Both lists are sorted by name. Node ids have this order only if the job has one component and
+    # the usual distribution of tasks.
     place = hosts.index(host) if host in hosts else node_rank
     masters: list[str] = []
     if not env.get("MASTER_ADDR"):
@@ -303,7 +305,7 @@ def _from_slurm(env: Mapping[str, str]) -> World:
 def _first_component_first(env: Mapping[str, str], hosts: list[str]) -> list[str]:
     """Sort ``hosts`` by the components of a heterogeneous job, because rank 0 is in an early one.
 
-    Slurm, up to at least 22.05, names the variable of a step PACK and that of a batch script HET.
+    Up to at least 22.05, Slurm names the variable PACK in a step and HET in a batch script.
     With ``--distribution=arbitrary`` rank 0 may be on any node.
     """
     ordered: list[str] = []
