@@ -26,18 +26,18 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..errors import ConfigurationError
 from .ranks import Ranks
 
-# The GradientAverage of each parameter. A parameter has at most one, or it would be averaged twice.
+# The GradientAverage of each parameter. A parameter with two would be averaged twice.
 _owners = WeakTensorKeyDictionary()
 
 
 class GradientAverage:
     """Averages the gradients of the attached parameters over the ranks, in place in each ``grad``.
 
-    The average covers everything accumulated in ``grad``. Gradients that were already averaged are
-    equal on all ranks, so averaging them again does not change them.
+    The average includes all that was accumulated in ``grad``. Gradients that were averaged before
+    are equal on all ranks, so they do not change.
 
-    Each backward pass sends one buffer. It holds a flag per parameter (whether this rank reached
-    it) and all gradients, so ranks may reach different parameters.
+    Each backward pass sends one buffer. The buffer has all gradients and a flag per parameter
+    (whether this rank reached it), so ranks may reach different parameters.
 
     Args:
         after: called after each average.
@@ -63,7 +63,7 @@ class GradientAverage:
     def attach(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Average exactly these parameters from now on.
 
-        Parameters that need no gradient are left out until they need one and this is called again.
+        Parameters that need no gradient are left out until a later call, when they need one.
 
         Raises:
             ConfigurationError: the parameters are on several devices, or one of them is attached to
@@ -81,8 +81,8 @@ class GradientAverage:
                 self._release(name)
         for name, parameter in parameters.items():
             if parameter.requires_grad and name not in self._hooks:
-                # Weak, because the garbage collector cannot see torch's hooks: parameters and their
-                # average would keep each other alive indefinitely.
+                # Weak references, because parameters and their average would otherwise keep each
+                # other alive: the garbage collector does not see torch's hooks.
                 note = functools.partial(_note, weakref.ref(self), name)
                 self._hooks[name] = parameter.register_post_accumulate_grad_hook(note)
                 _owners[parameter] = weakref.ref(self)
@@ -143,7 +143,8 @@ class GradientAverage:
         return self._digest
 
     def describe(self) -> dict[str, str]:
-        """Return what is averaged, by name. It must be the same on all ranks."""
+        """Return a description of each averaged parameter, by name. It must be the same on all
+        ranks."""
         return {
             n: f"{p.dtype} {list(p.shape)}{'' if p.requires_grad else ' (frozen)'}"
             for n, p in self._parameters.items()
@@ -162,8 +163,8 @@ class GradientAverage:
         if self._is_new_pass():  # the pass did not start at a call of the loss
             self._versions = None
         self._reached.add(name)
-        # Queued for each parameter, because the first one of a pass cannot be recognized: the
-        # previous pass may have raised half-way. Only the first callback finds something to do.
+        # Queued for each parameter, because the first parameter of a pass cannot be recognized if
+        # the previous pass raised half-way. Only the first callback has an effect.
         Variable._execution_engine.queue_callback(self._average)
 
     def _is_new_pass(self) -> bool:
@@ -183,14 +184,14 @@ class GradientAverage:
         if self._local or not self._reached:
             return
         parameters = list(self._parameters.values())
-        # A pass that raised may have reached a parameter whose grad was set to None since.
+        # This parameter was reached by a pass that raised, and its grad was set to None since.
         reached = [n in self._reached and p.grad is not None for n, p in self._parameters.items()]
         self._reached.clear()
         buffer, count = self._buffer, len(parameters)
         buffer[:count].copy_(torch.tensor(list(map(float, reached)), device="cpu"))
         for (name, parameter), view in zip(self._parameters.items(), self._views, strict=True):
-            # Include the parameters that this pass did not reach here: if another rank reached
-            # them, the gradients that an earlier pass left on all ranks must stay as they are.
+            # Include gradients from earlier passes for parameters that this pass did not reach
+            # here: if another rank reached one, the average must keep its earlier gradient.
             if parameter.grad is None:
                 view.zero_()
             elif parameter.grad.is_sparse:
@@ -209,7 +210,7 @@ class GradientAverage:
             agreed=digest,
         )
         buffer[count:].div_(self._ranks.size)
-        # Read the flags only if this rank lacks a gradient, because reading waits for a GPU.
+        # The flags are read only if this rank lacks a gradient, because reading waits for a GPU.
         somewhere = reached if all(reached) else (buffer[:count] > 0).tolist()
         for parameter, view, there in zip(parameters, self._views, somewhere, strict=True):
             if not there:
@@ -242,7 +243,7 @@ class GradientAverage:
             )
         sizes = [parameter.numel() for parameter in self._parameters.values()]
         self._dtypes = [parameter.dtype for parameter in self._parameters.values()]
-        dtype = torch.float32  # or larger, because 16 bits are too few for sums over many ranks
+        dtype = torch.float32  # at least 32 bits, because 16 are too few for sums over many ranks
         dtype = functools.reduce(torch.promote_types, self._dtypes, dtype)
         device = devices.pop() if devices else torch.device("cpu")
         self._buffer = torch.zeros(len(sizes) + sum(sizes), dtype=dtype, device=device)

@@ -1,9 +1,9 @@
 """Describes how a loss was built, apart from its tensors, so that ranks can compare it.
 
 Two losses may hold the same tensors and still compute different gradients: they may differ in loss
-function, value estimator, activation (tanh or relu) or keys. So each module is described by its
-class and by those attributes that are named like parameters of its constructor. Other attributes,
-such as counters and caches, may differ between ranks.
+function, value estimator, activation (tanh or relu) or keys. Therefore each module is described by
+its class and by the attributes with names of parameters of its constructor. Other attributes, such
+as counters and caches, may differ between ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _DEVICE = re.compile(r"(cpu|cuda|mps|xpu|hpu|npu)(:\d+)?")
 def description(loss: LossModule) -> dict[str, str]:
     """Return the class of each module and the values of its settings, as text by name.
 
-    Losses that were built alike have equal descriptions, on any devices.
+    Losses that were built alike have equal descriptions, even on different devices.
     """
     found: dict[str, str] = {"the class": _type_name(type(loss))}
     for path, module in _modules(loss):
@@ -61,8 +61,8 @@ def description(loss: LossModule) -> dict[str, str]:
 def _modules(loss: LossModule) -> Iterator[tuple[str, nn.Module]]:
     """Yield each module of ``loss`` once, with its path.
 
-    These include the networks that TorchRL does not register as submodules, because it calls them
-    with the parameters that the loss holds.
+    These include networks that are not submodules of the loss, because TorchRL calls them with
+    parameters that the loss holds.
     """
     pending, seen = [("", loss)], {id(loss)}
     while pending:

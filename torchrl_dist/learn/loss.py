@@ -46,43 +46,42 @@ class DistributedLoss(_Loss):
 
     Returns ``loss_module`` itself. It remains a ``DQNLoss`` with its attributes, parameters and
     ``state_dict`` keys, so target updaters, optimizers, ``set_keys`` and ``make_value_estimator``
-    work on it, before or after this call. (As with ``torch.distributed.fsdp.fully_shard``, its
-    class becomes a subclass of its original class and of this one.) What changes:
+    work on it, before or after this call. (As with ``torch.distributed.fsdp.fully_shard``, it gets
+    a new class, derived from its original class and this one.) What changes:
 
-    - All ranks start from rank 0's parameters, targets and buffers. Parameters that are added later
-      are averaged from the next call on. Add them in the same way on all ranks.
+    - All ranks start from rank 0's parameters, targets and buffers. Parameters that are added
+      later, in the same way on all ranks, are averaged from the next call on.
     - After each backward pass, the gradients that it reached are averaged over the ranks, no matter
       how the loss was computed (``loss(batch)``, ``loss.actor_loss(batch)``, one forward with
       several backward passes). Clip and step afterwards, as usual. ``torch.autograd.grad`` returns
       this rank's own gradients.
-    - Each gradient is the one that a single process with all rows would compute. For this, each
-      mean inside the loss is weighted by its divisor on each rank: the number of rows, the number
-      of rows that a mask leaves, or the sum of their importance weights. ``reduction="sum"`` sums
-      over all ranks. The PPO losses normalize advantages by the statistics of all ranks.
+    - Each gradient equals that of a single process with all rows. For this, each rank weights each
+      mean inside the loss by its divisor: the number of rows, the number of rows that a mask
+      leaves, or the sum of their importance weights. ``reduction="sum"`` sums over all ranks. The
+      PPO losses normalize advantages by the statistics of all ranks.
     - If this cannot be done exactly, the backward pass raises with the reason. This concerns
       classes that are not TorchRL's (including your own subclasses), ``reduction="none"``, and
-      statistics of a batch such as ``average_rewards``. In that case, state the weight of this
-      rank: ``loss.set_rows(len(batch))``.
+      statistics of a batch such as ``average_rewards``. If so, state the weight of this rank:
+      ``loss.set_rows(len(batch))``.
     - Terms that do not come from the loss, such as a penalty on parameters, have the same weight on
-      each rank. Call ``backward()`` only on sums of losses, with or without coefficients. For
-      anything else, such as a square, the weights of the ranks would be wrong, and this is not
-      detected.
+      each rank. Call ``backward()`` only on sums of losses, with or without coefficients. Anything
+      else, such as a square, gives the ranks wrong weights, undetected.
     - ``loss.ranks`` has methods for decisions on which ranks must agree, and for work that only one
       rank should do.
-    - ``with DistributedLoss(...) as loss:`` closes the loss at the end of the block. If the block
-      raises, the waiting ranks get the exception with its traceback.
+    - ``with DistributedLoss(...) as loss:`` closes the loss at the end of the block. An exception
+      in the block is raised on the waiting ranks, too, with its traceback.
 
     Every rank must make the same calls of the loss, of ``set_rows`` and of ``ranks``, and run the
     same backward passes, in the same order. (Under ``torch.no_grad()`` the calls of the loss may
-    differ.) Each of them blocks until all ranks have called, on the CPU for at most ``timeout_s``,
-    and raises the errors of :class:`~torchrl_dist.learn.Ranks`. A rank without rows calls the loss
-    with an empty batch. Load a state on all ranks, or before this call.
+    differ.) Each of these blocks until all ranks have called it, on the CPU for at most
+    ``timeout_s``, and raises the errors of :class:`~torchrl_dist.learn.Ranks`. A rank without rows
+    calls the loss with an empty batch. Load a state on all ranks, or before this call.
 
     Args:
         loss_module: a loss that every rank builds in the same way, on the device where it will
             stay.
         group: a torch.distributed group. Default: the group of all processes. A single process
-            needs no group, and nothing changes for it.
+            needs no group, and its gradients do not change.
         timeout_s: the longest wait for other ranks.
 
     Raises:
@@ -154,11 +153,11 @@ class DistributedLoss(_Loss):
     def set_rows(self, rows: float | Tensor) -> None:
         """Weigh this rank by ``rows`` (a count >= 0) in the next backward passes.
 
-        Gradients are then means over the ranks, weighted by ``rows`` instead of the divisors that
-        are observed in the loss. The weight is forgotten at the first call of the loss after
-        gradients have been averaged.
+        Gradients are then means over the ranks, weighted by ``rows`` instead of the observed
+        divisors. The weight is dropped at the first call of the loss after gradients have been
+        averaged.
 
-        Call it on all ranks before the backward pass. It blocks until all ranks have called.
+        Call this on all ranks before the backward pass. Blocks until all ranks have called.
 
         Raises:
             ConfigurationError: ``rows`` is not a finite count >= 0, or is 0 on all ranks.
@@ -176,8 +175,8 @@ class DistributedLoss(_Loss):
     def check_drift(self) -> str:
         """Compare all parameters, targets and buffers between ranks, and return their checksum.
 
-        Blocks until all ranks have called. State that is not a tensor is not compared, nor is the
-        noise of NoisyLinear layers, because both may differ between ranks.
+        Blocks until all ranks have called. State other than tensors, and the noise of NoisyLinear
+        layers, may differ between ranks and is not compared.
 
         Raises:
             DriftError: some tensors differ between ranks. The error names the tensors and ranks.
@@ -203,7 +202,7 @@ class DistributedLoss(_Loss):
         return hashlib.blake2b("".join(digests.values()).encode(), digest_size=8).hexdigest()
 
     def close(self) -> None:
-        """Stop averaging, so that another loss may take the networks. May be called repeatedly.
+        """Stop averaging, so that another loss may use the networks. May be called repeatedly.
 
         Afterwards, call the loss only under ``torch.no_grad()``.
         """
@@ -265,11 +264,11 @@ class DistributedLoss(_Loss):
         super().set_keys(**kwargs)
 
     def _forget_likeness(self) -> None:
-        """Have the next call compare the ranks' value estimators and keys."""
+        """In the next call, compare the ranks' value estimators and keys."""
         self.__dict__["_likeness"] = None
 
     def _description(self) -> dict[str, str]:
-        """Describe what may have changed since ``__new__``, which compared everything."""
+        """Describe only what may have changed since ``__new__``, where everything was compared."""
         kinds = ("value_type", "the key", "value_estimator")
         return {name: text for name, text in description(self).items() if name.startswith(kinds)}
 
@@ -328,8 +327,7 @@ class _NormalizedByAll(_Loss):
 class _DrawnByFirst(_Loss):
     """Added to REDQLoss: all ranks use the target networks that rank 0 draws.
 
-    Each call draws some of the target networks, and one process with all rows would use the same
-    ones for every row.
+    Each call draws some of the target networks. A single process would use these for all rows.
     """
 
     def __getattr__(self, item: str) -> Any:
@@ -340,7 +338,7 @@ class _DrawnByFirst(_Loss):
 
 
 class _Drawn:
-    """Parameters of several networks, indexed by rank 0's choice."""
+    """Parameters of several networks. An index into them is replaced by rank 0's."""
 
     def __init__(self, networks: Any, ranks: Ranks) -> None:
         self._networks, self._ranks = networks, ranks
@@ -353,10 +351,10 @@ class _Drawn:
 
 @functools.cache
 def _subclass(loss_class: type[LossModule]) -> type:
-    """Return ``loss_class`` with what :class:`DistributedLoss` adds.
+    """Return ``loss_class`` with the additions of :class:`DistributedLoss`.
 
-    Reductions are observed in every method that returns losses: ``forward``, and those that are
-    named like TorchRL's.
+    Reductions are observed in every method that returns losses: ``forward``, and methods named like
+    TorchRL's.
     """
     methods = {
         name: _observed(getattr(loss_class, name), loss_class)
@@ -436,7 +434,7 @@ def _shared(
     def watch(part: str, output: Tensor) -> Tensor:
         reason = refusal(loss_class, loss, call, part) or call.trace(output, sums=sums)
         outputs.append((output, reason and f"{part} of {loss_class.__name__}: {reason}"))
-        # A view, so that the hook of one part is not called on the way to another part.
+        # A view, so that gradients that flow to another part do not call the hook of this one.
         shown = output.view_as(output)
         shown.register_hook(
             functools.partial(_passed, loss._gradients, loss._weight, outputs[-1][1])
@@ -475,8 +473,8 @@ def _passed(
 
 
 def _refuse_foreign(loss: LossModule, outputs: list[Tensor]) -> None:
-    """Raise if a gradient reaches a parameter that one of the loss's networks has, but the loss
-    does not."""
+    """Raise if a gradient reaches a parameter of the loss's networks that the loss does not
+    hold."""
     mine = {id(parameter) for parameter in loss.parameters()}
     for leaf in leaves(outputs):
         if isinstance(leaf, nn.Parameter) and id(leaf) not in mine:
@@ -493,9 +491,9 @@ def _refuse_foreign(loss: LossModule, outputs: list[Tensor]) -> None:
 
 
 def _refuse_statistics(loss: LossModule) -> None:
-    """Raise if a call would change tensors according to this rank's rows."""
-    # TorchRL does not register the networks as submodules, because it calls them with parameters
-    # that the loss holds.
+    """Raise if a call would update tensors from this rank's rows only."""
+    # The networks are not submodules, because TorchRL calls them with parameters that the loss
+    # holds.
     networks = {k: v for k, v in loss.__dict__.items() if isinstance(v, nn.Module)}
     for name, network in {"": loss, **networks}.items():
         for path, module in network.named_modules(prefix=name):
@@ -530,11 +528,12 @@ def _statistics_in(module: nn.Module) -> str | None:
 def _compare(loss: LossModule, ranks: Ranks) -> None:
     """Raise unless all ranks built the same loss.
 
-    Tensors must have the same names, types and shapes, and be frozen alike, because gloo aborts the
-    process if sizes differ in a collective.
+    Tensors must have equal names, types and shapes, and be frozen alike. With different sizes in a
+    collective, gloo would abort the process.
     """
     tensors = named_tensors(loss)
-    # Only the first difference is shown, and a different class explains the others.
+    # Only the first difference is shown. A different class comes first, because it explains the
+    # others.
     mine = {**description(loss), **{name: _card(tensor) for name, tensor in tensors.items()}}
     devices = sorted({str(t.device) for t in tensors.values()})
     assert ranks.group is not None
@@ -607,7 +606,7 @@ def _take_from_first(loss: LossModule, ranks: Ranks) -> None:
 def _noise_of(loss: LossModule) -> set[str]:
     """Return the names of the buffers into which layers draw noise."""
     found: dict[str, nn.Module] = {"": loss}
-    # The loss keeps the tensors of functional networks under these names.
+    # Under these names, the loss keeps the tensors of functional networks.
     for name, network in loss.__dict__.items():
         if isinstance(network, nn.Module):
             found |= {f"{name}_params.": network, f"target_{name}_params.": network}
@@ -621,7 +620,7 @@ def _noise_of(loss: LossModule) -> set[str]:
 
 
 def _is_expanded(tensor: Tensor) -> bool:
-    """Whether ``tensor`` repeats one value. It is then a view of a parameter, which is copied
+    """Whether ``tensor`` repeats one value. If so, it is a view of a parameter, which is copied
     anyway."""
     return any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 

@@ -33,23 +33,23 @@ from ..runtime.awake import awake, check_timeout, start_clock
 from ..runtime.store import AnsweringStore, StoreSilent
 from ..runtime.world import is_seen_here, process_stamp
 
-# A rank that waits longer than this announces that it waits, and looks for failures of others.
+# A rank that waits longer than this says so to the others, and looks for their failures.
 _SLICE_S = 1.0
 # How many numbers are summed at once.
 _BLOCK = 64
-# In a meeting, the ranks of a group check that they make the same call (``Ranks._meet``). This is
-# what the last meeting of each group agreed on. Until the next one, tensors of one size can be
-# summed without another meeting.
+# In a meeting, the ranks of a group check that they make the same call (``Ranks._meet``). By group,
+# this is the result of the last meeting. Until the next meeting, tensors of the size agreed there
+# are summed without another one.
 _agreed: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 # For each group whose ranks are on several nodes, the group in which it sums tensors.
 _groups_of_sums: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 # Each rank sends its whole tensor, instead of parts, to each other rank if the tensor has at most
-# _MOST_DIRECT_BYTES and this sends at most _DIRECT_BYTES more in all.
+# _MOST_DIRECT_BYTES and at most _DIRECT_BYTES more are sent in all.
 _DIRECT_BYTES, _MOST_DIRECT_BYTES = 2**18, 2**24
-# How long a rank whose collective failed waits for the others to report that they wait, too.
+# After a failed collective, how long a rank waits until the others report that they wait, too.
 _GRACE_S = 3.0
 _STOPPED = ", stopped"
-# Calls pair up by their order only, so a missing call is noticed only when a rank has ended.
+# Calls are matched by their order alone, so a missing call is noticed only when a rank has ended.
 _UNEQUAL = (
     "the ranks made different numbers of calls: a rank that skips an update or leaves its loop "
     "must ask the others first, as in `if loss.ranks.any(len(buffer) < 1000): continue`"
@@ -93,15 +93,14 @@ class Ranks:
     Every rank builds it and calls its methods in the same order. All methods except ``own`` and
     ``seed`` block until every rank has called, for at most ``timeout_s``. They raise:
 
-    - DeadlineError after ``timeout_s``, with the names of the missing ranks and where these wait
-      instead,
+    - DeadlineError after ``timeout_s``, which names the missing ranks and where they wait instead,
     - PeerLostError if a process died,
     - RemoteError if a rank :meth:`report`-ed an exception,
     - ConfigurationError if the ranks called different methods.
 
     If a process on another node dies, the others notice at once while they average gradients, and
     at the deadline otherwise. On a GPU, averaging does not block. There, torch's watchdog enforces
-    the group's own deadline and names no rank.
+    the group's own deadline, without the names of ranks.
 
     Attributes:
         index: this process's rank in the group.
@@ -197,7 +196,7 @@ class Ranks:
                         if gone.intersection(absent) or is_late():
                             raise self._missing_error(absent, what, late=True)
             told = [json.loads(text) for text in insist(self._store.multi_get, keys)]
-            # All ranks have come here, so all have read the earlier exchanges.
+            # All ranks have come here, so all have read the values of earlier exchanges.
             if number > 2:
                 with contextlib.suppress(StoreSilent):
                     self._store.delete_key(f"exchange/{number - 2}/{self.index}")
@@ -247,12 +246,12 @@ class Ranks:
     # ---- metrics
 
     def sums(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the sums over the ranks that give a metric, as ``"sum_over_ranks/NAME"``."""
+        """Return each metric's sum over the ranks that have it, as ``"sum_over_ranks/NAME"``."""
         gathered = self._gathered(metrics)
         return {f"sum_over_ranks/{name}": sum(values) for name, values in gathered.items()}
 
     def means(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the means over the ranks that give a metric, as ``"mean_over_ranks/NAME"``."""
+        """Return each metric's mean over the ranks that have it, as ``"mean_over_ranks/NAME"``."""
         gathered = self._gathered(metrics)
         return {
             f"mean_over_ranks/{name}": sum(values) / len(values)
@@ -274,8 +273,8 @@ class Ranks:
     def seed(self, seed: int) -> int:
         """Seed the generators of Python, NumPy and torch in this process.
 
-        Each rank gets a different seed, and the same one in each run. Equal seeds would make the
-        ranks explore and draw alike.
+        Ranks get different seeds, because with equal seeds they would explore and draw alike. Each
+        rank's seed is the same in each run.
 
         Returns:
             The seed of this rank, for environments.
@@ -313,9 +312,8 @@ class Ranks:
     def _raise_reported(self, what: str = "") -> None:
         """Raise the failure that another rank has reported.
 
-        While this rank waits for ``what``, also raise if the next rank waits for something else in
-        the same call. Looking at the next rank is enough: if any ranks wait for something else, one
-        of them is next to a rank that does not.
+        Also raise if the next rank waits for something other than ``what`` in the same call.
+        Looking at the next rank is enough: if any two ranks differ, so do two neighbours.
         """
         reported = self._store.check("failure")
         other = (self.index + 1) % self.size
@@ -341,8 +339,8 @@ class Ranks:
         Arguments and errors are those of :meth:`add_up`. Shape and type must be equal on all ranks.
 
         Args:
-            agreed: what an ``add_up`` got as ``agreed``, if its ``details`` determine this shape
-                and type. If no other meeting followed it, the ranks do not meet again.
+            agreed: the argument ``agreed`` of an ``add_up`` whose ``details`` determine this shape
+                and type. If no other meeting followed that call, the ranks do not meet again.
         """
         if self.group is None or self.size == 1:
             return
@@ -366,7 +364,7 @@ class Ranks:
         Args:
             what: names this call in errors.
             details: must be equal on all ranks, like the number of values.
-            compare: called on all ranks if they differ, to raise a more precise error.
+            compare: called on all ranks if ``details`` differ, to raise a more precise error.
             agreed: a part of ``details``, for a later ``all_reduce``.
 
         Raises:
@@ -391,9 +389,9 @@ class Ranks:
     ) -> list[float]:
         """Sum a block of fixed size, after checking that all ranks make the same call.
 
-        Each rank sends its block to each rank, because between nodes the number of messages
-        matters more than their size. This uses another kind of collective than ``_sum``, because
-        gloo would mistake one rank's block for a part of another rank's tensor.
+        Each rank sends its block to each rank, because between nodes the number of messages matters
+        more than their size. The collective is of another kind than in ``_sum``, where gloo would
+        mistake one rank's block for a part of another rank's tensor.
         """
         assert self.group is not None
         code = zlib.crc32(f"{what} {details}".encode())
@@ -402,7 +400,7 @@ class Ranks:
         _agreed.pop(self.group, None)
         codes, *sums = self._from_each(block, what).T.tolist()
         if any(other != code for other in codes):
-            # All ranks see the difference and come here.
+            # All ranks see the difference, so all make this call.
             told = self.exchange(details, what)
             compare()
             other = next(index for index, theirs in enumerate(told) if theirs != details)
@@ -442,7 +440,7 @@ class Ranks:
             self._wait_for(lambda: group.allreduce([tensor], options), options, what)
 
     def _sum_from_afar(self, tensor: Tensor, what: str) -> None:
-        """Sum in one round trip, or two for a large tensor. gloo's ring takes two per rank."""
+        """Sum in one round trip, or in two for a large tensor. gloo's ring needs two per rank."""
         group, size = self._group_of_sums(what), self.size
         more_bytes = (size - 2) * tensor.nbytes
         if more_bytes <= _DIRECT_BYTES and tensor.nbytes <= _MOST_DIRECT_BYTES:
@@ -500,8 +498,8 @@ class Ranks:
     def _waiting(self, what: str) -> Iterator[Callable[[], None]]:
         """Yield a function that announces that this rank waits for ``what``.
 
-        The announcement is withdrawn if the block ends without an error. It lets the rank that
-        gives up first distinguish the ranks that wait from those that are missing.
+        The announcement is withdrawn if the block ends without an error. By announcements, the
+        first rank to give up distinguishes waiting ranks from missing ones.
         """
         keys = (f"place/{self.index}", self._waiting_key(self.index))
         said = False
@@ -541,8 +539,8 @@ class Ranks:
         return PeerLostError(f"{what}: the connection between the ranks failed: {error}")
 
     def _lost_error(self, what: str, error: dist.DistError) -> Exception:
-        """Return the error for a store that died with its process, or is silent because its process
-        is stopped. Without the store, only this node's kernel can tell which process that is."""
+        """Return the error for a store whose process died, or is stopped and therefore silent.
+        Without the store, only this node's kernel can tell which rank's process that is."""
         give_up = awake() + _GRACE_S
         while True:
             states = {who: who.state() for who in self.members}
@@ -608,7 +606,8 @@ def _apart(index: int, what: str, other: int, theirs: str) -> str:
 
 
 def _done(work: dist.Work) -> bool:
-    """Whether ``work`` ended, well or not, within a slice. Signals are handled between slices."""
+    """Whether ``work`` ended, even by an error, within a slice. Signals are handled between
+    slices."""
     try:
         work.wait(timedelta(seconds=_SLICE_S))
     except RuntimeError:

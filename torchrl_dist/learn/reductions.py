@@ -1,16 +1,15 @@
-"""Observes what each part of a loss divides by.
+"""Observes the divisor of each part of a loss.
 
 A part that is a mean over rows has, on rank r, the gradient ``g_r / d_r``. Its divisor ``d_r`` is
 the number of rows, the number of rows that a mask leaves, or the sum of their weights. One process
 with all rows would compute ``sum_r g_r / sum_r d_r``. So each mean's gradient is multiplied by
-``size * d_r / sum_r d_r`` in the backward pass. Plain averages over the ranks are then exact, no
-matter what the parts are added to, how many backward passes there are, and what else is
-accumulated.
+``size * d_r / sum_r d_r`` in the backward pass. Plain averages over the ranks are then exact,
+whatever is added to the parts or accumulated with them, in any number of backward passes.
 
 Divisors come from two places: from TorchRL's own ``_reduce_loss``, which almost all losses call,
 and from the graph of each output, where a ``mean()`` leaves the number of its elements. Between a
-mean and the output, only sums and constant factors are allowed, because anything else would need
-the mean over all ranks instead of this rank's.
+mean and the output, only sums and constant factors are allowed, because any other function would
+need the mean over all ranks, not this rank's.
 
 A graph does not show the statistics of a batch through which no gradient flows, such as those of a
 normalized advantage. So only classes whose statistics are known are supported (``KNOWN``, for
@@ -54,7 +53,7 @@ _LINEAR = frozenset(
 class Weight:
     """The weight of this rank that the caller stated, if any.
 
-    It holds until the first call of the loss after gradients have been averaged.
+    The weight is valid until the first call of the loss after gradients have been averaged.
 
     Attributes:
         stated: size * rows / rows of all ranks. None if divisors are observed instead.
@@ -71,7 +70,7 @@ class Weight:
         self._is_old = True
 
     def forget_old(self) -> None:
-        """Note that the loss is called: drop the weight if gradients have been averaged with it."""
+        """Note that the loss is called. Drop the weight if gradients have been averaged with it."""
         if self._is_old:
             self.stated = None
 
@@ -80,8 +79,8 @@ class Reduction:
     """One mean or sum over this rank's rows.
 
     Attributes:
-        divisor: what this rank divides by. None for a sum.
-        factor: what its gradient is multiplied by, once the divisors of all ranks are known.
+        divisor: the divisor on this rank; None for a sum.
+        factor: the factor for its gradient, once the divisors of all ranks are known.
     """
 
     def __init__(self, divisor: float | None, weight: Weight) -> None:
@@ -137,7 +136,7 @@ class Call:
         self.reason = self.reason or reason
 
     def trace(self, output: Tensor, *, sums: bool) -> str | None:
-        """Find the reductions that ``output`` is a linear function of.
+        """Find the reductions of which ``output`` is a linear function.
 
         Returns:
             Why ``output`` cannot be traced back to reductions, or None.
@@ -172,12 +171,12 @@ class Call:
 
 
 def _divisor(node: Any, name: str) -> float | None:
-    """Return the divisor of a mean to a single number, None for any other node."""
+    """Return the divisor if ``node`` is a mean over all elements, else None."""
     if name == "MeanBackward0":
         return float(node._saved_self_sym_numel)
     if name == "MeanBackward1":
         sizes = node._saved_self_sym_sizes
-        # Dimensions are saved as unsigned: -1 is 2 ** 64 - 1.
+        # Dimensions are saved as unsigned numbers, -1 as 2 ** 64 - 1.
         dims = {dim - 2**64 if dim >= 2**63 else dim for dim in node._saved_dim}
         dims = {dim % len(sizes) for dim in dims}
         kept = [size for dim, size in enumerate(sizes) if dim not in dims]
@@ -208,7 +207,7 @@ def leaves(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
 def map_outputs(
     result: Any, change: Callable[[str, Tensor], Tensor], part: str, skip: Any = None
 ) -> Any:
-    """Return ``result`` with ``change(part, tensor)`` for each of its tensors that has a gradient.
+    """Return ``result``, with each tensor that has a gradient replaced by ``change(part, tensor)``.
 
     The keys of TensorDicts and dicts name the parts. These containers are changed in place, except
     ``skip``, the input of the loss.
@@ -266,9 +265,9 @@ def _td3_bc(loss: LossModule, call: Call, part: str) -> str | None:
     return None
 
 
-# For each exact class, a rule that refuses those parts that compute something over several rows
-# before their reductions. tests/learn/test_classes.py compares each class with one process that has
-# all rows.
+# For each class (not its subclasses), a rule that refuses the parts that compute anything over
+# several rows before their reductions. tests/learn/test_classes.py compares each class with one
+# process that has all rows.
 KNOWN: dict[type[LossModule], Rule] = {
     **dict.fromkeys(
         (
@@ -318,7 +317,7 @@ _ESTIMATORS = (
 
 
 def refusal(loss_class: type[LossModule], loss: LossModule, call: Call, part: str) -> str | None:
-    """Return why the divisors of a part do not determine the ranks' weights, None if they do."""
+    """Return why the divisors of a part do not determine the ranks' weights, or None if they do."""
     rule = KNOWN.get(loss_class)
     if rule is None:
         return (
@@ -352,7 +351,7 @@ def normalized(
     """Return ``advantage`` as PPO normalizes it, by mean and deviation over all ranks' rows.
 
     Args:
-        add_up: returns the sums of some numbers over the ranks. All ranks must call it alike.
+        add_up: returns the sums of some numbers over the ranks, which must all make the same calls.
     """
     kept = {dim % advantage.ndim for dim in loss.normalize_advantage_exclude_dims}
     dims = [dim for dim in range(advantage.ndim) if dim not in kept]
