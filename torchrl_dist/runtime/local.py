@@ -43,7 +43,7 @@ def local_cluster(
 
     The caller becomes the first process of the first role. The others are forked from a server that
     has imported torch and torchrl, and call ``serve()``. They get this process's environment (with
-    ``env`` added), working directory, ``sys.argv`` and ``sys.path``. Before that, they run
+    ``env`` added), working directory, ``sys.argv`` and ``sys.path``. Before serving, they run
     ``init_fn()``, which may register environments. All processes listen on the loopback address
     only.
 
