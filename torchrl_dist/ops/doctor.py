@@ -1,8 +1,8 @@
 """``torchrl-dist doctor``: checks whether this machine, or this allocation, is fit for a job.
 
-``examine`` is pure. It turns what ``probe`` found, and what ``rounds`` measured between the ranks,
-into one finding per check, with a remedy. A check never raises. What it cannot determine is a
-warning.
+``examine`` is pure. From the results of ``probe`` and of ``rounds`` (between the ranks), it makes
+one finding per check, with a remedy. A check never raises. If it cannot determine its result, it
+warns.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Finding:
 
 
 def examine(probe: Probe, rounds: Rounds | TorchRLDistError | None = None) -> list[Finding]:
-    """Return one finding per check, in a fixed order. For other nodes, return only what is not ok.
+    """Return one finding per check, in a fixed order. For other nodes, return only findings that
+    are not ok.
 
     ``rounds`` is an error if the ranks did not meet.
     """
@@ -137,7 +138,8 @@ def _software(probe: Probe) -> Iterator[Finding]:
     if probe.torchrl_trees is None:
         yield Finding("TorchRL's trees", OK, "they load")
     else:
-        # Not a warning, because this package does not need them. But many users ask about it.
+        # Not a warning, because this package does not need the trees. It is shown because many
+        # users ask.
         yield Finding(
             "TorchRL's trees",
             OK,
@@ -225,8 +227,8 @@ def _cpus(probe: Probe) -> Finding:
     if probe.cpu_quota is not None and probe.cpu_quota < cores:
         cores = probe.cpu_quota
         found += f", the cgroup allows time for {cores:g}"
-    # torchrun sets OMP_NUM_THREADS to 1, and so do our own processes. Under srun and in a shell,
-    # the default is the number of cores.
+    # torchrun and our own processes set OMP_NUM_THREADS to 1. Under srun and in a shell, the
+    # default is the number of cores.
     threads = probe.omp_threads or (probe.usable_cores if probe.launcher == "slurm" else 1)
     found += f"; {probe.processes} processes with {threads} threads each"
     cures = []
@@ -264,7 +266,7 @@ def _network(probe: Probe) -> Iterator[Finding]:
     else:
         named = [f"{variable}={value}" for variable, value in probe.wanted_interfaces.items()]
         yield Finding("interfaces", OK, ", ".join(named) or f"none named; available: {there}")
-    # Our own sessions ask the kernel which address leads to the others. Only gloo uses the host
+    # Our own sessions ask the kernel which address leads to other nodes. Only gloo uses the host
     # name.
     cure = "put the node's address in /etc/hosts, and set TP_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
     if probe.address is None:
@@ -489,7 +491,7 @@ def run(options: argparse.Namespace) -> int:
         told = own_files.printable(f"{socket.gethostname()}: removed {each}")
         print(told, file=sys.stderr)
 
-    def look() -> Probe:  # also called in the first rank of each other node
+    def look() -> Probe:  # also called in the first rank of every other node
         planned = int(options.buffer_gib * _GIB)
         return probe(folder, processes=options.processes, planned_bytes=planned)
 

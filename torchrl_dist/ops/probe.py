@@ -1,4 +1,4 @@
-"""What ``torchrl-dist doctor`` finds on a machine. The module ``doctor`` interprets it."""
+"""Examines a machine for ``torchrl-dist doctor``. The module ``doctor`` interprets the result."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ PACKAGES = ("torch", "torchrl", "tensordict", "gymnasium", "numpy")
 INTERFACE_VARIABLES = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _PROBED_BYTES = 1 << 20
 _ASK_S = 10.0
-# Exits with 0 if another process holds the lock on a file. It does not import the package, because
-# that takes seconds.
+# Program that exits with 0 if another process holds the lock on a file. It does not import the
+# package, because the import takes seconds.
 _IS_LOCKED = """
 import importlib.util, os, sys
 sys.path[:0] = [sys.argv[2]]
@@ -250,7 +250,8 @@ def _groups(own: Path, root: Path, controller: str) -> list[Path]:
                 continue
             top = root if number == "0" else root / controller
             inner = top / path.lstrip("/")
-            # In a container, the path may be one outside of it. Then only the top folder exists.
+            # In a container, the path may be valid only outside of it. Then only the top folder
+            # exists.
             found += [inner, *(up for up in inner.parents if up == top or top in up.parents)]
     return found
 

@@ -27,7 +27,7 @@ class Rounds:
         store_s: time to write a key to the job's store and read it back, on the slowest rank.
         all_reduce_s: time of an all-reduce of one number over all ranks.
         rpc_s: time of a call and its answer by pair of ranks, the caller first.
-        skew_s: by how much each rank's clock is ahead of rank 0's.
+        skew_s: how many seconds each rank's clock is ahead of rank 0's.
         software: versions of packages on each rank.
         elsewhere: what ``look`` returned on one rank of each other node.
     """
@@ -42,7 +42,7 @@ class Rounds:
 
 
 class Served:
-    """The result on every rank except the driver, which has the figures."""
+    """The result on every rank except the driver, the only rank with figures."""
 
 
 def measure(

@@ -1,8 +1,8 @@
 """``torchrl-dist slurm -- COMMAND``: a batch script that starts the command's ranks under Slurm.
 
-The script is written for readers, and spells out everything that Slurm does not do by itself.
-``script`` is pure. One ``srun`` makes one step, and so one job for ``session``, even over the two
-components of a heterogeneous job. Comments at the lines say what they set and why.
+The script is written for readers. All that Slurm does not do by itself is spelled out.
+``script`` is pure. One ``srun`` makes one step, which ``session`` sees as one job, even over the
+two components of a heterogeneous job. Comments in the script say what its lines set and why.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Component:
         return lines
 
     def step(self) -> str:
-        # Since Slurm 22.05, a step does not inherit the job's --cpus-per-task. All tasks would
-        # share one core.
+        # Since Slurm 22.05, a step does not inherit the job's --cpus-per-task. Without this option,
+        # all tasks would share one core.
         return (
             f"--nodes={self.nodes} --ntasks={self.nodes * self.tasks_per_node} "
             f"--ntasks-per-node={self.tasks_per_node} --cpus-per-task={self.cpus_per_task}"
@@ -67,12 +67,13 @@ class Job:
     Attributes:
         command: the command of each rank. ``train ...`` stands for ``torchrl-dist train ...``.
         first: nodes of rank 0, the learner.
-        collectors: nodes of the other ranks, if these are of another kind (a heterogeneous job).
+        collectors: nodes of the other ranks, if these nodes are of another kind (a heterogeneous
+            job).
         time: the time limit in one of Slurm's forms.
         requeues: how often the job is queued again after it was stopped with a checkpoint.
         signal_s: how many seconds before the limit the job is stopped.
         seeds: seeds in the notation of Slurm's ``--array``. Each one gets its own job.
-        interface: network interface between the nodes, if the kernel's choice is wrong.
+        interface: network interface between the nodes, if the kernel would choose a wrong one.
         container: words that run a command in a container, such as ``("apptainer", "exec",
             "image.sif")``.
         torchrun: ranks per node that torchrun starts. None: srun starts the ranks.
@@ -132,7 +133,8 @@ def seconds_of(time: str) -> float:
 
 
 def check(job: Job) -> None:
-    """Raise ConfigurationError for what Slurm or the command would refuse after queueing."""
+    """Raise ConfigurationError for options that Slurm or the command would refuse only after
+    queueing."""
     limit_s = seconds_of(job.time)
     if limit_s == 0:
         raise ConfigurationError(
@@ -301,7 +303,8 @@ def _at_exit(job: Job) -> list[str]:
 
 
 def _own_replay_dir(job: Job) -> bool:
-    """Whether the script makes a replay directory: for a recipe on one node without --replay-dir.
+    """Whether the script makes a replay directory, as for a recipe on one node without
+    --replay-dir.
 
     On several nodes, each node keeps a shard, in memory that is freed when the job ends.
     """
@@ -340,7 +343,7 @@ def _is_python(word: str) -> bool:
 
 
 def _run(job: Job) -> list[str]:
-    # Without the first two options, one lost collector would end the step, and all other ranks.
+    # Without the first two options, one lost collector would end the step with all other ranks.
     common = "srun --kill-on-bad-exit=0 --wait=0 --unbuffered --label"
     command = _command(job)
     if job.collectors is None:

@@ -1,7 +1,7 @@
-"""What ``torchrl-dist top`` sees of a job at one instant, and how two instants differ.
+"""The state of a job at one instant, for ``torchrl-dist top``, and how two instants differ.
 
-It only reads files of this user: the job's pulse, /proc, the tables of replay directories, the
-run's CSV files. It attaches to nothing, takes no lock, calls no process and writes nothing.
+This module only reads files of this user: the job's pulse, /proc, the tables of replay directories,
+the run's CSV files. It does not attach to a buffer, take a lock, call a process or write.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _STATES = {
     "R": "running", "S": "waiting", "D": "disk wait", "T": "stopped", "t": "traced", "Z": DEAD,
 }  # fmt: skip
 _TAIL_BYTES = 4096
-_WAITS = 0.5  # if one side waits for a larger fraction of the time, the other side limits the job
+_WAITS = 0.5  # a side that waits for a larger fraction of the time is limited by the other one
 _IDLE = 0.7
 _FULL = 0.95
 
@@ -55,8 +55,8 @@ class Process:
 class Buffer:
     """A replay directory. ``written`` and ``sampled`` count rows.
 
-    With a limiter, ``sampled`` is exact. Without one, it may miss a few rows if processes count at
-    the same instant. A draw for another node counts on the node that has the rows.
+    With a limiter, ``sampled`` is exact. Without a limiter, it may miss a few rows if processes
+    count at the same instant. A draw for another node counts on the node with the rows.
     """
 
     path: str
@@ -80,10 +80,10 @@ class Snapshot:
     Attributes:
         job_id: the launcher's id of the job.
         host: the learner's node.
-        figures: its pulse, as ``runtime.pulse`` writes it. Empty if there is none.
+        figures: the contents of its pulse file (``runtime.pulse``); empty without such a file.
         scalars: the last values in the run's CSV files, by tag.
-        run_frames: frames of the whole run, including those before a restart, at the last point of
-            these files.
+        run_frames: frames of the whole run at the last point of these files, including those before
+            a restart.
         slurm: the state of a Slurm job whose learner is not visible, such as "PENDING (Resources)".
     """
 
@@ -109,7 +109,7 @@ class Rates:
     Attributes:
         by_worker: frames per second, by worker name.
         learner_waits: share of the time that the learner waited for rollouts. None if rollouts are
-            taken in the background, because then the learner's waiting is not visible.
+            taken in the background, where the learner's waiting is not visible.
         workers_busy: mean share of the time that workers stepped environments or wrote rows.
         cpu: cores used, by process name.
         written, sampled: rows, by path of the buffer.
@@ -132,7 +132,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Target:
-    """What to look at: the job's pulse, if there is one, its run's folder and its buffers."""
+    """Where a job's state is: its pulse, if there is one, its run's folder and its buffers."""
 
     job_id: str | None
     pulse: Path | None
@@ -164,7 +164,7 @@ def find(name: str | None) -> Target:
     """Find a job by a run's folder, a replay directory or a job's id. With None, find the only job.
 
     Raises:
-        ConfigurationError: there is no such job, or there are several. The error names them.
+        ConfigurationError: there is no such job, or there are several, which the error names.
     """
     jobs = pulses()
     if name is None:
@@ -350,8 +350,8 @@ def _over(difference: float, seconds: float) -> float:
 
 
 def who_waits(buffer: Buffer, batch_size: int = 1) -> str | None:
-    """Say which side the buffer's limiter holds back now. Return None if it holds back neither, or
-    there is no limiter."""
+    """Say which side the buffer's limiter holds back now. Return None if it holds back neither
+    side, or if there is no limiter."""
     told = buffer.limiter
     if told is None:
         return None

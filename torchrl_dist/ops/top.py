@@ -62,7 +62,7 @@ def render(
 
 
 def line(now: Snapshot, per: Rates) -> str:
-    """Return what :func:`render` shows, in one line for logs."""
+    """Return the contents of :func:`render` as one line for logs."""
     from .snapshot import bound_by
 
     words = [time.strftime("%H:%M:%S", time.localtime(now.unix_time_s)), _headline(now, per)]
@@ -197,7 +197,7 @@ def _bytes(count: float) -> str:
 
 
 def stack_of(pid: int) -> str:
-    """Return what py-spy says about a process on this machine, or why it cannot."""
+    """Return what py-spy prints about a process on this machine, or why py-spy cannot."""
     if shutil.which("py-spy") is None:
         return "py-spy is not installed: pip install py-spy"
     try:
@@ -270,7 +270,7 @@ def _look(target: Target) -> Snapshot | None:
     now = look(target)
     if now is None or now.figures:
         return now
-    # The job waits, has failed, or is on another node. Slurm is not asked at every look.
+    # The job waits, has failed, or is on another node. Slurm is not asked in every interval.
     return replace(now, slurm=_slurm_state(now.job_id, time.monotonic() // _SLURM_EVERY_S))
 
 
@@ -375,7 +375,8 @@ def slurm_state(job: str | None) -> str | None:
 
 
 def _go_to_its_node(job: str | None) -> None:
-    """If the learner of a Slurm job is on another node, replace this process by one there."""
+    """If the learner of a Slurm job is on another node, replace this process by one on that
+    node."""
     if job is None or not job.isdigit() or shutil.which("squeue") is None:
         return
     if os.environ.get("SLURM_JOB_ID") == job:  # this is the job's node

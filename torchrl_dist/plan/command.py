@@ -1,4 +1,4 @@
-"""``torchrl-dist plan``: predicts how fast a job will be, and whether distributing it pays."""
+"""``torchrl-dist plan``: predicts the speed of a job, and whether distributing it pays."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from torchrl_dist.ui import at_least, show_table
 if TYPE_CHECKING:
     from .measure import Measured, Subject
 
-# The collector's own defaults: messages of half a second (longer if more processes share a core),
-# and of at most this many bytes.
+# The collector's own defaults: messages hold half a second of steps (more if more processes share a
+# core), and at most this many bytes.
 _MESSAGE_S, _MESSAGE_BYTES, _PROCESSES_PER_CORE = 0.5, 8 << 20, 4
 _MOST_PER_CORE, _MOST = 32, 256  # limits on the number of env processes that are considered
 _DRAWS = 100  # how often measurements are resampled for an interval
-_NEARLY = 0.9  # fraction of the best rate from which on more processes bring little
+_NEARLY = 0.9  # from this fraction of the best rate on, more processes bring little
 _BUSY = 0.5  # load average per core from which on this node counts as busy
 
 
 @dataclass(frozen=True)
 class Learning:
-    """What a learner does if the user does not say.
+    """The work of a learner unless the user specifies it.
 
     Attributes:
         hidden: widths of each network's layers.
@@ -47,7 +47,7 @@ class Learning:
 
 
 def learning_of(recipe: str) -> Learning:
-    """Return what a recipe's learner does with default options."""
+    """Return the work of a recipe's learner with default options."""
     config: Any = RECIPES[recipe].config()
     frames = config.frames_per_batch
     updates, rows, networks = {
@@ -229,7 +229,7 @@ def plan(
     """
     costs = measured.costs(subject)
     layouts = candidates(costs, cores, nodes)
-    if recipe:  # keep only what the recipe's options can express
+    if recipe:  # keep only layouts that the recipe's options can express
         layouts = [each for each in layouts if not each.node_workers and not each.groups]
     if recipe == "ddppo":  # a single learner steps its environments itself
         layouts = [each for each in layouts if each.alone or each.stepping > 1]
@@ -277,7 +277,7 @@ def thriftiest(
 ) -> tuple[Layout, Prediction]:
     """Return the layout with the fewest env processes that is nearly as fast as the fastest one.
 
-    Only layouts with as many nodes as ``best`` are considered. The result is recommended, because
+    Only layouts with as many nodes as ``best`` are considered. This layout is recommended, because
     further processes bring little. On one node, it has as many processes as
     :func:`processes_that_pay` returns.
     """
@@ -288,7 +288,7 @@ def thriftiest(
 
 
 def _different(ranked: Iterable[tuple[Layout, Prediction]]) -> list[tuple[Layout, Prediction]]:
-    """Return the first layout, and the fastest others that differ from it by more than details."""
+    """Return the first layout, and the fastest others that differ substantially from it."""
     chosen: dict[tuple[Any, ...], tuple[Layout, Prediction]] = {}
     for layout, prediction in ranked:
         kind = (layout.alone, layout.nodes > 1, layout.node_workers, layout.lag, layout.groups)
@@ -301,7 +301,7 @@ def _different(ranked: Iterable[tuple[Layout, Prediction]]) -> list[tuple[Layout
 def processes_that_pay(ranked: Sequence[tuple[Layout, Prediction]]) -> int:
     """Return the fewest env processes of one node that are nearly as fast as the best number.
 
-    1 means that one process is as good.
+    1 means that one process is nearly as fast.
     """
     here = [each for each in ranked if each[0].nodes == 1]
     enough = _NEARLY * max(prediction.frames_per_s for _, prediction in here)
@@ -309,11 +309,11 @@ def processes_that_pay(ranked: Sequence[tuple[Layout, Prediction]]) -> int:
 
 
 def deadline_of(costs: Costs, ranked: Sequence[tuple[Layout, Prediction]]) -> dict[str, Any] | None:
-    """Return what a receive deadline would bring.
+    """Return the effect of a receive deadline.
 
     It is computed for the best layout that waits for all workers without policy lag. ``gain`` is a
-    factor, ``deadline_s`` is None if no deadline pays, and ``spread`` is that of a rollout. Return
-    None if there is no such layout.
+    factor, ``deadline_s`` is None if no deadline pays, and ``spread`` is the spread of a rollout.
+    Return None if there is no such layout.
     """
     from .regimes import best_deadline
 

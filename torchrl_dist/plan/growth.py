@@ -5,8 +5,8 @@
 
 Prints the efficiencies that tianshou#1172 measured with Ray on nodes of 48 cores, for steps that
 sleep 1, 0.1, 0.01 and 0.001 s. Next to them are predictions from the cost of messages on this
-machine, for one rank per core and for one node worker per node. The table names what binds first.
-Below it is the number of nodes from which on one learner takes in no more frames.
+machine, for one rank per core and for one node worker per node. The table names the first limit.
+Below the table is the number of nodes beyond which one learner takes in no more frames.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RAY = {
     16: (0.86, 0.41, 0.05, 0.01), 32: (0.78, 0.26, 0.03, 0.0),
 }  # fmt: skip
 """Published efficiencies by number of nodes, one for each of ``STEPS_S``."""
-# seconds of stepping per message, as by the collector's default; at least one step
+# seconds of stepping per message, the collector's default; at least one step
 _MESSAGE_S = 0.5
 
 
@@ -61,8 +61,8 @@ def costs_of(plan: dict[str, Any]) -> Costs:
 
 
 def sleeping(costs: Costs, step_s: float) -> Costs:
-    """Return ``costs`` with an env that sleeps and without learning. Messages and the loop cost the
-    same."""
+    """Return ``costs`` with an env that sleeps and without learning. The costs of messages and of
+    the loop stay the same."""
     return replace(costs, idle_s=step_s, spread=0.0, update_s=0.0)
 
 
@@ -99,7 +99,7 @@ def growth(costs: Costs) -> list[dict[str, Any]]:
 
 
 def full_at(costs: Costs, step_s: float, node_workers: bool) -> float:
-    """Return the number of nodes from which on one learner takes in no more frames."""
+    """Return the number of nodes beyond which one learner takes in no more frames."""
     one = predict(sleeping(costs, step_s), layout_of(1, step_s, node_workers), CORES)
     busy = one.learner_busy
     return math.inf if busy <= 0 else 1 / busy
@@ -124,9 +124,9 @@ def intake_rate(
 ) -> float:  # fmt: skip
     """Simulate ``sources`` that send to one learner, and return the messages/s that it takes in.
 
-    A source makes a message in ``rollout_s`` (lognormal, with relative spread ``spread``). It may
-    be ``lag`` messages ahead of what the learner has taken. The learner spends ``intake_s`` on
-    each, in the order of arrival.
+    A source makes a message in ``rollout_s`` (lognormal, with relative spread ``spread``). A source
+    may be up to ``lag`` messages ahead of the learner. The learner spends ``intake_s`` on each
+    message, in the order of arrival.
     """
     rng = np.random.default_rng(seed)
     sigma = math.sqrt(math.log1p(spread**2))
@@ -151,7 +151,8 @@ def intake_rate(
 
 
 def print_table(costs: Costs, lines: Sequence[dict[str, Any]]) -> None:
-    """Print the efficiencies side by side, then where the learner is full."""
+    """Print the efficiencies side by side, then the number of nodes at which the learner is
+    full."""
     from rich.console import Console
 
     console = Console(width=110)

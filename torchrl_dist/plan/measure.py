@@ -1,7 +1,7 @@
 """Measures the costs of a job on this node, with the collector itself, in under a minute.
 
-Wall-clock times exclude the time that a process waited for a core, which the kernel counts. So
-other work on the node changes the results little. Each figure is measured several times.
+The kernel counts how long a process waits for a core, and wall-clock times exclude this wait. Other
+work on the node therefore changes the results little. Each figure is measured several times.
 ``Measured.costs`` takes medians, or resamples them for an interval.
 """
 
@@ -31,9 +31,9 @@ from torchrl_dist.recipes.parts.environments import image_factory
 from torchrl_dist.runtime import ForkServer, local_cluster
 
 ENVS, NATIVE_ENVS = (1, 8, 64), (1, 8, 64, 512)
-_REPEATS = 5  # of every measurement, for its median and its interval
+_REPEATS = 5  # repeats of every measurement, for its median and its interval
 _LARGE_BYTES = 4 << 20  # size of the message that shows the cost of a byte
-_ASKING = 4  # env processes that send requests at the same time
+_ASKING = 4  # number of env processes that send requests at the same time
 _STAMP = "worker_cpu_s"
 
 
@@ -44,7 +44,7 @@ class Subject:
     Attributes:
         make_env: called with a number of envs. Returns a function that makes one env, or a vector
             env with that many envs.
-        native: whether it makes vector envs of more than one env.
+        native: whether ``make_env`` makes vector envs for more than one env.
         policy: a module. None: random actions.
         update_s: seconds of one update of the learner. None: measure an update of ``networks``
             networks with these ``hidden`` layers.
@@ -78,7 +78,7 @@ class Measured:
     figures: dict[str, list[float]] = field(default_factory=dict)
 
     def costs(self, subject: Subject, rng: np.random.Generator | None = None) -> Costs:
-        """Return the medians. With ``rng``, of repeats drawn with replacement."""
+        """Return the medians of the repeats or, with ``rng``, of repeats drawn with replacement."""
 
         def value(of: list[float]) -> float:
             chosen = of if rng is None else rng.choice(of, len(of)).tolist()
@@ -142,8 +142,8 @@ def _waited_s() -> float:
 
 
 class _Clock:
-    """Measures two times since its creation: this process's CPU time, and the wall-clock time
-    without this thread's waits for a core."""
+    """Measures two times from its creation on: the CPU time of this process, and the wall-clock
+    time without this thread's waits for a core."""
 
     def __init__(self) -> None:
         self._waited, self._cpu = _waited_s(), time.process_time()
@@ -203,7 +203,7 @@ def _measure_env(subject: Subject, found: Measured, seconds: float) -> None:
 
 
 def _is_idle(act: Callable[[], Any], step: Callable[[Any], Any]) -> bool:
-    """Whether a step does anything but compute on this thread."""
+    """Whether a step does anything other than compute in this thread."""
     clock = _Clock()
     for _ in range(3):
         step(act())
@@ -261,7 +261,7 @@ def _measure_steps(subject: Subject, found: Measured, seconds: float) -> TensorD
         idle = [max(0.0, passed - cpu) / steps / envs for cpu, passed in repeats]
         if envs == 1:
             first = idle
-    # A vector env may step its envs concurrently, so the idle time with the most envs counts.
+    # A vector env may step its envs concurrently, so the idle time with the most envs is used.
     found.figures["idle_s"] = idle if subject.native else first
     assert rows is not None
     found.figures["frame_bytes"] = [sum(v.nbytes for v in rows.values(True, True)) / rows.numel()]
@@ -275,7 +275,8 @@ def _measure_policy(subject: Subject, rows: TensorDict, found: Measured, seconds
     for size in (1, 16, 256):
         batch = rows.reshape(-1)[:1].expand(size).clone().exclude("next", "action")
         with torch.no_grad():
-            # Measured briefly, because it is only shown. The timed steps include the policy.
+            # Measured briefly, because this figure is only shown: the timed steps include the
+            # policy.
             repeats = _repeat(functools.partial(policy, batch), seconds / 10)
             found.policy[size] = [cpu for cpu, _ in repeats]
 
@@ -426,7 +427,7 @@ def _measure_rounds(
 ) -> None:
     """Measure a round without policy lag, and what new weights add to it.
 
-    The part of a round that is CPU time of neither side is the latency.
+    The latency is the time of a round minus the CPU time of both sides.
     """
     plain = list(_repeat(collector.next, seconds))
     both = [sum(parts) for parts in zip(few["learner"], few["worker"], strict=True)]
@@ -505,8 +506,7 @@ def _measure_requests(subject: Subject, collect: Any, found: Measured, seconds: 
 
 
 def _spaces(subject: Subject) -> tuple[gymnasium.Space, gymnasium.Space] | None:
-    """Return the spaces of one env. None for TorchRL's envs, for which ``Blank`` cannot stand
-    in."""
+    """Return the spaces of one env, or None for a TorchRL env, which ``Blank`` cannot replace."""
     with contextlib.closing(_single(subject)) as env:
         if isinstance(env, gymnasium.vector.VectorEnv):
             return env.single_observation_space, env.single_action_space
@@ -610,7 +610,8 @@ def envs_of(text: str) -> tuple[Callable[[int], Callable[[], Any]], bool]:
 
 
 def _own_vector_env(text: str, envs: int) -> Callable[[], Any]:
-    """Return a factory. One env uses the plain form, because vectorizing pays only for more."""
+    """Return a factory. A single env has the plain form, because vectorizing pays only for
+    several."""
     if envs == 1:
         return functools.partial(gymnasium.make, text)
     mode = gymnasium.VectorizeMode.VECTOR_ENTRY_POINT

@@ -3,9 +3,9 @@
     python -m torchrl_dist.plan.regimes --plot regimes.png
 
 A learner without policy lag waits until all ``workers`` have delivered a rollout, or until a
-deadline has passed and at least one has delivered (``Quorum(1, timeout_s)``). It learns from the
-rollouts that it took. Then those workers start new ones, while the others continue theirs. Two
-things decide whether this brings more frames per second:
+deadline has passed and at least one has delivered (``Quorum(1, timeout_s)``). The learner learns
+from these rollouts. Then their workers start new ones, while the others continue theirs. Two
+conditions decide whether this brings more frames per second:
 
 - the spread of a *rollout*. If a step takes 1 +- s, a rollout of n envs and K steps takes
   1 +- s / sqrt(n K). More envs widen the gaps in seconds, but narrow them as a fraction of a
@@ -15,9 +15,9 @@ things decide whether this brings more frames per second:
   lose nothing.
 
 All times are in units of a mean rollout. The map shows the gain of the best deadline over no
-deadline. If any deadline pays, the shortest pays most, because the cost is in waiting for others. A
-deadline also makes some rows one update older, and gives fewer rows per update. Weighing this is up
-to the user.
+deadline. If any deadline pays, the shortest pays most, because waiting for others is what costs
+time. A deadline also makes some rows one update older, and gives fewer rows per update. The user
+must weigh these effects.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def simulate(
     Args:
         spread: standard deviation of a rollout.
         batch_s: the learner's work on any batch.
-        rows_s: its additional work on a batch of all workers. Smaller batches take a proportional
-            part of it.
+        rows_s: the learner's additional work on a batch of all workers; in proportion less for
+            smaller batches.
         deadline_s: time from the beginning of a receive. If infinite, wait for all workers.
         rounds: receives in each run.
         replicas: independent runs.
