@@ -1,5 +1,4 @@
-"""The recipes by name. Importing this module needs no torch, because every command line reads
-it."""
+"""The recipes by name. Every command line reads this module, so it does not import torch."""
 
 from __future__ import annotations
 

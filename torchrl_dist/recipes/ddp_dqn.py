@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 4 -m torchrl_dist.recipes.ddp_dqn --updates 2500
 
-Each update has the same distribution as one process's update with a batch of 128. Ranks meet after
-drawing, and again after writing priorities and rows, so no rank draws while another writes. The
-program prints one JSON object.
+Each update has the same distribution as that of a single process with a batch of 128. Ranks meet
+after drawing, and again after writing priorities and rows, so that no rank draws while another one
+writes. The program prints one JSON object.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ CAPACITY, BATCH, FRAMES_PER_UPDATE, LEARNING_STARTS = 50_000, 128, 8, 1_000
 
 
 def train(job: Session, output: Path, updates: int, seed: int) -> dict:
-    """Learn until ``updates`` or a stop signal. Every rank calls it; rank 0 writes ``loss.pt``."""
+    """Learn until ``updates`` or a stop signal. Every rank calls this; rank 0 writes
+    ``loss.pt``."""
     torch.set_num_threads(1)
     network = QNetwork(4, 2, (64, 64))
     actor = QValueActor(network, in_keys=["observation"], action_space="categorical")
@@ -59,7 +60,8 @@ def train(job: Session, output: Path, updates: int, seed: int) -> dict:
         policy = TensorDictSequential(actor, explore)
         state, frames, update = env.reset(), 0, 0
         while not ranks.any(job.stop_requested or update >= updates):  # all ranks meet here
-            # Not len(buffer): faster ranks have already added to it, and all ranks must agree.
+            # Not len(buffer), because faster ranks have already added rows, and all ranks must
+            # agree.
             if frames * ranks.size >= LEARNING_STARTS:
                 # counts updates of the whole job
                 anneal_beta(buffer.sampler, update, steps=updates)

@@ -26,8 +26,8 @@ class EpsilonGreedy(TensorDictModuleBase):
     """Take the action of the highest value, or a random one with the environment's own epsilon.
 
     Reads ``observation`` ``[N, ...]``, writes ``action`` int64 ``[N]``. Greedy unless
-    TorchRL's exploration type is RANDOM. The epsilons are not part of the weights, so the
-    learner's weights do not change them.
+    TorchRL's exploration type is RANDOM. The epsilons are not part of the weights, so they stay
+    when the learner's weights arrive.
 
     Args:
         network: returns the values.
@@ -68,8 +68,9 @@ class RowsWithPriority:
     A window that is incomplete at the end of a rollout waits for the next rollout, so T may be
     arbitrarily short. The first T' is T - n + 1, or 0, and later T' is T. A window is shorter than
     n where an episode ends, or where the environments were reset between two rollouts.
-    ``steps_to_next_obs`` is its length, by which DQNLoss discounts. A terminated episode does not
-    bootstrap. Every other end bootstraps from its true last observation.
+    ``steps_to_next_obs`` is the length of the window, by which DQNLoss discounts. Rows do not
+    bootstrap from a terminated episode. At any other end, they bootstrap from the true last
+    observation.
 
     ``td_error`` is |R + gamma^n max_a q(S_t+n, a) - q(S_t, A_t)|, algorithm 1 line 11. One network
     both selects and evaluates the action, because an actor has no target network.
@@ -135,5 +136,5 @@ class RowsWithPriority:
 
 
 def _kept(observation: Tensor) -> Tensor:
-    """Keep images as uint8, in a quarter of the memory. The network scales them."""
+    """Keep images as uint8, a quarter of the memory of float32. The network scales them."""
     return observation if observation.dtype == torch.uint8 else observation.to(torch.float32)

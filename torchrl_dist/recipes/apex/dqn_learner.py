@@ -18,9 +18,9 @@ from ..parts.networks import QNetwork
 class ActionValues(TensorDictModuleBase):
     """Write what TorchRL's ``QValueActor`` writes for discrete actions, in less time.
 
-    An update takes a quarter less. DQNLoss calls this module three times per update, and each call
-    of a QValueActor searches the disk for pandas if that is not installed
-    (``TensorDictBase.from_any``, tensordict 0.14.3).
+    An update takes a quarter less time: DQNLoss calls this module three times per update, and
+    without pandas each call of a QValueActor searches the disk for it (``TensorDictBase.from_any``,
+    tensordict 0.14.3).
     """
 
     in_keys = ["observation"]  # noqa: RUF012 (TorchRL's convention)
@@ -39,7 +39,7 @@ class ActionValues(TensorDictModuleBase):
 
 
 class DQNLearner:
-    """Double DQN whose target network follows slowly. A plain local object.
+    """Double DQN with a target network that follows slowly. A plain local object.
 
     Attributes:
         loss: TorchRL's loss; shares its online weights with ``network``.
@@ -64,7 +64,8 @@ class DQNLearner:
         self.loss.make_value_estimator(gamma=gamma)
         self._weights = list(network.parameters())
         self._target = SoftUpdate(self.loss, tau=target_tau)
-        # Fused, because a step takes 0.1 ms; the default's loop over tensors takes 0.5 ms.
+        # Fused, because a step then takes 0.1 ms, instead of 0.5 ms for the default's loop over
+        # tensors.
         self._optimizer = torch.optim.Adam(self._weights, lr=learning_rate, fused=True)
         self._max_grad_norm = max_grad_norm
 

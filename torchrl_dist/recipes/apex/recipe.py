@@ -1,9 +1,9 @@
 """Ape-X: many actors, one shared prioritized buffer, one or several learners (Horgan et al. 2018).
 
-Several learners take each step together: each draws its part of the batch, and the gradients are
-those of the whole batch. On several nodes, each node keeps a shard of the buffer, and batches are
-drawn as from one buffer. ``build`` makes what each learner's process holds; all recipes share the
-loop (``training/loop.py``). The other processes serve. Environments: gymnasium's with Discrete
+Several learners take each step together: each draws a part of the batch, and gradients are averaged
+to those of the whole batch. On several nodes, each node keeps a shard of the buffer, and batches
+are drawn as from one buffer. ``build`` makes the parts in each learner's process; all recipes share
+the loop (``training/loop.py``). The other processes serve. Environments: gymnasium's with Discrete
 actions, and a flat Box or images as observations. The buffer keeps images as uint8.
 """
 
@@ -66,8 +66,8 @@ class Apex(Learner):
         self.ranks: Ranks = dqn.loss.ranks
         self._has_enough = False
         self._frames = frames
-        self._full_batch = 0  # frames of a batch of all learners, with all collectors
-        self._credit = 0  # updates that are due, times the frames of a full batch
+        self._full_batch = 0  # frames of a batch of all learners, while all collectors are alive
+        self._credit = 0  # updates due, multiplied by the frames of a full batch
         self._generator = torch.Generator().manual_seed(seed)
         buffer.set_rng(self._generator)
         self._feed = Feed(buffer.sample, device)
@@ -80,7 +80,7 @@ class Apex(Learner):
         config, buffer = self.config, self.buffer
         new, self._frames = frames - self._frames, frames
         if not self._has_enough:
-            # A full ring is shorter for as long as a collector rewrites rows.
+            # A full ring has fewer rows while a collector overwrites some.
             has_enough = len(buffer) >= config.learning_starts or buffer.storage._is_full
             mine = [has_enough, self.collector.frames_per_batch]
             enough, full = zip(
@@ -140,7 +140,7 @@ class Apex(Learner):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.dqn.load_state_dict(state)
-        if self.ranks.is_first:  # it saved the state, and other learners draw differently
+        if self.ranks.is_first:  # it saved the state; the other learners draw differently
             self._generator.set_state(state["extra"]["sampler"])
         self.collector.update_policy_weights_()
         self.remarks = remarks_on_resume(self.buffer)
@@ -202,7 +202,7 @@ def build(
         exponents=(config.alpha, config.beta_start),
         frames=task.frames,
     )
-    # wait until the first has dropped old rows
+    # wait until the first learner has dropped old rows
     dqn.loss.ranks.exchange(None, "the buffer's beginning")
     collector = RPCBatchedCollector(
         for_collectors(config.env, config.reward_clip),
@@ -210,7 +210,7 @@ def build(
         session=session,
         workers=my_collectors(session),
         frames_per_batch=config.frames_per_batch // learners,
-        # several learners end together, by the frames of all
+        # several learners end together, by the frames of all learners
         total_frames=-1
         if learners > 1
         else config.total_frames - min(start.frames, config.total_frames - 1),

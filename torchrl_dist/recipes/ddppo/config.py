@@ -74,7 +74,7 @@ class DDPPOConfig(RecipeConfig):
         self._check_frames(self.learners)
 
     def _check_frames(self, learners: int) -> None:
-        """Check that each learner has a row per minibatch, even if its rollout was cut."""
+        """Check that each learner has a row per minibatch, even after its rollout was cut short."""
         cut = self.preempt_fraction < 1 and learners * max(1, self.collectors) > 1
         part = self.preempt_min_part if cut else 1.0
         least = learners * math.ceil(self.minibatches / part)

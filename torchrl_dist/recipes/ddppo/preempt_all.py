@@ -12,7 +12,7 @@ from ...collect.learner.readiness import Readiness
 from ...learn.ranks import Ranks
 from ...runtime import Remote, Session
 
-_LOOK_S = 0.01  # the longest delay until a rollout hears that it must end
+_LOOK_S = 0.01  # the longest delay until a rollout is told to end
 
 
 class Tally:
@@ -41,7 +41,7 @@ class Tally:
             future = self._enough[batch]
             enough = sum(counts) >= self._fraction * sum(self._workers)
             for before in (self._arrived, self._enough):
-                # not needed any more, because learners meet after each batch
+                # earlier batches are not needed, because learners meet after each batch
                 before.pop(batch - 2, None)
             if enough and not future.done():
                 future.set_result(True)
@@ -55,8 +55,8 @@ class Tally:
 class PreemptAll(Readiness):
     """Like :class:`~torchrl_dist.Preempt`, with a fraction of all learners' collectors.
 
-    A learner without collectors steps its environments itself and counts as one. It reports
-    arrivals to the tally without waiting for an answer. All learners take the same number of
+    A learner without collectors steps its environments itself and counts as a collector. Arrivals
+    are reported to the tally without waiting for an answer. All learners take the same number of
     batches.
 
     Args:

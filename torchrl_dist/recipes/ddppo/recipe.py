@@ -3,9 +3,9 @@
 Each step equals that of one process with all rows: advantages are normalized, gradients averaged
 and the divergence measured over the valid rows of all learners (Wijmans et al. 2020,
 arXiv:1911.00357). Once most of the job's collectors (or of its learners, if they step environments
-themselves) are done, the late ones are cut short, as in the paper. ``build`` makes what each
-learner's process holds; all recipes share the loop (``training/loop.py``). Environments:
-gymnasium's with Discrete actions, and a flat Box or images as observations.
+themselves) are done, the rollouts of the late ones are cut short, as in the paper. ``build`` makes
+the parts in each learner's process; all recipes share the loop (``training/loop.py``).
+Environments: gymnasium's with Discrete actions, and a flat Box or images as observations.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class DDPPO(LossLearner):
         self._frames = start.frames
 
     def learn(self, data: TensorDictBase, frames: int) -> dict[str, Any]:
-        """Make ``epochs`` passes over all learners' rows, or fewer if the policy has moved far."""
+        """Make ``epochs`` passes over all learners' rows, or fewer if the policy has changed
+        much."""
         config = self.config
         share = 1 - self._frames / config.total_frames if config.anneal else 1.0
         self._frames = frames
@@ -134,7 +135,8 @@ class DDPPO(LossLearner):
         return rows.set("advantage", normalized(rows["advantage"], self.ranks))
 
     def _minibatches(self, rows: TensorDictBase) -> Iterator[TensorDictBase]:
-        """Yield equally many minibatches on every learner, so that all take the same steps."""
+        """Yield the same number of minibatches on every learner, so that all take the same
+        steps."""
         for _ in range(self.config.epochs):
             order = torch.randperm(len(rows), device=self.device)
             for chosen in order.tensor_split(self.config.minibatches):
@@ -155,8 +157,8 @@ class DDPPO(LossLearner):
 def normalized(advantage: Tensor, ranks: Ranks) -> Tensor:
     """Subtract the mean over all ranks' rows, and divide by their sample standard deviation.
 
-    All rows have the same weight. The mean of the ranks' means would differ if cut rollouts leave
-    the ranks with different numbers of rows. Blocks until all ranks have called.
+    All rows have the same weight. With the mean of the ranks' means they would not, if cut rollouts
+    leave the ranks with different numbers of rows. Blocks until all ranks have called.
     """
     values = advantage.to(torch.float64)
     total, count = ranks.add_up("the mean advantage", [float(values.sum()), float(values.numel())])
@@ -192,7 +194,7 @@ def build(
             entropy_coeff=config.entropy_coef,
             critic_coeff=config.critic_coef,
             loss_critic_type="l2",
-            normalize_advantage=False,  # done above, over the whole batch of all learners
+            normalize_advantage=False,  # normalized above, over the whole batch of all learners
         ),
         group=session.process_group,
         timeout_s=config.timeout_s,

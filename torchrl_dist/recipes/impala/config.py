@@ -11,8 +11,8 @@ from ..training.options import option
 
 @dataclass(frozen=True)
 class ImpalaConfig(RecipeConfig):
-    """Actors that run ahead of one learner, which corrects for it by V-trace (Espeholt et al. 2018,
-    "IMPALA", arXiv:1802.01561)."""
+    """Actors that run ahead of one learner, which corrects for their older policies by V-trace
+    (Espeholt et al. 2018, "IMPALA", arXiv:1802.01561)."""
 
     recipe: ClassVar[str] = "impala"
     title: ClassVar[str] = "IMPALA"

@@ -47,7 +47,7 @@ _SHOWN = {
 class VTrace(NamedTuple):
     """Results of :func:`vtrace`, each ``[N, T, 1]`` and without gradients.
 
-    They are the weight of the policy's gradient, the critic's target, and pi(a|s) / mu(a|s) before
+    The weight of the policy's gradient, the critic's target, and pi(a|s) / mu(a|s) before
     clipping."""
 
     advantage: Tensor
@@ -67,11 +67,11 @@ def vtrace(
 ) -> VTrace:
     """Compute section 4.1 of the paper for the actions in ``data`` ``[N, T]``.
 
-    The acting policy wrote log mu as ``action_log_prob``. TorchRL's ``VTrace`` module draws new
-    actions instead of using these (0.14.1), so it would correct even data of the current policy;
-    TorchRL's function, which is used here, is correct. With data of the current policy, rho is 1
-    and the target is that of GAE with lambda 1. An episode that ended without ``terminated``
-    bootstraps from its true last observation.
+    The acting policy wrote log mu as ``action_log_prob``. TorchRL's ``VTrace`` module (0.14.1)
+    draws new actions instead, and so would correct even data of the current policy. TorchRL's
+    function, used here, does not. With data of the current policy, rho is 1 and the target is that
+    of GAE with lambda 1. An episode that ended without ``terminated`` bootstraps from its true last
+    observation.
     """
     log_pi = actor.get_dist(data.select("observation")).log_prob(data["action"])
     log_mu = data["action_log_prob"]
@@ -181,7 +181,7 @@ def build(
         num_envs=config.envs_per_collector,
         max_policy_lag=config.max_policy_lag,
         readiness=FirstReady(),
-        # While one collector hangs, the others deliver its frames, and a message says so.
+        # While a collector hangs, the others deliver its frames, and a message reports this.
         worker_timeout_s=config.timeout_s if len(my_collectors(session)) > 1 else None,
         seed=stream_seed(config.seed, start.resumes),
         categorical_action_encoding=True,

@@ -61,7 +61,8 @@ class Task:
 
     @property
     def frames(self) -> dict[str, int] | None:
-        """The buffer's ``frames=``, so that it stores each image once; None without images."""
+        """The buffer's argument ``frames``, with which it stores each image once; None without
+        images."""
         if self.images is None:
             return None
         return {"observation": ATARI_STACK if self.env.startswith("ALE/") else 1}
@@ -84,8 +85,8 @@ def named_function(text: str) -> Callable[..., Any] | None:
 def env_factory(env: str) -> Callable[..., gymnasium.Env] | None:
     """Return the function that ``env`` names as ``package.module:function``; None for an id.
 
-    gymnasium's own ids may also begin with a module (``module:Name-v0``). A function of that name
-    takes precedence.
+    gymnasium's own ids may also begin with a module (``module:Name-v0``). If a function has that
+    name, it takes precedence.
     """
     return named_function(env)
 
@@ -164,7 +165,7 @@ def make_env(env: str, **options: Any) -> gymnasium.Env:
 
 
 def for_collectors(env: str, reward_clip: float = 0.0) -> str | Callable[[], gymnasium.Env]:
-    """Return ``env`` as a collector takes it. If it names a function, each worker looks that up.
+    """Return ``env`` as a collector takes it. If ``env`` names a function, each worker imports it.
 
     Args:
         reward_clip: rewards are clipped to plus and minus this; 0: no clipping.
@@ -213,7 +214,7 @@ def look_at(env: str, *, discrete: bool) -> Task:
 
     Args:
         env: a gymnasium id, or ``package.module:make``.
-        discrete: whether actions must be discrete, or else continuous and bounded. Images need
+        discrete: True: actions must be discrete; False: continuous and bounded. Images need
             discrete actions.
 
     Raises:

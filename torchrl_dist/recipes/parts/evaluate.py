@@ -1,4 +1,4 @@
-"""Greedy episodes of a policy, many at once, in this process."""
+"""Greedy episodes of a policy, many in parallel, in this process."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Act = Callable[[Tensor], Tensor]
 class GreedyEpisodes:
     """Play ``episodes`` episodes in parallel, each the first of its environment.
 
-    Equal seeds and numbers of episodes give equal episodes. It uses the environment's own
-    vectorized form if there is one (CartPole: 30 times faster).
+    Equal seeds and numbers of episodes give equal episodes. The environment's own vectorized form
+    is used if there is one (CartPole: 30 times faster).
 
     Args:
         act: the policy.
@@ -55,7 +55,7 @@ class GreedyEpisodes:
 
     @torch.no_grad()
     def step(self) -> bool:
-        """Take one step of every environment. Return whether it was the last."""
+        """Take one step of every environment. Return whether this was the last step."""
         action = self._act(torch.as_tensor(np.asarray(self._observation)))
         self._observation, reward, terminated, truncated, _ = self._envs.step(action.numpy())
         # Rewards after an environment's first end belong to another episode.
@@ -74,7 +74,7 @@ class GreedyEpisodes:
 
 
 def _numbered(env: Any) -> Any:
-    """Return ``env`` with rewards that are numbers, as a vector environment needs them."""
+    """Return ``env`` with rewards converted to numbers, as a vector environment needs them."""
     from gymnasium.wrappers import TransformReward
 
     return TransformReward(env, as_number)

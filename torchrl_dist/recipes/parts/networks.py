@@ -1,6 +1,7 @@
 """Networks of the recipes' policies.
 
-:class:`PolicySpec` has all that is needed to make one, so that weights can be played anywhere.
+A :class:`PolicySpec` has all that is needed to make a network, so that any process can play its
+weights.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def mlp(
     """Return the layers of a perceptron.
 
     Args:
-        last_gain: start with orthogonal weights, of gain sqrt 2 and of this gain in the last layer,
-            and zero biases, as PPO's implementations do. None: torch's initialization."""
+        last_gain: start with zero biases and orthogonal weights, of this gain in the last layer and
+            gain sqrt 2 in the others, as PPO's implementations do. None: torch's initialization."""
     layers: list[nn.Module] = []
     for before, after in itertools.pairwise(sizes):
         linear = nn.Linear(before, after)
@@ -64,8 +65,8 @@ _NATURE_SIDE = 36  # the smallest image for three layers
 def convolutions(images: Images, *, orthogonal: bool) -> nn.Module:
     """Return TorchRL's ConvNet, ``[N, channels, height, width]`` -> ``[N, features]``.
 
-    It has the three layers of Mnih et al. 2015, or for small images the single layer of Young and
-    Tian 2019 (MinAtar).
+    Its layers are the three of Mnih et al. 2015 or, for small images, the one of Young and Tian
+    2019 (MinAtar).
 
     Raises:
         ConfigurationError: an image is smaller than the kernel.
@@ -163,7 +164,7 @@ def _made(make: str, inputs: int | tuple[int, ...], outputs: int) -> nn.Module:
 
 
 def _keeps_statistics(module: nn.Module) -> bool:
-    """Whether the output for one row depends on other rows of the batch, or on past batches."""
+    """Whether the output for a row depends on other rows of the batch, or on past batches."""
     is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
     return is_batch_norm or getattr(module, "running_mean", None) is not None
 

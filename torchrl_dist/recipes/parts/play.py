@@ -1,4 +1,4 @@
-"""Play a trained policy, with torch and gymnasium and no other process."""
+"""Play a trained policy with torch and gymnasium, in this process alone."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ def play(
         episodes: number of episodes.
         seed: seed of the environments.
         render: show the episodes in a window.
-        video: file for a video of them, which is replaced. Needs the extra ``video``.
+        video: file for a video of the episodes; an older file is replaced. Needs the extra
+            ``video``.
 
     Raises:
-        CheckpointError: the file is missing, damaged, or holds no policy of a recipe.
+        CheckpointError: the checkpoint is missing or damaged, or holds no policy of a recipe.
         ConfigurationError: its environment cannot be built or shown here, or the video cannot be
             written.
     """
@@ -98,7 +99,8 @@ def _require_video_writer() -> None:
 
 @contextlib.contextmanager
 def _written(path: str | os.PathLike[str], fps: int) -> Iterator[Callable[[Any], None]]:
-    """Yield a function that writes one more picture, because all pictures may not fit in memory."""
+    """Yield a function that writes one more picture. All pictures together may not fit in
+    memory."""
     import imageio.v2 as imageio
 
     @contextlib.contextmanager

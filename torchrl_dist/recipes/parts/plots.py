@@ -45,7 +45,7 @@ def draw_learning_curve(
         threshold: the return at which the environment counts as solved.
         best: the evaluation whose weights were kept.
     """
-    # The object interface, because pyplot would choose a backend for the whole process.
+    # The object interface is used, because pyplot would choose a backend for the whole process.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")

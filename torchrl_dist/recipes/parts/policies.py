@@ -49,9 +49,9 @@ def critic_of(network: nn.Module) -> ValueOperator:
 class _Squashed(TanhNormal):
     """TorchRL's distribution, with the density of actions scaled to -1 .. 1.
 
-    Its bounds follow the network to another device. The density of actions in the environment's
-    units would add the logarithm of the unit to every step's reward, which favours long episodes or
-    short ones."""
+    Its bounds follow the network to another device. With the density of actions in the
+    environment's units, the logarithm of the unit would be added to every step's reward, which
+    would favour long episodes or short ones."""
 
     def __init__(self, loc: Tensor, scale: Tensor, low: Tensor, high: Tensor) -> None:
         bounds = {"low": low.to(loc.device), "high": high.to(loc.device)}
@@ -63,7 +63,8 @@ class _Squashed(TanhNormal):
         return super().log_prob(value) + self._of_unit
 
     def rsample_and_log_prob(self, sample_shape: Any = ()) -> tuple[Tensor, Tensor]:
-        """Like TorchRL's: return the action in the environment's units, and its log-density."""
+        """Like TorchRL's method, return the action in the environment's units, and its
+        log-density."""
         action, log_prob = super().rsample_and_log_prob(sample_shape)
         return action, log_prob + self._of_unit
 

@@ -1,8 +1,8 @@
 """SAC: collectors write to one shared buffer, whose rate limiter keeps the learner in step.
 
-The replay ratio is a hyper-parameter of SAC (Haarnoja et al. 2018, arXiv:1812.05905), and drifts if
-processes run as fast as they can. Here the samples per inserted row are the batch size times the
-updates per frame, no matter which side is faster, and also if each node keeps a shard. ``build`` is
+The replay ratio is a hyper-parameter of SAC (Haarnoja et al. 2018, arXiv:1812.05905). It would
+drift if processes ran as fast as they can. Here, the samples per inserted row are the batch size
+times the updates per frame, whichever side is faster, even if each node keeps a shard. ``build`` is
 the program's topology; all recipes share the loop (``training/loop.py``). The other processes
 serve. Environments: gymnasium's with flat Box observations and bounded continuous actions.
 """
@@ -61,7 +61,8 @@ def rows(rollout: TensorDictBase, env: str = "the environment") -> TensorDictBas
     one, from which the target bootstraps.
 
     Raises:
-        TorchRLDistError: a value is not finite. In the buffer, it would spoil every later run.
+        TorchRLDistError: a value is not finite. In the buffer, such a value would spoil every later
+            run.
     """
     kept = rollout.select(*TRANSITION)
     for key in ("observation", "action", ("next", "observation"), ("next", "reward")):
@@ -73,7 +74,7 @@ def rows(rollout: TensorDictBase, env: str = "the environment") -> TensorDictBas
 def frames_of_a_batch(config: SACConfig, workers: int) -> int:
     """Return the frames that ``workers`` deliver for a batch.
 
-    The collector rounds their steps up, to at least one per environment."""
+    The collector rounds the steps up, to at least one per environment."""
     steps = math.ceil(math.ceil(config.frames_per_batch / workers) / config.envs_per_collector)
     return steps * config.envs_per_collector * workers
 
@@ -86,7 +87,7 @@ def target_entropy(task: Task) -> float:
 
 
 def limiter_of(config: SACConfig, workers: int) -> RateLimiter:
-    """Return a limiter whose range has room for all batches in progress, and one more.
+    """Return a limiter whose range has room for all batches in progress and another one.
 
     With less room, a batch could exceed what the limiter admits. The learner would then wait for
     the end of the batch, and the collectors for updates."""
@@ -113,7 +114,7 @@ class SAC(LossLearner):
         collector: RPCBatchedCollector,
         device: torch.device,
     ) -> None:
-        # One optimizer suffices, because no part of the loss has gradients for another part's
+        # One optimizer suffices, because each part of the loss has gradients only for its own
         # weights.
         super().__init__(loss, collector, lr=config.learning_rate)
         self.config = config

@@ -1,4 +1,4 @@
-"""The common base of the recipes' configurations. ``--help`` reads it without importing torch."""
+"""The common base of the recipes' configurations. ``--help`` reads this without importing torch."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ class RecipeConfig:
         recipe: the recipe's name on the command line and in checkpoints.
         title: the recipe's name in pictures.
         policy_kind: the kind of network that is played (see :class:`~.networks.PolicySpec`).
-        discrete: whether its actions are discrete or continuous.
-        fixed_on_resume: fields that describe the data and weights on disk, and so cannot change.
+        discrete: whether actions are discrete; otherwise they are continuous.
+        fixed_on_resume: fields that cannot change, because they describe the data and weights on
+            disk.
     """
 
     recipe: ClassVar[str]
@@ -213,6 +214,6 @@ def config_to_resume(config_class: type[Config], path: Path, given: dict[str, An
                 f"{getattr(before, name)}, which cannot change; leave the option out"
             )
     values = {**before.as_plain(), **given}
-    if before.output_path.resolve() != path.parent.resolve():  # the run was moved, or is a copy
+    if before.output_path.resolve() != path.parent.resolve():  # the run was moved or copied
         values["output_dir"] = str(path.parent)
     return from_plain(config_class, values)

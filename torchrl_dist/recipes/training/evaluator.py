@@ -1,12 +1,12 @@
 """Greedy episodes during training, played in another process for about a second at a time.
 
 :class:`Evaluator` is a plain local object, and :class:`Evaluations` is the learner's handle to one.
-Calls are short, so a learner that must stop waits at most for one step of the environments. A dead
-or hung evaluator is noticed like any other process of the job.
+Calls are short, so that a learner that must stop waits for at most one step of the environments. A
+dead or hung evaluator is noticed like any other process of the job.
 
 The evaluation itself may kill or hang its process. A failed evaluation is therefore never repeated
-elsewhere, and at most one process replaces the first one that is lost in this way. Otherwise an
-environment that fails in evaluation could end one collector after the other, and then the learner.
+elsewhere, and only the first process that is lost in this way is replaced. Otherwise an environment
+that fails in evaluation could end one collector after another, and then the learner.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..parts.networks import PolicySpec
 
 _CALL_S = 0.5  # duration of one call
 _GLANCE_S = 0.1
-_LATE_S = 5.0  # longer than a remote call's deadline, whose error says more
+_LATE_S = 5.0  # longer than a remote call's deadline, because the error of that deadline says more
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Evaluator:
         config = self._config
         network = config.policy.network()
         network.load_state_dict(dict(weights))
-        network.eval()  # a user's module may have dropout, for example
+        network.eval()  # because a user's module may have, for example, dropout
         self._playing = GreedyEpisodes(
             network.greedy,
             config.policy.env,
@@ -91,11 +91,11 @@ class Evaluator:
 class Evaluations:
     """The learner's handle to an :class:`Evaluator` in another process.
 
-    The process is one of the role "evaluator", otherwise the last collector, otherwise this
-    process. An evaluation that raises, dies or hangs has failed. It is reported, counted, and never
-    repeated. If its process was lost or hangs, a collector that its learner can do without plays
-    the later evaluations. If that collector is lost as well before an evaluation has ended, no more
-    evaluations are played.
+    The process has the role "evaluator"; without one, it is the last collector or else this
+    process. An evaluation that raises, dies or hangs has failed, and is reported, counted, and
+    never repeated. If its process was lost or hangs, a collector that is not indispensable to its
+    learner plays the later evaluations. If this collector is also lost before an evaluation has
+    ended, no more evaluations are played.
 
     Args:
         session: the learner's session.
@@ -150,7 +150,7 @@ class Evaluations:
         Blocks at most ``wait_s``.
 
         Returns:
-            None until it has ended, and if it has failed."""
+            None while the evaluation is under way, and if it has failed."""
         if self._answer is None:
             return None
         try:
@@ -177,7 +177,7 @@ class Evaluations:
         """Block until the current evaluation has ended.
 
         Returns:
-            None if it has failed, or if the session must stop before its end."""
+            None if the evaluation has failed, or if the session must stop before the end."""
         while self.under_way:
             if self._session.stop_requested:
                 self.drop()
@@ -193,7 +193,7 @@ class Evaluations:
         self._answer = None
 
     def _choose(self) -> bool:
-        """Skip processes that were lost while they played nothing. Return whether one is left."""
+        """Skip processes that were lost between evaluations. Return whether a process is left."""
         while self._candidates and (lost := self._candidates[0]) in self._session.lost():
             self._pass_over(f"it is lost ({self._session.lost_reason(lost)})")
         return bool(self._candidates)

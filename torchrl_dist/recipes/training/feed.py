@@ -12,13 +12,13 @@ class Feed:
     """Return the batches of ``draw`` on ``device``.
 
     On a GPU, the next batch is drawn, pinned and copied while the kernels of the last update run.
-    The learner calls :meth:`prepare` once it has enqueued the kernels, and only then does what
-    waits for them, such as setting new priorities. The priorities are then one batch late. On a
-    CPU, an update ends before anything else could begin, so each batch is drawn when it is taken.
+    The learner calls :meth:`prepare` once it has enqueued the kernels, and only afterwards does
+    work that waits for them, such as setting new priorities. Draws therefore miss the priorities of
+    the last batch. On a CPU, an update ends before a draw could begin, so each batch is drawn when
+    it is taken.
 
     Args:
-        draw: returns a batch in host memory, or None if there is none to learn from now. Every
-            batch that it returns is used.
+        draw: returns a batch in host memory, or None if none is available now. Every batch is used.
         ahead: whether :meth:`prepare` draws. Default: on a GPU.
     """
 

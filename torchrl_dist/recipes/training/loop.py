@@ -1,7 +1,7 @@
 """The loop of all recipes' learners, and the files that the first learner keeps.
 
-A recipe is only a configuration and a ``build`` that makes a :class:`Learner`. Every learner of a
-job runs :class:`Training`; the first one also has a :class:`Keeper`.
+A recipe consists only of a configuration and of a ``build`` that makes a :class:`Learner`. Every
+learner of a job runs :class:`Training`; the first one also has a :class:`Keeper`.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from .config import RecipeConfig
 from .evaluator import Evaluations, EvaluatorConfig
 from .monitor import Monitor, check_wandb
 
-_FINAL = 2**20  # in seeds, distinguishes the final evaluations from those during training
+_FINAL = 2**20  # in seeds, marks the final evaluations, unlike those during training
 _EVALUATION = 3  # the stream of evaluations' seeds; collectors and buffers have streams 1 and 2
 
-# Buffers in the state dicts of TorchRL's losses that are settings, not weights.
+# Settings that TorchRL's losses keep as buffers in their state dicts, among the weights.
 _SETTINGS = (
     "entropy_coeff",
     "critic_coeff",
@@ -132,7 +132,8 @@ class LossLearner(Learner):
         return copy.deepcopy({"model": model, "optimizer": optimizer, "extra": {}})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        # The settings are those of this run: the user may have changed them since the checkpoint.
+        # This run keeps its own settings, because the user may have changed them since the
+        # checkpoint.
         model = {name: value for name, value in state["model"].items() if name not in _SETTINGS}
         own = self.loss.state_dict()
         model |= {name: own[name] for name in _SETTINGS if name in own}
@@ -157,7 +158,7 @@ def seen(losses: TensorDictBase, names: Mapping[str, str]) -> dict[str, torch.Te
 
 @dataclass(frozen=True)
 class Start:
-    """The point at which the learners begin.
+    """The state from which the learners begin.
 
     Attributes:
         frames: frames that the whole job has already done.
@@ -228,7 +229,7 @@ def choose_device(config: RecipeConfig, session: Session) -> torch.device:
     if config.device == "auto" and most > torch.cuda.device_count():
         return torch.device(
             "cpu"
-        )  # on every node, because learners on different devices could not average
+        )  # the same on every node, because learners on different devices could not average
     index = sum(p.host == session.me.host for p in session.of_role("learner")[: session.me.index])
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         raise ConfigurationError(
@@ -255,7 +256,7 @@ def train(
 
     Raises:
         ConfigurationError: the environment, the machines, the device or a logger do not fit.
-        CheckpointError: ``resume``, and the checkpoint is missing or damaged.
+        CheckpointError: with ``resume``, if the checkpoint is missing or damaged.
         DirectoryError: the replay directory cannot be used.
         PeerLostError: all collectors of a learner are lost, or a learner is lost. A checkpoint has
             been written.
@@ -297,14 +298,13 @@ def train(
 
 
 def _follow(build: Build, config: RecipeConfig, start: Start) -> None:
-    """Run a learner other than the first, whose process calls this in the other learners'
-    processes."""
+    """Run a learner other than the first. The first learner's process calls this in the others."""
     with _one_thread(), Training(build, config, current_session(), start) as training:
         training.run(None)
 
 
 def _cause(others: list[Future]) -> BaseException | None:
-    """Return an error of another learner that it could not report itself."""
+    """Return the error of another learner that could not report it itself."""
     errors = [other.exception() for other in others if other.done()]
     return next((error for error in errors if isinstance(error, RemoteError)), None)
 
@@ -324,9 +324,9 @@ class Round:
     """The data of all learners' collectors in one iteration of the loop.
 
     Attributes:
-        ended: whether a learner got no data; then no learner learns in this iteration.
+        ended: whether a learner got no data; if so, no learner learns in this iteration.
         stop: whether a learner must stop after this iteration.
-        waited_s: seconds that a learner waited, mean over the learners.
+        waited_s: seconds that a learner waited (mean over the learners).
         busy_s: seconds of stepping and writing, summed over all workers.
         workers: number of workers.
     """
@@ -449,7 +449,7 @@ class Keeper:
         self.lost: list[str] = list(before.extra["lost_collectors"]) if before else []
         self.best: Evaluation | None = None
         self.best_weights = self._weights()
-        # The weights and the moment of the evaluation that was begun last.
+        # The weights of the evaluation that was begun last, and when they were copied.
         self._evaluated: tuple[dict[str, torch.Tensor], tuple[int, int, float]] | None = None
         if before is not None:
             self.best_weights = dict(before.policy)

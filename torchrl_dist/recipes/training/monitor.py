@@ -22,18 +22,18 @@ from ...runtime.outputs import BestEffort
 from ..parts.plots import Evaluation, draw_learning_curve
 
 _LOG_INTERVAL_S = 1.0
-_EVEN = 0.1  # a smaller difference between shares of time says nothing
+_EVEN = 0.1  # a smaller difference between shares of time is not significant
 _PIPE_INTERVAL_S = 10.0  # between progress lines if stderr is not a terminal
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Which side limits a run's speed, with shares of its time.
+    """Which side limits a run's speed, with the shares of time as evidence.
 
     Attributes:
         by: ``"collectors"``, ``"learner"`` or ``"both"``.
         learner_waits: share of the time that the learner (the mean of several) waits for data.
-        collectors_wait: share that the collectors wait for the learner or for a core.
+        collectors_wait: share of the time that the collectors wait for the learner or for a core.
     """
 
     by: str
@@ -56,8 +56,8 @@ class Bound:
 class Monitor:
     """Record and show the events of one training loop. For one thread only.
 
-    In a resumed run, frames, updates and seconds continue where the earlier run stopped. It writes
-    these tags to TensorBoard, CSV files and wandb, over the frames of the whole job:
+    In a resumed run, frames, updates and seconds continue where the earlier run stopped. These tags
+    are written to TensorBoard, CSV files and wandb, over the frames of the whole job:
 
     ============================  ==========================================================
     ``eval/return``               greedy episodes, mean; ``eval/lowest``: the worst
@@ -182,12 +182,12 @@ class Monitor:
     def rank(self, evaluation: Evaluation) -> tuple[float, float]:
         """Return a key to compare evaluations: the mean, then the mean of the previous evaluation.
 
-        Many evaluations reach the highest possible return. An evaluation that follows a good one is
-        less likely to owe its return to luck in its few episodes.
+        Many evaluations reach the highest possible return. After a good evaluation, such a return
+        is less likely to be luck in a few episodes.
         """
         before = [e.mean for e in self.evaluations if e.frames < evaluation.frames]
         mean, earlier = evaluation.mean, before[-1] if before else -math.inf
-        # NaN compares as false, so it would stay the best
+        # comparisons with NaN are false, so NaN would stay the best
         return (
             -math.inf if math.isnan(mean) else mean,
             -math.inf if math.isnan(earlier) else earlier,
@@ -335,12 +335,12 @@ class Monitor:
     def discard(self) -> None:
         """Close, and remove the file and the folders that the loggers made.
 
-        Call it before anything is logged. A folder that holds something else stays."""
+        Call this before anything is logged. A folder with other contents stays."""
         self.close()
         self._remove_logs()
 
     def _remove_logs(self) -> None:
-        self._loggers[0].experiment.close()  # idempotent; no file is created afterwards
+        self._loggers[0].experiment.close()  # may be repeated; no file is created afterwards
         if self._event_file is not None:
             with contextlib.suppress(OSError):
                 os.unlink(self._event_file)

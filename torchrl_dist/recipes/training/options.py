@@ -2,9 +2,9 @@
 
 This module imports neither torch nor a module that does, so ``--help`` and errors appear at once.
 
-It uses argparse and PyYAML instead of a library that turns a dataclass into a command line, because
-users would lose something. jsonargparse 4.53 refuses ``--total-frames`` and ``--hidden 64 64``.
-tyro 1.0 has no groups of options, reads no YAML files, and prints errors in a box of several lines.
+It uses argparse and PyYAML, because libraries that turn a dataclass into a command line have
+disadvantages for users. jsonargparse 4.53 refuses ``--total-frames`` and ``--hidden 64 64``. tyro
+1.0 has no groups of options, reads no YAML files, and prints errors in a box of several lines.
 Neither accepts ``2e5`` as a number of frames, and ranges would still have to be checked here.
 """
 
@@ -107,7 +107,7 @@ def add_options(parser: argparse.ArgumentParser, config_class: type) -> None:
 
 
 def given_options(namespace: argparse.Namespace, config_class: type) -> dict[str, Any]:
-    """Return the fields of ``config_class`` that the command line gave, with their types."""
+    """Return the fields of ``config_class`` given on the command line, with their types."""
     names = {field.name for field in dataclasses.fields(config_class)}
     return {
         name: tuple(value) if isinstance(value, list) else value
@@ -149,8 +149,8 @@ def read_options(path: str | os.PathLike[str], config_class: type) -> dict[str, 
 def _text_of(path: str | os.PathLike[str]) -> str:
     """Return the text of a plain file, or of one that a shell has opened for this process.
 
-    The latter is ``/dev/fd/63``, for example. Another user's pipe is refused, because it may never
-    have a writer.
+    A shell's file is, for example, ``/dev/fd/63``. Another user's pipe is refused, because it may
+    never have a writer.
     """
     if Path(path).is_relative_to("/dev") and not Path(path).is_relative_to("/dev/shm"):
         return Path(path).read_text()

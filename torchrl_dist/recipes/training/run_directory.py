@@ -1,4 +1,5 @@
-"""Decides which run may write into a run's folder: a fresh one, or one that continues it."""
+"""Decides which run may write into a run's folder: a fresh run, or one that continues the earlier
+run."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def claim(
         job_id: the same before and after a restart of this job, and different in every other job.
         restart_count: how often the launcher has restarted this job.
         resume: the user asked to continue.
-        held: until it is closed, other runs cannot use the folder (if its file system can lock).
+        held: other runs cannot use the folder until this is closed (if its file system can lock).
 
     Raises:
         ConfigurationError: a fresh run's folder has files, there is nothing to resume, or another
@@ -55,7 +56,7 @@ def claim(
     if restart_count > 0 and _owner(output) == job_id:
         with contextlib.suppress(
             ConfigurationError
-        ):  # this job's own folder may be held by a process that is ending
+        ):  # a process of this job that is ending may still hold the folder
             _hold(output, held)
         return checkpoint.is_file()
     if resume:
@@ -100,7 +101,7 @@ def check_rows(output: Path, replay: Path | None) -> None:
     """Refuse a folder with the rows of another run, such as the one that a copied run's options
     name.
 
-    If the rows' folder is inside the run's, the copy has its own.
+    If rows are inside the run's folder, a copy of the run has its own rows.
 
     Raises:
         ConfigurationError: the rows belong to another run, which still exists.
@@ -109,9 +110,7 @@ def check_rows(output: Path, replay: Path | None) -> None:
         return
     told = _read(replay / CLAIM)
     other = Path(told.get("run", output))
-    here = told.get("replay") == str(
-        replay.resolve()
-    )  # otherwise the rows are a copy, or were moved
+    here = told.get("replay") == str(replay.resolve())  # else the rows were copied or moved
     if here and (other / _NOTE).exists() and not other.samefile(output):
         raise ConfigurationError(
             f"--replay-dir: {replay} has the rows of the run in {other}, not in {output}; "
@@ -121,7 +120,7 @@ def check_rows(output: Path, replay: Path | None) -> None:
 
 
 def claim_rows(output: Path, replay: Path) -> None:
-    """Record in ``replay`` to which run its rows belong. Call it once the buffer exists."""
+    """Record in ``replay`` to which run its rows belong. Call this once the buffer exists."""
     if not _is_in(output, replay) and own_files.is_ours(replay):
         _write(replay / CLAIM, {"run": str(output.resolve()), "replay": str(replay.resolve())})
 
@@ -145,8 +144,8 @@ def _refuse_others(folder: Path, option: str) -> None:
 def forget(output: Path, *, checkpoint: Path, replay: Path | None) -> None:
     """Remove all files of a fresh run that failed before its first checkpoint.
 
-    Otherwise its folder would refuse both a new and a resumed run. Files that the run did not write
-    stay; its monitor has removed its own logs."""
+    Otherwise its folder would be refused for both a new and a resumed run. Files of other origin
+    stay. The logs were already removed by the monitor."""
     if checkpoint.is_file():
         return
     found = look(replay) if replay is not None else None

@@ -28,9 +28,8 @@ def shared_buffer(
 ) -> SharedReplayBuffer:
     """Return the job's buffer. A resumed run continues with its rows.
 
-    The first learner drops the rows of an attempt that was killed before its first checkpoint,
-    because the job starts again and would not count them. Other learners must wait for that before
-    they collect.
+    If an attempt was killed before its first checkpoint, the first learner drops its rows, because
+    the job starts again and would not count them. Other learners must not collect before that.
 
     On one node, the buffer is in the folder ``config.replay_path``. On several nodes, the first
     process of each node keeps a shard. If ``config.replay_dir`` is given, the shard is there, and a
@@ -40,7 +39,7 @@ def shared_buffer(
         batch_size: rows per sample of this process.
         exponents: alpha and beta of prioritized sampling; None: uniform.
         limiter: the rate limiter of the whole buffer.
-        frames: the values whose frames are stored once, see :class:`SharedMemmapStorage`.
+        frames: the values whose frames are stored once; see :class:`SharedMemmapStorage`.
 
     Raises:
         DirectoryError: a folder of this node cannot be used.
@@ -119,6 +118,6 @@ def remarks_on_resume(buffer: SharedReplayBuffer) -> tuple[str, ...]:
 def stale_priorities(buffer: SharedReplayBuffer) -> int:
     """Return how many priorities were dropped because their rows had been overwritten.
 
-    It counts all processes since the buffer was created. If other nodes keep rows, it blocks for
-    one call."""
+    The count is over all processes since the buffer was created. If other nodes keep rows, this
+    blocks for one call."""
     return buffer.storage.counters["stale_updates"]
