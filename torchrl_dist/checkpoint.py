@@ -1,8 +1,8 @@
 """Save and load a training state in one file, which a crash cannot leave half written.
 
 ``torch.save`` writes the file, so ``torch.load(path, weights_only=True)`` reads it without this
-package. It holds only tensors, numbers, strings and containers of them, so that reading it runs no
-code. The rows of a replay buffer are not in it; they stay in the buffer's own directory.
+package. The file holds only tensors, numbers, strings and containers of them, so that reading it
+runs no code. The rows of a replay buffer stay in the buffer's own directory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Checkpoint:
         recipe: name of the recipe that wrote it, such as ``"apex"``.
         config: the recipe's configuration as plain values.
         policy: weights to act with. A recipe may choose the ones with the best evaluation.
-        policy_info: where ``policy`` comes from and how well it did.
+        policy_info: how ``policy`` was chosen, and its evaluation.
         model: weights of the learner, including target networks, at the time of writing.
         optimizer: ``state_dict`` of the optimizer at the time of writing.
         counters: frames, updates, seconds and similar counts.
@@ -60,7 +60,7 @@ _FIELDS = tuple(Checkpoint.__dataclass_fields__)
 
 
 def save_checkpoint(path: str | os.PathLike[str], checkpoint: Checkpoint) -> Path:
-    """Write ``checkpoint`` to ``path``, where an older file stays intact until this one is
+    """Write ``checkpoint`` to ``path``. An older file there stays intact until the new one is
     complete.
 
     Blocks until the bytes are on disk. Only one process may write to a path at a time.
@@ -138,7 +138,8 @@ def load_checkpoint(
 
 
 class _Noting:
-    """A writable file that keeps the error of a failed write, because torch reports another one."""
+    """A writable file that keeps the error of a failed write, because torch raises a different
+    error."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -186,8 +187,8 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 def _read(path: Path, map_location: Any) -> Any:
     try:
-        # torch.load does not notice a changed byte inside a tensor; the checksums of the zip
-        # archive do.
+        # torch.load does not notice a changed byte in a tensor, so check the checksums of the zip
+        # archive.
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
     except Exception as error:  # a flipped bit makes zipfile raise many kinds of errors
@@ -208,7 +209,7 @@ def _read(path: Path, map_location: Any) -> Any:
         ) from error
 
 
-# These are the conversions of the built-in types. A subclass may override its own: str() of an enum
+# These are the built-in types' own conversions. Subclasses may override theirs: str() of an enum
 # member, for example, returns the member's name.
 _NUMBERS_AND_TEXT: tuple[tuple[Any, Any], ...] = (
     (np.bool_, bool),
@@ -223,9 +224,8 @@ _NUMBERS_AND_TEXT: tuple[tuple[Any, Any], ...] = (
 def _plain(value: Any, where: str) -> Any:
     """Convert ``value`` to types that ``weights_only`` accepts; tensors are detached, on the CPU.
 
-    The result has exactly these types, not subclasses of them, because torch writes the class of a
-    value and refuses any other class on reading. NumPy's float64, for example, is a subclass of
-    float.
+    The result has these types themselves, not subclasses (such as NumPy's float64, a subclass of
+    float), because torch writes the class of a value and refuses other classes on reading.
     """
     if isinstance(value, torch.Tensor):
         # Without the clone, torch would write the whole storage of a view.

@@ -1,7 +1,7 @@
 """The command ``torchrl-dist``.
 
-A command imports heavy packages only when it runs, so that ``--help`` and the refusal of a wrong
-argument appear at once. A command prints its result as one JSON object in the last line of stdout.
+A command imports heavy packages only when it runs, so that ``--help`` and errors about arguments
+appear without delay. A command prints its result as one JSON object in the last line of stdout.
 Everything else goes to stderr.
 
 Exit codes:
@@ -11,8 +11,8 @@ Exit codes:
 - 2: wrong arguments; nothing was started.
 - 129, 130, 138, 140, 143: stopped by SIGHUP, SIGINT, SIGUSR1, SIGUSR2 or SIGTERM. The checkpoint is
   written and the result printed, unless a second signal stopped the command at once.
-- 141: no process reads stdout any more. Training still goes on, and saves, without a reader of
-  stdout or stderr.
+- 141: no process reads stdout any more. Training still continues and saves, even without readers of
+  stdout and stderr.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .forks import imports_to_be_forked
 from .stopping import Stopped
 
 _STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-_END_S = 10.0  # threads and exit functions of other modules may delay the end this long
+_END_S = 10.0  # how long threads and exit functions of other modules may delay the end
 _STOPPED = {number.name: 128 + number for number in _STOPS}
 
 
@@ -71,8 +71,8 @@ def console() -> NoReturn:
     finally:
         _end_in_time(code)
     if _has_served:
-        # Skip what C++ libraries do when the interpreter ends. The job does not need it, and RPC
-        # sometimes aborts there ("terminate called without an active exception").
+        # Skip the exit functions of C++ libraries. The job does not need them, and RPC sometimes
+        # aborts in its own ("terminate called without an active exception").
         atexit._run_exitfuncs()
         _leave(code)
     sys.exit(code)
@@ -81,7 +81,7 @@ def console() -> NoReturn:
 def _open_standard_streams() -> None:
     """Open descriptors 0, 1 and 2 on /dev/null where they are closed (``2>&-``).
 
-    Otherwise the next opened file would get that number and receive what libraries print.
+    Otherwise the next opened file would get that number, and libraries would print into it.
     """
     while True:
         number = os.open(os.devnull, os.O_RDWR)
@@ -211,7 +211,7 @@ def _parser(command: Sequence[str] = ()) -> argparse.ArgumentParser:
     """Make the parser with the options of all commands.
 
     The options of ``bench`` and ``plan`` are added only if ``command`` asks for them, because they
-    import NumPy, which takes longer than everything else.
+    import NumPy, which takes longer than all the rest.
     """
     parser = _Parser(
         prog="torchrl-dist",
@@ -288,9 +288,9 @@ def _train(options: argparse.Namespace) -> int:
             config = config_to_resume(recipe.config, config.checkpoint_path, given)
         print(as_yaml(config), end="")
         return 0
-    # Without a launcher, a server forked from this process starts the job's processes, so the
-    # imports below must leave this process safe to fork. Under a launcher nothing is forked, and
-    # libraries use the user's settings.
+    # Without a launcher, a server forked from this process starts the job's processes. The imports
+    # below must therefore leave this process safe to fork. Under a launcher, nothing is forked, and
+    # libraries keep the user's settings.
     forks = _is_fresh and not {"RANK", "SLURM_PROCID"} & os.environ.keys()
     with _unsearched_imports(), imports_to_be_forked() if forks else contextlib.nullcontext():
         from .runtime import World
@@ -309,8 +309,8 @@ def _train(options: argparse.Namespace) -> int:
         config.check_launched(given_options(options, recipe.config), launched)
     if world.global_rank > 0:
         return _serve_rank_zero(config, launched)
-    # Under a launcher, roles follow from the options on the command line, which every rank has,
-    # even if the run is resumed: only the first rank reads the checkpoint.
+    # Under a launcher, roles follow from the command line, even if the run is resumed: every rank
+    # has it, while only the first rank reads the checkpoint.
     for_roles = config
     with contextlib.ExitStack() as stack:
         with _unsearched_imports():
@@ -381,8 +381,8 @@ def _check_shape(saved: Any, here: Any, launched: int) -> None:
 
 @contextlib.contextmanager
 def _unsearched_imports() -> Iterator[None]:
-    """Turn garbage collection off during imports, because they leave no garbage and it takes 1/4 of
-    their time."""
+    """Turn off garbage collection during imports: it takes 1/4 of their time, and they leave no
+    garbage."""
     was = gc.isenabled()
     gc.disable()
     try:

@@ -79,7 +79,8 @@ def _rebuild_remote_error(message: str, peer: str, host: str, remote_traceback: 
 
 
 class DirectoryError(TorchRLDistError):
-    """A replay directory is used by another job, does not match, or is in an unsuitable place."""
+    """A replay directory is used by another job, does not match this one, or is in an unsuitable
+    place."""
 
 
 class CheckpointError(TorchRLDistError):

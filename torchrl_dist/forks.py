@@ -1,8 +1,8 @@
 """Renew locks in forked children, and import libraries so that a process stays safe to fork.
 
-``os.fork`` copies a lock that another thread holds, but not that thread, so the child's copy is
-never released. Each owner of a lock registers a function here that makes new ones. One handler
-calls these functions in every child, before anything else runs there.
+If another thread holds a lock during ``os.fork``, the child has a copy of the lock but not that
+thread, so the copy is never released. Each owner of a lock registers a function here that makes new
+ones. One handler calls these functions in every child, before anything else runs there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 # Environment variables for imports before a fork. By default, the libraries start threads when they
 # are imported, and torch asks CUDA's runtime whether CUDA is available, after which CUDA is
 # unusable in forked children. The last variable silences TensorPipe's warnings about a lost peer,
-# which every child would repeat.
+# which would otherwise come from every child.
 TO_BE_FORKED = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -37,7 +37,7 @@ def now_and_in_children(owner: _T, renew: Callable[[_T], None]) -> None:
     Args:
         owner: only a weak reference to it is kept.
         renew: a function of the class or module, not bound to the owner. It makes new locks and
-            repairs state that another thread may have been changing. Must not block.
+            repairs state that another thread may have left half changed. Must not block.
     """
     key = (id(owner), renew)
     _renewals[key] = weakref.ref(owner, lambda _: _renewals.pop(key, None))
@@ -61,7 +61,8 @@ os.register_at_fork(after_in_child=_renew_all)
 
 @contextlib.contextmanager
 def imports_to_be_forked() -> Iterator[None]:
-    """Set the variables of ``TO_BE_FORKED`` within this context. Import the libraries inside it."""
+    """Set the variables of ``TO_BE_FORKED`` within this context, in which to import the
+    libraries."""
     before = {name: os.environ.get(name) for name in TO_BE_FORKED}
     os.environ.update(TO_BE_FORKED)
     try:

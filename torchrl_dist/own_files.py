@@ -1,14 +1,14 @@
 """Use only files and folders that no other user of the machine made, changed or can replace.
 
 Several users share ``/tmp`` and ``/dev/shm``. Any of them can create a folder there that another
-user is about to use, and put links, pipes or huge files into it. So this module uses a folder only
-if this process made it, with mode 0700, or if it belongs to this user and no other user can write
-to it. It opens a file only if it is a plain file of this user. It refuses everything else with a
-reason (:class:`NotOurs`). It also checks the parents of a folder, starting at the topmost one that
-all users can write to, because another user could later replace the folders below that one.
+user is about to use, and put links, pipes or huge files into it. Therefore this module uses a
+folder only if this process made it, with mode 0700, or if it belongs to this user and other users
+cannot write to it. Only plain files of this user are opened. All else is refused with a reason
+(:class:`NotOurs`). The parents of a folder are checked, too, from the topmost one that all users
+can write to, because another user could later replace the folders below that one.
 
 ``TORCHRL_DIST_GROUP`` names a Unix group whose members this user trusts. Folders of that group may
-belong to any of its members and be writable by all of them.
+belong to any member and be writable by all members.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _SMALL = 1 << 20
 
 
 class NotOurs(PermissionError):
-    """Another user owns, made or can change this file or folder. The message says which."""
+    """Another user owns, made or can change this file or folder. The message says which of
+    these."""
 
     def __init__(self, path: str | os.PathLike[str], why: str) -> None:
         super().__init__(errno.EPERM, why, os.fspath(path))
@@ -82,7 +83,8 @@ def resolved(path: str | os.PathLike[str]) -> Path:
 
 
 def make_folder(path: str | os.PathLike[str]) -> bool:
-    """Make a folder (mode 0700) and its missing parents; return False if it existed and is ours.
+    """Make a folder (mode 0700) and its missing parents. Return False if the folder existed and is
+    ours.
 
     Raises:
         NotOurs: it or a parent of it exists, and another user could change the contents.
@@ -119,8 +121,8 @@ def check_folder(path: str | os.PathLike[str]) -> None:
 def lock_folder(fd: int) -> bool:
     """Lock the folder that ``fd`` is open on; return False if another process had locked it.
 
-    It stays locked until all copies of ``fd`` are closed. Some network file systems cannot lock
-    folders; the result is always True there.
+    The lock lasts until all copies of ``fd`` are closed. On network file systems that cannot lock
+    folders, the result is always True.
     """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -185,7 +187,8 @@ def _is_strange(status: os.stat_result) -> bool:
 
 @functools.cache
 def _administrators() -> frozenset[int]:
-    """Return root's user ids. In a user namespace, the root outside of it has the overflow id."""
+    """Return root's user ids. In a user namespace, the root user outside of it has the overflow
+    id."""
     try:
         mapped = Path("/proc/self/uid_map").read_text().split() != ["0", "0", "4294967295"]
         overflow = int(Path("/proc/sys/kernel/overflowuid").read_text())
@@ -206,7 +209,7 @@ def _is_trusted(status: os.stat_result) -> bool:
 
 
 def _is_alone_in(status: os.stat_result, folder: Path) -> bool:
-    """Whether the group that may write is the private group that distributions make for a user."""
+    """Whether the group that may write is the user's private group, as distributions make it."""
     try:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(status.st_gid)
         others = "system.posix_acl_access" in os.listxattr(folder)
@@ -230,7 +233,7 @@ def _owner(status: os.stat_result) -> str:
 def user_folder() -> Path:
     """Return this user's folder in memory (mode 0700) for files without another place.
 
-    If another user has taken its name, it gets a random name.
+    If another user has a folder of the usual name, it gets a random name.
 
     Raises:
         OSError: it cannot be made.
@@ -256,7 +259,7 @@ def user_folders() -> list[Path]:
 
 
 def is_user_folder(path: Path) -> bool:
-    """Whether ``path`` has the name of a user folder and is ours, wherever it is."""
+    """Whether ``path`` has the name of a user folder and is ours. It may be in any folder."""
     pattern = rf"torchrl_dist-{os.geteuid()}(\.[0-9a-f]{{16}})?"
     return re.fullmatch(pattern, path.name) is not None and is_ours(path)
 
@@ -369,14 +372,16 @@ def atomic_write(
     meanwhile: Path | None = None,
     sync: bool = True,
 ) -> None:
-    """Have ``write`` write a new file, which then replaces ``path`` atomically.
+    """Call ``write`` for a new file, which then replaces ``path`` atomically.
 
-    Only one process may write to a path at a time. The next writer removes what a killed one left.
+    Only one process may write to a path at a time. The next writer removes the unfinished file of a
+    killed one.
 
     Args:
         path: in a folder of this user. A link there is replaced, not followed.
         write: called with the file, open for bytes.
-        meanwhile: the new file's path until it is complete. Default: ``.NAME.tmp`` next to it.
+        meanwhile: the new file's path until the file is complete. Default: ``.NAME.tmp`` next to
+            it.
         sync: whether the bytes must be on disk before the new file replaces ``path``.
     """
     path = Path(path)

@@ -1,7 +1,7 @@
 """Predicts how fast a job will be: a cost model from measured costs and a layout to frames/s.
 
-This module measures and starts nothing; ``torchrl_dist.plan`` does both. Durations named CPU are
-seconds of one core; all others are seconds of wall-clock time. The model has three parts:
+This module only computes; ``torchrl_dist.plan`` measures and starts processes. Durations named CPU
+are seconds of one core; all others are seconds of wall-clock time. The model has three parts:
 
 **Processes that share cores.** A process steps its environments, which takes CPU time D and idle
 time Z (asleep, on a GPU, in another process), and repeats. P such processes on C cores are an
@@ -37,9 +37,9 @@ import numpy as np
 from torchrl_dist.errors import ConfigurationError
 
 MIN_GAIN = 1.1
-"""The least gain that justifies more processes, or more nodes. A smaller gain is not worth more
-processes that must be started and watched and may fail. Besides, predictions are only
-precise to 10 %."""
+"""The least gain that justifies more processes, or more nodes. A smaller gain does not justify more
+processes, which must be started and watched and may fail. Besides, predictions are only precise to
+10 %."""
 
 _POINTS = 1024  # of the integral in `slowest`; 4096 points change it by less than 0.1 %
 
@@ -62,8 +62,8 @@ class Costs:
         byte_worker_s, byte_learner_s: additional CPU per byte.
         process_s: CPU that each env process adds to a message of a node worker, in all processes of
             the node.
-        latency_s: time from the end of a rollout on the worker until the learner has the batch, and
-            from there back to the worker.
+        latency_s: time from the end of a rollout on the worker until the learner has the batch,
+            plus the time from the learner back to the worker.
         broadcast_s: the learner's CPU for sending new weights, per worker.
         request_s: the learner's CPU per inference request of an env process, policy included.
         request_latency_s: time from a request of an env process until it has its actions, if there
@@ -161,8 +161,8 @@ class Prediction:
 
     Attributes:
         frames_per_s: frames per second that the learner gets and learns from.
-        efficiency: ``frames_per_s`` as a fraction of what the same processes would step with one
-            core each, without messages and without a learner.
+        efficiency: ``frames_per_s`` divided by the rate of the same processes with one core each,
+            without messages and without a learner.
         bound_by: "environment", "cores", "learner", "messages", "network" or "stragglers".
         learner_busy: the fraction of time in which the learner's process has work.
     """
@@ -291,7 +291,7 @@ class _Parts:
         """Predict the case in which workers step while the learner works."""
         layout, learner_s = self._layout, self._message_s + self._learn_s
         rate, load = 0.0, 0.0
-        for _ in range(50):  # a fixed point: the load depends on the rate, and the rate on the load
+        for _ in range(50):  # find a fixed point, because load and rate depend on each other
             rate = layout.envs * self._steps_per_s(load)
             load += 0.5 * (min(1.0, rate * learner_s) - load)
         slow = 1.0
@@ -322,7 +322,7 @@ class _Parts:
         return Prediction(limited, limited / ideal, bound_by, busy)
 
     def _bound_by(self, rate: float, limit: str, slow: float, busy: float) -> str:
-        """Name the part whose reduction would help most."""
+        """Return the name of the part whose reduction would increase the speed most."""
         if limit:
             return limit
         if busy > 0.5:
@@ -374,7 +374,7 @@ class Verdict:
 
 
 def decide(ranked: Sequence[tuple[Layout, Prediction]]) -> Verdict:
-    """Choose the smallest kind of job that no larger kind beats by the factor ``MIN_GAIN``."""
+    """Choose the smallest kind of job unless a larger kind is faster by the factor ``MIN_GAIN``."""
 
     def best(kept: Iterable[tuple[Layout, Prediction]]) -> tuple[Layout, Prediction] | None:
         return max(kept, key=lambda each: each[1].frames_per_s, default=None)

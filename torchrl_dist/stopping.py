@@ -1,6 +1,6 @@
 """Tell whether this process, or the work of one thread, was asked to stop.
 
-Modules that import neither sessions nor collectors use it.
+For modules that must not import sessions or collectors.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ def is_plain(value: Any) -> bool:
 def array_of(tensor: torch.Tensor) -> np.ndarray:
     """Return the tensor's memory as a NumPy array, as integers for dtypes that NumPy lacks.
 
-    It is a copy if NumPy cannot share the memory, for example on another device. For a few rows,
-    NumPy's copy takes a tenth of the time that torch needs just to start one.
+    The array is a copy if NumPy cannot share the memory, for example on another device. For a few
+    rows, NumPy's copy takes a tenth of the time in which torch only starts one.
     """
     try:
         return tensor.numpy()

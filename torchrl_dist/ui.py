@@ -1,4 +1,4 @@
-"""What the commands share: tables that they print, and numbers that they parse."""
+"""Functions that the commands share, to print tables and to parse numbers."""
 
 from __future__ import annotations
 

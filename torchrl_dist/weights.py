@@ -1,8 +1,8 @@
 """Pack a module's tensors into one flat byte buffer with a version.
 
-An update is packed once and sent to many workers. Each tensor of a message has a cost of its own,
-in addition to its bytes, and a policy has dozens of small tensors. So an update is sent as a single
-tensor, whatever the network looks like.
+An update is packed once and sent to many workers. It is sent as a single tensor for any network,
+because each tensor of a message adds a cost to that of its bytes, and a policy has dozens of small
+tensors.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PackedWeights:
     """An immutable snapshot of a module's parameters and buffers on the CPU.
 
     Attributes:
-        version: the caller's number of the update; increases by one with each update.
+        version: the caller's number of this update; increases by one with each update.
         entries: name, dtype, shape and position of each tensor, in the module's order.
         data: uint8 ``[size_bytes]``.
         aliases: additional names of tied tensors, each with the name of its entry.
@@ -138,7 +138,7 @@ def pack(source: nn.Module | TensorDictBase | Mapping[str, Any], version: int = 
         offset += -(-entry.size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
     data = torch.empty(
         offset, dtype=torch.uint8, device="cpu"
-    )  # not zeroed, which would double the page faults
+    )  # not zeroed, because zeroing would double the page faults
     packed = PackedWeights(version, tuple(entries), data, _aliases(source, tensors))
     with torch.no_grad():
         for name, view in packed.tensors().items():
@@ -166,7 +166,7 @@ def every_name(module: nn.Module) -> dict[str, Tensor]:
 def untied(packed: PackedWeights, target: nn.Module) -> dict[str, str]:
     """Return names that are tied to another tensor in the source but not in ``target``.
 
-    Each is mapped to the name of the entry that holds its value.
+    Each name is mapped to that of the entry that holds its value.
     """
     have = every_name(target)
     return {
@@ -180,8 +180,8 @@ def find_target(packed: PackedWeights, module: nn.Module) -> nn.Module:
     """Return the module itself, or the one submodule, that has every packed name, dtype and shape.
 
     A worker's policy may thus wrap the learner's module, for example in an exploration module with
-    an epsilon of its own. Everything that is not packed stays as the worker made it. The outermost
-    match wins.
+    an epsilon of its own. All that is not packed stays as the worker made it. The outermost match
+    is returned.
 
     Raises:
         ConfigurationError: nothing matches (the message names the first differences), or two
@@ -245,8 +245,8 @@ def completed(
 ) -> PackedWeights:
     """Return ``part``, with its gaps filled from ``before``.
 
-    A worker that never received ``before``, because it was late or is a replacement, then still
-    gets complete weights.
+    Thus even a worker that never received ``before``, because it was late or is a replacement, gets
+    complete weights.
 
     Args:
         before: the weights that were packed last, or None.
@@ -262,7 +262,7 @@ def completed(
     if before is None or part.entries == before.entries:
         return part
     old, new = (None if module is None else _placed(each, module) for each in (before, part))
-    if old is None or new is None:  # they fit only modules that the workers have
+    if old is None or new is None:  # the weights fit only modules that the workers have
         old, new = ((each.tensors(), dict(each.aliases)) for each in (before, part))
         if not (_content(part) >= _content(before) or _content(part) <= _content(before)):
             if not pending:
