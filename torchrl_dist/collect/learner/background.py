@@ -94,8 +94,8 @@ class Background:
                 self._cond.notify_all()
 
     def stop(self) -> None:
-        """Ask for no more batches, without waiting. In the collecting thread this does nothing: it
-        is called there after a failure, which ends collection anyway."""
+        """Ask for no more batches, without waiting. In the collecting thread this has no effect,
+        because there it is called only after a failure, which ends collection anyway."""
         if threading.current_thread() is self._thread:
             return
         with self._cond:
@@ -105,8 +105,8 @@ class Background:
     def stopper(self) -> Callable[[bool], None]:
         """Return a function that calls :meth:`stop` and does not keep this object alive.
 
-        Call that function before anything that collection needs is closed, so that the failures
-        that follow are not reported.
+        Call that function before closing objects that collection needs. The failures that this
+        causes are then not reported.
         """
         find = weakref.ref(self)
 

@@ -172,14 +172,14 @@ class RPCBatchedCollector(BaseCollector):
         pre_collect_hook, post_collect_hook: called before a rollout, and after it with its rows,
             in the process that makes it.
         cat_results: ``"stack"`` gives batches ``[workers, N, T]``; 0, 1 or -1 is the dimension
-            along which the workers' rollouts are joined. Default: 0, whereas TorchRL's
-            ``MultiSyncCollector`` stacks.
+            along which the workers' rollouts are joined. Default: 0 (TorchRL's
+            ``MultiSyncCollector`` stacks).
         preemptive_threshold: once this fraction of the workers is ready, the others stop; short for
             ``readiness=Preempt(...)``.
         device, storing_device: the device of batches. The workers themselves run on the CPU.
         compile_policy, cudagraph_policy: as in TorchRL's collectors, true or the arguments of
-            ``torch.compile`` (and ``warmup``) and ``CudaGraphModule``. They apply in every process
-            that runs the policy.
+            ``torch.compile`` (and ``warmup``) and ``CudaGraphModule``. They have an effect in every
+            process that runs the policy.
         **torchrl: arguments of TorchRL's collectors that have no meaning here. A value that would
             change something is refused, and the error says why
             (``torchrl_dist/collect/learner/arguments.py``).
@@ -192,8 +192,8 @@ class RPCBatchedCollector(BaseCollector):
 
     Iterating raises:
         DeadlineError: no batch within ``timeout_s``; the message names the workers that are late.
-            Nothing is lost: iterate again to go on. In the caller's thread the deadline is checked
-            after each step, so only Ctrl-C ends a step that hangs.
+            No rows are lost: iterate again to continue. In the caller's thread, the deadline is
+            checked after each step, so only Ctrl-C ends a step that hangs.
         RemoteError: an env or the policy raised on a worker; the collector is shut down.
         PeerLostError: fewer than ``min_workers`` are alive; the collector is shut down. As long as
             enough are alive, the death of a worker causes one warning, an entry in
@@ -363,7 +363,8 @@ class RPCBatchedCollector(BaseCollector):
         peers: Sequence[Peer],
         config: WorkerConfig,
     ) -> WorkerConfig:
-        """Keep the policy in this process, and return the workers' config for that."""
+        """Run the policy in this process, and return the config of workers that request actions
+        from it."""
         policy = self.policy
         unfit = {
             "policy_factory": self._settings.policy_factories,
@@ -595,7 +596,7 @@ class RPCBatchedCollector(BaseCollector):
         try:
             yield
         except DeadlineError:
-            raise  # the rollouts go on, and the caller may iterate again
+            raise  # the rollouts continue, and the caller may iterate again
         except Exception:
             self.shutdown(raise_on_error=False)
             raise
@@ -910,8 +911,8 @@ class RPCBatchedCollector(BaseCollector):
         )
 
     def state_dict(self) -> OrderedDict[Any, Any]:
-        """Return the progress as a small dict. It has no env states (envs start new episodes after
-        loading) and no weights (the caller must save them)."""
+        """Return the progress as a small dict. The dict has no env states (envs start new episodes
+        after loading) and no weights (the caller must save them)."""
         return OrderedDict(
             frames=self._frames, batches=self._iter + 1, policy_version=self._version, run=self._run
         )

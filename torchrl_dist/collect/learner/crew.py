@@ -1,8 +1,8 @@
 """The workers as the learner sees them: requests, deliveries and losses.
 
-If the policy lag allows it, a worker has two requests at a time, so that it does not idle while an
-answer and the next request travel. Answers arrive in threads of the transport. One condition guards
-all state, and the caller of :meth:`Crew.gather` sleeps on it.
+If the policy lag allows it, a worker has two requests at a time. Otherwise it would idle while its
+answer and the next request are on their way. Answers arrive in threads of the transport. One
+condition guards all state, and the caller of :meth:`Crew.gather` sleeps on it.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Successors(Protocol):
 
 
 class Crew:
-    """Keep every worker as busy as the policy lag allows, and gather the rollouts of a batch.
+    """Request as many rollouts as the policy lag allows, and gather those of a batch.
 
     Args:
         workers: at least one.
@@ -197,7 +197,7 @@ class Crew:
         or the job was told to stop.
 
         Raises:
-            DeadlineError: no batch within ``timeout_s``; call again to go on waiting.
+            DeadlineError: no batch within ``timeout_s``; call again to continue waiting.
             PeerLostError: fewer than ``min_workers`` are alive.
             RemoteError: a worker raised.
         """

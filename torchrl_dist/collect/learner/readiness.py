@@ -1,5 +1,5 @@
-"""Rules for when a batch is complete. They are pure functions of sets of workers, except DD-PPO's,
-which asks other learners (``recipes/ddppo/preempt_all.py``).
+"""Rules for when a batch is complete. All are pure functions of sets of workers, except the rule of
+DD-PPO, which asks other learners (``recipes/ddppo/preempt_all.py``).
 
 The collector asks its rule whenever a rollout arrives, and once more when the rule's deadline has
 passed. The deadline counts from the start of the call for a batch, and all workers have the same
@@ -81,7 +81,7 @@ class WaitAll(Readiness):
 class FirstReady(Readiness):
     """A batch is the rollout that has been ready longest, so no worker waits for another.
 
-    The other rollouts lag by one update or more when their turn comes, even with
+    The other rollouts are taken later, and then lag by one update or more, even with
     ``max_policy_lag=0``. The batch shows this in ``policy_version``.
 
     Example:
@@ -165,7 +165,7 @@ class Preempt(Readiness):
 
     The batch keeps its shape ``[N, T]``. Rows that a worker did not collect are zero, with
     trajectory id -1 and False in ``("collector", "mask")``. The last row before them is
-    ``truncated`` (and ``done``), so that advantages bootstrap there. Its episode goes on in the
+    ``truncated`` (and ``done``), so that advantages bootstrap there. The episode continues in the
     next batch under a new trajectory id.
 
     Args:

@@ -174,7 +174,7 @@ def _set_steps(workers: Sequence[Worker], infos: Sequence[WorkerInfo], limit_s: 
 
 
 def seconds_per_message(workers: Sequence[WorkerInfo]) -> float:
-    """Return how long a message may take to fill. It is longer if many processes share a core."""
+    """Return how many seconds of steps a message may hold: more if many processes share a core."""
     crowds: defaultdict[str, float] = defaultdict(float)  # processes per core
     for worker in workers:
         crowds[worker.host] += worker.processes / worker.cores
@@ -220,8 +220,8 @@ class Replacer:
         return self._replaced[lost.index] < _MOST_REPLACED
 
     def replace(self, lost: Worker, limit_s: float) -> Worker:
-        """Build a successor of ``lost``, and block until it is ready. It begins new episodes with
-        other seeds.
+        """Build a successor of ``lost``, and block until it is ready. The successor begins new
+        episodes with other seeds.
 
         Raises:
             RemoteError: its envs could not be built.

@@ -1,9 +1,9 @@
 """Step several gymnasium envs together, and hide how each kind of vector env resets its envs.
 
-A driver's ``step`` writes two observations per env: the true next one, even if it ends an episode,
-and the one that the policy sees next, which is after the reset if there was one. Each call makes
-one transition per env. With next-step autoreset, however, a call may only reset an env: ``valid``
-is then false for this env, and the rollout drops the step.
+A driver's ``step`` writes two observations per env: the true next observation, even at the end of
+an episode, and the next input of the policy, which after a reset is the first observation of the
+new episode. Each call makes one transition per env. With next-step autoreset, however, a call may
+only reset an env: ``valid`` is then false for this env, and the rollout drops the step.
 """
 
 from __future__ import annotations
@@ -357,8 +357,8 @@ class EnvPoolDriver(NextStepDriver):
 class CartPoleDriver(_VectorDriver):
     """Gymnasium's native vector CartPole, reset in the step that ends an episode.
 
-    The env itself resets only in the next step, which is then not a transition. This driver resets
-    in the same step, which it can because the state is plain arrays.
+    The env itself resets only in the next step, which is then not a transition. The state is plain
+    arrays, so this driver can reset in the same step.
     """
 
     ATTRIBUTES = ("state", "steps", "prev_done", "low", "high")

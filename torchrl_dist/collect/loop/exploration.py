@@ -3,8 +3,8 @@
 Calls under the same type run concurrently. A call under another type waits until they have ended.
 A policy that hangs therefore delays only calls under another type, which fail after a minute.
 
-Ctrl-C may come between any two instructions, even inside a context manager. Therefore every change
-is recorded before it is made, and may be undone repeatedly, as :meth:`Exploring.call` does.
+Ctrl-C may interrupt between any two instructions, even inside a context manager. Therefore every
+change is recorded before it is made, and may be undone repeatedly, as :meth:`Exploring.call` does.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torchrl_dist.forks import now_and_in_children
 _T = TypeVar("_T")
 
 _WAIT_S = 60.0
-# Calls that overlap could keep a type set indefinitely. In the first seconds of a call's wait, new
-# calls therefore wait behind it. Later they do not, because the call that it waits for may hang.
+# Calls that overlap could keep a type set indefinitely. New calls therefore queue behind a waiting
+# one, but only in the first seconds of its wait: after that, the running call may hang.
 _POLITE_S = 5.0
 
 

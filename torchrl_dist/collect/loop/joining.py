@@ -61,8 +61,8 @@ def truncate_last(rollout: TensorDict) -> None:
 
 
 def set_truncated(rollout: TensorDict) -> None:
-    """Mark the last step of each env as truncated and done, in place, as TorchRL does. The env's
-    episode goes on."""
+    """Mark the last step of each env as truncated and done, in place, as TorchRL does. The env
+    itself continues its episode."""
     following = rollout.get("next")
     found = [key for key in following.keys(True, True) if _last(key) == "truncated"]
     if not found:

@@ -39,8 +39,8 @@ def use_one_thread_if_small(policy: Any) -> None:
     """Let the calling thread run a small policy without other threads, from now on.
 
     Other callers keep their number of threads. With two threads on two cores, a batch of 64
-    through layers of 64 took 317 us instead of 83 us (torch 2.13), and each waiting thread keeps a
-    core busy that env processes need.
+    through layers of 64 took 317 us instead of 83 us (torch 2.13), and each waiting thread occupied
+    a core that env processes need.
     """
     if getattr(_here, "decided", False):
         return

@@ -144,8 +144,8 @@ def act(policy: Policy, values: Values, n: int, known: Collection[type]) -> Valu
 
 
 def _call(module: Any, values: Values, n: int, known: Collection[type]) -> Values:
-    """Call the module, and return the resulting values. This is ``values`` itself if the module
-    wrote its outputs there, as most modules do."""
+    """Call the module, and return the resulting values. The result is ``values`` itself if the
+    module wrote its outputs there, as most modules do."""
     kind = type(module)
     if kind in known and _is_plain(module):
         if kind in _WRITERS:
@@ -260,7 +260,7 @@ def nested(
 ) -> TensorDict:
     """Build a TensorDict from flat keys and tensors whose shapes must begin with ``batch_size``.
 
-    This skips TensorDict's checks, which would take a good part of a short rollout's time.
+    TensorDict's checks, which would take much of the time of a short rollout, are skipped.
     """
     size = torch.Size(batch_size)
     root: dict[str, Any] = {}
@@ -394,10 +394,10 @@ def on_tensordicts(
 ) -> Policy:
     """Return a policy that takes a TensorDict.
 
-    This is the policy itself or, if every required argument has the name of an observation, a
-    wrapper that calls it with tensors, as in TorchRL's collectors. A policy that is wrapped returns
-    the action, or a tuple of the action and of the tensors that become ``"output1"``,
-    ``"output2"``, ...
+    If every required argument has the name of an observation, return a wrapper that calls the
+    policy with tensors, as in TorchRL's collectors; otherwise the policy itself. A policy that is
+    wrapped returns the action, or a tuple of the action and of the tensors that become
+    ``"output1"``, ``"output2"``, ...
 
     Raises:
         ConfigurationError: it is not callable.

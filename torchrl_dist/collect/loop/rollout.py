@@ -166,8 +166,8 @@ class Episodes:
         return []
 
     def split(self) -> None:
-        """Continue the running episodes under new trajectory ids. Their returns and lengths go
-        on."""
+        """Continue the running episodes under new trajectory ids. Their returns and lengths are not
+        reset."""
         self._current = self._take(self.num_envs)
 
     def count_steps(self, done: np.ndarray) -> np.ndarray:
@@ -497,8 +497,8 @@ class GymnasiumRollout:
         self.at_random = False
         self._unwritten: Values | None = None
         self._stop = False
-        # These carry over from one rollout to the next: the observations in the order of the
-        # leaves, a recurrent policy's state, and its other outputs.
+        # Kept from one rollout to the next: the observations in the order of the leaves, a
+        # recurrent policy's state, and the policy's other outputs.
         self._current = [np.zeros((n, *leaf.shape), leaf.dtype) for leaf in leaves]
         self._state = dict(self._new_state)
         self._others: Values = {}
@@ -534,8 +534,8 @@ class GymnasiumRollout:
         episodes."""
         self._reset(seeds)
         self._reset(None)
-        # These generators must differ from the envs' own, which gymnasium seeds with the seed
-        # alone.
+        # These generators must differ from the envs' own generators, for which gymnasium uses the
+        # seed alone.
         self._rngs = [np.random.default_rng([seed, 1]) for seed in seeds]
         self._draws = []
         self._started = True
@@ -716,7 +716,7 @@ class GymnasiumRollout:
         return out
 
     def _run_ragged(self, steps: int, enough: Callable[[int], bool]) -> TensorDict:
-        """Drop steps that only reset an env, and go on until each env has its transitions.
+        """Drop steps that only reset an env, and continue until each env has its transitions.
 
         Envs that reset less often get ahead. Their transitions beyond ``steps`` are not lost but
         begin the next rollout.

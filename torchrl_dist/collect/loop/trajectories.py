@@ -15,8 +15,8 @@ from torchrl_dist.collect.loop.policies import flat
 class TrajectoryAssembler:
     """Keep the parts of trajectories until they end, then return them whole.
 
-    They are returned in the order of the batches in which they ended. Those that ended in the same
-    batch are in the order in which they began, as in TorchRL.
+    Trajectories are returned in the order of the batches in which they ended and, within a batch,
+    in the order in which they began, as in TorchRL.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """An env process of a node worker: a rollout worker in a separate process.
 
-It gets its calls over a socket and answers there. Its rows, its policy's weights and a count of its
-steps are in memory that it shares with the node worker. By this count, the node worker detects
-processes that hang.
+The process gets calls over a socket and answers there. Its rows, its policy's weights and a count
+of its steps are in memory that it shares with the node worker. By this count, the node worker
+detects processes that hang.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Answer(NamedTuple):
     """The answer to the message with that number.
 
     The content is the call's result, or a ``Failure``, which the node worker converts to a
-    RemoteError. It is pickled separately, so that the number can be read even if the content
-    cannot.
+    RemoteError. The content is pickled separately, so that the number can be read even if the
+    content cannot.
     """
 
     number: int
@@ -98,7 +98,7 @@ class RowsAddress:
 
 @dataclass(frozen=True)
 class EnvProcessJob:
-    """What env processes are started with. It is sent as a pickle.
+    """The arguments with which env processes are started, sent as a pickle.
 
     Attributes:
         registrations: result of :func:`dump_registrations`.

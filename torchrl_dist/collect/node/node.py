@@ -1,11 +1,11 @@
 """A worker whose envs run in several processes of its node, which send one rollout together.
 
-The processes are forked from a server that has imported everything. They write one rollout into
-shared memory, where they also read the policy's weights. A process that dies, hangs or is paused is
-killed and replaced. The current rollouts are delivered without its parts.
+The processes are forked from a server that has imported everything. Together they write one rollout
+into shared memory, from which they also read the policy's weights. A process that dies, hangs or is
+paused is killed and replaced. The current rollouts are delivered without its parts.
 
-Processes do not wait for the slowest one: if the collector has already asked for the next rollout,
-a process begins it as soon as it has finished the one before.
+Processes do not wait for the slowest one: after its part of a rollout, a process begins the next
+rollout if the collector has already asked for it.
 """
 
 from __future__ import annotations
@@ -415,7 +415,7 @@ class NodeWorker:
             rollout.pieces.append(_Piece(process.index, rows, stats))
 
     def _bury(self, process: EnvProcess, reason: str) -> None:
-        """Replace a process, and go on without it until its successor is ready."""
+        """Replace a process, and continue without it until its successor is ready."""
         for rollout in self._under_way:
             rollout.pending.pop(process.index, None)
         try:

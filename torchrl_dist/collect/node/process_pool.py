@@ -219,8 +219,8 @@ class ProcessPool:
     def send(self, process: EnvProcess, method: str, *args: Any, **kwargs: Any) -> int:
         """Tell a process that is ready to call a method, and return the number of its answer.
 
-        This does not wait for the answer. Answers whose wait was interrupted or ran out of time
-        come before it.
+        Does not wait for the answer. Earlier answers that are still unread, after an interrupt or a
+        deadline, arrive before it.
         """
         call = cloudpickle.dumps((args, kwargs))
         process.sent += 1

@@ -3,8 +3,8 @@
 A question is an env process's request for actions. A message of any size between nodes costs a
 millisecond of CPU, which is more than all other costs of sixteen questions. The node worker
 therefore sends the observations of all waiting processes in one message. If the processes have
-other envs to step meanwhile, it also waits for more questions, as long as the answers still arrive
-in time.
+other envs to step, the node worker also waits for more questions, unless answers would then be
+late.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ QUESTION = -1  # sent instead of a message's number, to mark a question
 # Two, so that questions need not wait for the answer to the previous message.
 _MAX_IN_FLIGHT = 2
 
-# A question may wait at most this part of the time that a process needs to step its other envs. It
-# waits less if waiting and the message would together take more than half of that time.
+# A question may wait at most this part of the time that a process needs to step its other envs. The
+# wait is shorter if it and the message would together take more than half of that time.
 _WAITING_PART = 1 / 3
 _SMOOTHING = 0.1
 

@@ -68,7 +68,8 @@ class RolloutLayout:
         entries: for each tensor its key, NumPy's name of its dtype, and its shape after
             ``[num_envs, steps]``.
         groups: key and additional batch dimensions of each nested TensorDict that has more batch
-            dimensions than ``[num_envs, steps]``, such as an agent's. Inner TensorDicts come first.
+            dimensions than ``[num_envs, steps]``, such as an agent's. Inner TensorDicts precede
+            outer ones.
     """
 
     num_envs: int
@@ -196,8 +197,7 @@ def _is_constant(value: Any) -> bool:
 class SharedWeights:
     """The creator's side: one copy of a policy's weights for all processes of the node.
 
-    Two blocks are used in turn, so that processes may use the last weights while new ones are
-    written.
+    Two blocks are used in turn: new weights are written into one while processes use the other.
     """
 
     def __init__(self) -> None:

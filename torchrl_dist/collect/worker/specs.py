@@ -14,7 +14,7 @@ def require_equal_specs(specs: Mapping[str, Mapping[str, str]]) -> None:
         specs: by worker name: name of a spec -> its description.
 
     Raises:
-        ConfigurationError: two workers differ. It names the workers and both descriptions.
+        ConfigurationError: two workers differ. The message has their names and both descriptions.
     """
     (first, expected), *others = specs.items()
     for name, found in others:

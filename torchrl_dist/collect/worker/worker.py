@@ -193,7 +193,7 @@ class RolloutStats:
     """The statistics of one rollout, whether its rows are sent or written to a replay buffer.
 
     Attributes:
-        frames: env steps in it (0: the worker was closed meanwhile).
+        frames: env steps in it (0 if the worker was closed during the rollout).
         oldest_version, newest_version: versions of the policy that made its transitions.
         collect_s, write_s: seconds of stepping, and of postproc and writing.
         data_bytes: size of the rollout.
