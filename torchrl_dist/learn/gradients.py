@@ -100,8 +100,8 @@ class GradientAverage:
         self._frozen, self._dtypes, self._identities = [], [], set()
 
     def is_outdated(self, parameters: Iterable[nn.Parameter] | None = None) -> bool:
-        """Whether ``parameters`` are not the attached ones, a frozen one now needs a gradient, or
-        one was moved or converted."""
+        """Whether ``parameters`` are not the attached ones, or one of them was unfrozen, moved or
+        converted since."""
         here = self._buffer.device
         return (
             (parameters is not None and set(map(id, parameters)) != self._identities)
@@ -184,7 +184,7 @@ class GradientAverage:
         if self._local or not self._reached:
             return
         parameters = list(self._parameters.values())
-        # This parameter was reached by a pass that raised, and its grad was set to None since.
+        # A pass that raised may have reached this parameter, and its grad was set to None since.
         reached = [n in self._reached and p.grad is not None for n, p in self._parameters.items()]
         self._reached.clear()
         buffer, count = self._buffer, len(parameters)

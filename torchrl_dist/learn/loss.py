@@ -44,10 +44,11 @@ else:
 class DistributedLoss(_Loss):
     """Turn a TorchRL loss into a loss of all ranks: ``loss = DistributedLoss(DQNLoss(...))``.
 
-    Returns ``loss_module`` itself. It remains a ``DQNLoss`` with its attributes, parameters and
-    ``state_dict`` keys, so target updaters, optimizers, ``set_keys`` and ``make_value_estimator``
-    work on it, before or after this call. (As with ``torch.distributed.fsdp.fully_shard``, it gets
-    a new class, derived from its original class and this one.) What changes:
+    Returns ``loss_module`` itself. The loss remains a ``DQNLoss`` with its attributes, parameters
+    and ``state_dict`` keys, so target updaters, optimizers, ``set_keys`` and
+    ``make_value_estimator`` work on it, before or after this call. (As with
+    ``torch.distributed.fsdp.fully_shard``, it gets a new class, derived from its original class and
+    this one.) What changes:
 
     - All ranks start from rank 0's parameters, targets and buffers. Parameters that are added
       later, in the same way on all ranks, are averaged from the next call on.
@@ -564,7 +565,7 @@ def _card(tensor: Tensor) -> str:
 
 
 def _refuse_difference(ranks: list[Mapping[str, str]]) -> None:
-    """Raise for the first name whose value differs, or is missing, on one of the ranks."""
+    """Raise for the first name whose value is different or missing on a rank."""
     for index, theirs in enumerate(ranks):
         for name in {**ranks[0], **theirs}:
             first, other = ranks[0].get(name, "missing"), theirs.get(name, "missing")

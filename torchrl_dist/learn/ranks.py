@@ -33,7 +33,7 @@ from ..runtime.awake import awake, check_timeout, start_clock
 from ..runtime.store import AnsweringStore, StoreSilent
 from ..runtime.world import is_seen_here, process_stamp
 
-# A rank that waits longer than this says so to the others, and looks for their failures.
+# A rank that waits longer than this announces it to the others, and looks for their failures.
 _SLICE_S = 1.0
 # How many numbers are summed at once.
 _BLOCK = 64
@@ -77,7 +77,8 @@ class Rank:
     def state(self) -> str:
         """Return ``"running"``, ``"stopped"``, ``"gone"`` or ``"unknown"``.
 
-        It is unknown on another node, and in another pid namespace (a container) of this node.
+        The state is unknown on another node, and in another pid namespace (a container) of this
+        node.
         """
         if self.host != socket.gethostname() or not is_seen_here(self.stamp):
             return "unknown"
@@ -98,9 +99,9 @@ class Ranks:
     - RemoteError if a rank :meth:`report`-ed an exception,
     - ConfigurationError if the ranks called different methods.
 
-    If a process on another node dies, the others notice at once while they average gradients, and
-    at the deadline otherwise. On a GPU, averaging does not block. There, torch's watchdog enforces
-    the group's own deadline, without the names of ranks.
+    If a process on another node dies, the others notice immediately while they average gradients,
+    otherwise only at the deadline. On a GPU, averaging does not block. There, torch's watchdog
+    enforces the group's own deadline, without the names of ranks.
 
     Attributes:
         index: this process's rank in the group.
@@ -189,8 +190,8 @@ class Ranks:
                     with contextlib.suppress(*(() if is_late() else (StoreSilent,))):
                         say_so()
                         self._raise_reported(what)
-                        # Look for ended ranks first, because a rank may come and end between the
-                        # checks.
+                        # Look for ended ranks before looking for values, because a rank may set its
+                        # value and then end.
                         gone = {who for who in self.members if who.state() == "gone"}
                         absent = self._absent(keys)
                         if gone.intersection(absent) or is_late():

@@ -331,7 +331,7 @@ def refusal(loss_class: type[LossModule], loss: LossModule, call: Call, part: st
 
 
 def estimator_refusal(estimator: Any) -> str | None:
-    """Return why a loss may not use this estimator, None if it computes each row by itself."""
+    """Return why a loss may not use this estimator, or None if it computes each row separately."""
     if type(estimator) not in _ESTIMATORS:
         return f"whether {type(estimator).__name__} computes each row by itself is not known"
     for name in ("average_gae", "average_rewards", "average_adv"):

@@ -27,7 +27,7 @@ _INTERRUPT_S = 5.0
 
 
 class Chores:
-    """A queue of calls for the serving thread. It has one owner at a time."""
+    """A queue of calls for the serving thread. The queue has one owner at a time."""
 
     def __init__(self) -> None:
         self.expected = False  # whether this process is in a session in which it may serve

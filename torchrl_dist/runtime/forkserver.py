@@ -1,7 +1,7 @@
 """A server process that imports torch and torchrl once and forks processes that need them.
 
-It forks the children of ``local_cluster`` and the env processes of node workers. Each env process
-gets one end of a socket pair. Importing takes seconds of CPU per process; a fork takes
+The server forks the children of ``local_cluster`` and the env processes of node workers. Each env
+process gets one end of a socket pair. Importing takes seconds of CPU per process; a fork takes
 milliseconds. Forking is safe only without a second thread, RPC and CUDA, so the server only forks,
 waits and reports.
 
@@ -140,7 +140,7 @@ class Children:
 
 
 class ForkServer:
-    """The parent's side of a fork server. It may serve several clusters, one after the other:
+    """The parent's side of a fork server. A server may serve several clusters, one after the other:
 
         with ForkServer() as server:
             with local_cluster({"learner": 1, "collector": 2}, fork_server=server) as s: ...
@@ -715,8 +715,8 @@ class _Server:
     def _take_end(self, client: _Client) -> None:
         """Receive one descriptor and fork the child that waits for it.
 
-        Descriptors come one at a time, so that no child inherits another's. The server never waits
-        for a client that was stopped between two.
+        One at a time, so that a child does not inherit another's descriptor. The server does not
+        wait for the next descriptor, because the client may have been stopped.
         """
         data, ends, _, _ = socket.recv_fds(client.link, 1, 1)
         if not ends:

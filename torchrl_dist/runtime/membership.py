@@ -1,4 +1,4 @@
-"""What one process knows about the others: which ones serve, are lost or have left.
+"""The states of the other processes: which of them serve, are lost or have left.
 
 This module does not communicate. The session tells it about events and acts on the answers.
 """
@@ -103,7 +103,7 @@ class Membership:
         with self._changed:
             self._changed.notify_all()
             for number, arrived in list(self._arrived.items()):
-                # The rank that keeps the barrier must have arrived as well.
+                # The rank that keeps the barrier must also have arrived.
                 if not self._busy() - arrived.keys() and self._keeper_arrived(arrived):
                     released += self._arrived.pop(number).values()
             if not self._others - self._gone():

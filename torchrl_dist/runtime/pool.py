@@ -13,8 +13,8 @@ from ..forks import now_and_in_children
 class DaemonPool:
     """A pool of up to ``max_threads`` daemon threads, each started only when it has work.
 
-    ``concurrent.futures.ThreadPoolExecutor`` joins its threads when the interpreter exits, so one
-    call that never returns would keep a finished process alive.
+    A ``concurrent.futures.ThreadPoolExecutor`` joins its threads when the interpreter exits. A
+    single call that never returns would therefore keep a finished process alive.
     """
 
     def __init__(self, max_threads: int, name: str) -> None:

@@ -233,7 +233,7 @@ def places() -> str:
     """Describe where this process's collecting threads are; runs in a worker."""
     found = []
     frames = sys._current_frames()
-    del frames[threading.get_ident()]  # the frame would keep itself and its callers alive
+    del frames[threading.get_ident()]  # otherwise the frame would keep itself and its callers alive
     for frame in frames.values():
         if any(_module(each).startswith("torchrl_dist.collect.") for each in _stack(frame)):
             found.append(_place(frame))

@@ -35,9 +35,9 @@ _current: Caller | None = None
 class Remote(Generic[T]):
     """A handle to an object in another process (or in this one), made by ``Session.remote``.
 
-    It can be pickled, so any process of the same session may call the object. Calls run
-    concurrently and in no particular order, each in a thread of the object's process (64 at once;
-    more calls queue). The object must do its own locking. If a method returns a
+    The handle can be pickled, so that any process of the same session may call the object. Calls
+    run concurrently and in no particular order, each in a thread of the object's process (64 at
+    once; more calls queue). The object must do its own locking. If a method returns a
     ``concurrent.futures.Future``, the caller gets the future's result, and no thread waits for it.
     Arguments and results are copies, except within one process. Tensors are read while they are
     being sent. Until the answer has arrived, do not change tensors of an argument. If the object
@@ -74,10 +74,10 @@ class Remote(Generic[T]):
     ) -> Future[Any]:
         """Like ``call``, without blocking.
 
-        The future fails with the errors of ``call``. It cannot be cancelled. Its callbacks must not
-        block the thread in which they run. With ``timeout_s=math.inf`` it fails only when the
-        process is known to be gone: its connection broke or, after a loss of its node, no sign of
-        life came for the session's deadline.
+        The future fails with the errors of ``call``. The future cannot be cancelled. Its callbacks
+        must not block the thread in which they run. With ``timeout_s=math.inf`` it fails only when
+        the process is known to be gone: its connection broke or, after a loss of its node, no sign
+        of life came for the session's deadline.
         """
         operation = ("method", self.key, method, args, kwargs)
         return self._session()._submit(self.peer, operation, timeout_s)

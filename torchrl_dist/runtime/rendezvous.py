@@ -1,6 +1,6 @@
 """Let the processes of a job find one another through a store, with a deadline.
 
-Each process puts a card into the store, which tells its name, its machine and its pid.
+Each process puts a card with its name, machine and pid into the store.
 """
 
 from __future__ import annotations
@@ -297,8 +297,8 @@ class _Exchange:
 def _set_interface(world: World, cards: list[dict[Any, Any]]) -> Callable[[], None]:
     """Choose the network interface of RPC and gloo until the returned function is called.
 
-    By default both listen on the address to which the node's own name resolves. That is often a
-    loopback address, with which a job of several nodes hangs. Such a job therefore uses the
+    By default both listen on the address to which the node's own name resolves. This is often a
+    loopback address, with which a job of several nodes would hang. Such a job therefore uses the
     interface through which this node reaches another one. In a job of one node, both listen on
     loopback only, because any program that can connect to RPC's port can run code. Under a
     launcher, variables that are already set have priority.

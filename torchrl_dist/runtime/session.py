@@ -233,7 +233,7 @@ class Session:
             return self._run_here(operation)
         future = self._submit(peer, operation, timeout_s)
         try:
-            # The transport enforces the deadline; this one is a fallback.
+            # The transport enforces the deadline; this deadline is a fallback.
             return result_of(future, timeout_s + 2 * _GOODBYE_S)
         except FutureTimeoutError as error:
             if future.done():
@@ -254,8 +254,8 @@ class Session:
         rank = peer.global_rank
         with self._lock:
             self._in_flight[rank].add(future)
-        # This check comes after the registration, so that no loss is missed: earlier losses fail
-        # the future here, later ones where they are noticed.
+        # Checked after the registration, so that no loss is missed: an earlier loss fails the
+        # future here, a later one where it is noticed.
         if self._closed or self._members.why_lost(rank) is not None:
             self._settle(rank, future, error=self._lost_error(peer))
             return future
@@ -363,7 +363,7 @@ class Session:
         with self._lock:
             self._in_flight[rank].discard(future)
             if future.done():
-                return  # the call failed meanwhile, because the peer was lost
+                return  # the call has already failed, because the peer was lost
         with contextlib.suppress(Exception):  # InvalidStateError: already settled by another thread
             if error is None:
                 future.set_result(result)
@@ -491,7 +491,7 @@ class Session:
         )
 
     def _hear_signs(self, post: SignPost) -> None:
-        """Receive signs of life. Runs on the driver in a thread of its own, until the session ends.
+        """Receive signs of life. Runs on the driver in a separate thread, until the session ends.
 
         A node that disappears does not close its connections. Without these signs, its loss would
         be noticed only at the deadline of a call.

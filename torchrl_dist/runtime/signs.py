@@ -27,7 +27,7 @@ _NO_DESCRIPTOR_S = 0.1
 class SignPost:
     """Receives the signs of life on the driver.
 
-    It reads a few bytes from each connection, and interprets them only if they begin with this
+    Only a few bytes are read from each connection, and they are used only if they begin with this
     session's secret.
 
     Args:

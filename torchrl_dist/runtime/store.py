@@ -44,7 +44,7 @@ class _Task:
 
 
 class AnsweringStore:
-    """Operations of ``store`` that raise StoreSilent if it does not answer within about a second.
+    """Operations of ``store`` that raise StoreSilent without an answer within about a second.
 
     The operation may still take effect afterwards. Other errors are the store's own.
 

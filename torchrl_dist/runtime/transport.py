@@ -38,7 +38,8 @@ class Transport:
         store: a store that only this session uses (a ``PrefixStore``).
         names: the unique names of all ranks, different in every session of a process.
         handler: called as ``handler(kind, body, tensors, answer)`` in an RPC thread for every
-            message. It must not block, and must call ``answer`` exactly once, in any thread.
+            message. The handler must not block, and must call ``answer`` exactly once, in any
+            thread.
 
     Blocks until every rank is connected, at most about ``timeout_s``.
 

@@ -122,7 +122,7 @@ def launched_without_us(env: Mapping[str, str]) -> tuple[int, int, str] | None:
 def process_stamp(pid: int) -> str:
     """Return a unique name of a process: pid, start time in clock ticks, pid namespace, boot id.
 
-    It includes the namespace because containers that share a ``/dev/shm`` may have equal pids, and
+    The namespace is included because containers that share a ``/dev/shm`` may have equal pids, and
     equal start times if they share a ``/proc``.
     """
     stat = proc.stat(pid)
@@ -278,7 +278,7 @@ def _from_slurm(env: Mapping[str, str]) -> World:
     tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "")
     step_size = env.get("SLURM_STEP_NUM_TASKS", env["SLURM_NTASKS"])
     world_size = _integer({"SLURM_NTASKS": step_size}, "SLURM_NTASKS", at_least=1)
-    # Derived from the job, so that two jobs on one node differ and all ranks agree.
+    # Derived from the job id, so that ranks of a job agree, and two jobs on one node differ.
     port = 20_000 + (job_id * 31 + sum(step_id.encode())) % 12_000
     # Both lists are sorted by name. Node ids have this order only if the job has one component and
     # the usual distribution of tasks.
