@@ -34,7 +34,7 @@ class Checkpoint:
     Attributes:
         recipe: name of the recipe that wrote it, such as ``"apex"``.
         config: the recipe's configuration as plain values.
-        policy: weights to act with. A recipe may choose the ones with the best evaluation.
+        policy: weights to act with. A recipe may choose the weights with the best evaluation.
         policy_info: how ``policy`` was chosen, and its evaluation.
         model: weights of the learner, including target networks, at the time of writing.
         optimizer: ``state_dict`` of the optimizer at the time of writing.

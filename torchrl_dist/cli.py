@@ -10,7 +10,7 @@ Exit codes:
 - 1: failure.
 - 2: wrong arguments; nothing was started.
 - 129, 130, 138, 140, 143: stopped by SIGHUP, SIGINT, SIGUSR1, SIGUSR2 or SIGTERM. The checkpoint is
-  written and the result printed, unless a second signal stopped the command at once.
+  written and the result printed, unless a second signal stopped the command immediately.
 - 141: no process reads stdout any more. Training still continues and saves, even without readers of
   stdout and stderr.
 """

@@ -10,8 +10,7 @@
     +-- CheckpointError                   a checkpoint is missing, damaged or not from this package
     +-- DriftError                        tensors that must be equal on all ranks differ
 
-Each class also derives from a built-in error, so that code which knows only the built-in error
-catches it.
+Each class also derives from a built-in error, so that code for that error catches it, too.
 """
 
 from __future__ import annotations

@@ -259,7 +259,7 @@ def user_folders() -> list[Path]:
 
 
 def is_user_folder(path: Path) -> bool:
-    """Whether ``path`` has the name of a user folder and is ours. It may be in any folder."""
+    """Whether ``path`` has the name of a user folder and is ours. The folder may be anywhere."""
     pattern = rf"torchrl_dist-{os.geteuid()}(\.[0-9a-f]{{16}})?"
     return re.fullmatch(pattern, path.name) is not None and is_ours(path)
 
@@ -409,7 +409,8 @@ def temporary(path: Path) -> Path:
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    """Escape control characters, which a terminal would obey; with ``lines``, keep line ends."""
+    """Escape control characters, which a terminal would obey. With ``lines``, line ends are
+    kept."""
     return "".join(
         each
         if each.isprintable() or (lines and each == "\n")

@@ -13,10 +13,10 @@ the throughput X depends only on the means D and Z::
 (M/M/m with a finite population: Kleinrock, Queueing Systems I, chapter 3. For any distribution of D
 and Z: Baskett, Chandy, Muntz and Palacios, J. ACM 22(2), 1975.)
 
-**A learner that takes one message after the other.** It spends m seconds on a message, b on a byte,
-and u on learning from a frame. So X is at most 1 / (m / F + b * bytes + u), if a message has F
-frames and a frame has that many bytes. With a policy lag, the workers step while the learner works.
-Without one, the learner's seconds add to each round.
+**A learner that takes one message after the other.** The learner spends m seconds on a message, b
+on a byte, and u on learning from a frame. So X is at most 1 / (m / F + b * bytes + u), if a message
+has F frames and a frame has that many bytes. With a policy lag, the workers step while the learner
+works. Without one, the learner's seconds add to each round.
 
 **Waiting for the slowest.** A round ends with the slowest of W rollouts. The time of a rollout is a
 sum of K step times. If s is the relative spread of one step, the model takes this time as lognormal

@@ -138,8 +138,8 @@ def _software(probe: Probe) -> Iterator[Finding]:
     if probe.torchrl_trees is None:
         yield Finding("TorchRL's trees", OK, "they load")
     else:
-        # Not a warning, because this package does not need the trees. It is shown because many
-        # users ask.
+        # Not a warning, because this package does not need the trees. The check is here because
+        # many users ask about them.
         yield Finding(
             "TorchRL's trees",
             OK,

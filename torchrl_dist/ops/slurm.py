@@ -224,7 +224,7 @@ def _components(job: Job) -> list[Component]:
 
 
 def script(job: Job) -> str:
-    """Return the batch script. It passes shellcheck."""
+    """Return the batch script. The script passes shellcheck."""
     parts = [
         "#!/usr/bin/env bash",
         *(f"#SBATCH {line}" for line in _header(job)),

@@ -1,7 +1,7 @@
 """The state of a job at one instant, for ``torchrl-dist top``, and how two instants differ.
 
 This module only reads files of this user: the job's pulse, /proc, the tables of replay directories,
-the run's CSV files. It does not attach to a buffer, take a lock, call a process or write.
+the run's CSV files. It does not attach to buffers, take locks, call processes or write.
 """
 
 from __future__ import annotations

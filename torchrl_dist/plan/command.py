@@ -26,7 +26,7 @@ _MESSAGE_S, _MESSAGE_BYTES, _PROCESSES_PER_CORE = 0.5, 8 << 20, 4
 _MOST_PER_CORE, _MOST = 32, 256  # limits on the number of env processes that are considered
 _DRAWS = 100  # how often measurements are resampled for an interval
 _NEARLY = 0.9  # from this fraction of the best rate on, more processes bring little
-_BUSY = 0.5  # load average per core from which on this node counts as busy
+_BUSY = 0.5  # a node with at least this load average per core counts as busy
 
 
 @dataclass(frozen=True)
@@ -311,8 +311,8 @@ def processes_that_pay(ranked: Sequence[tuple[Layout, Prediction]]) -> int:
 def deadline_of(costs: Costs, ranked: Sequence[tuple[Layout, Prediction]]) -> dict[str, Any] | None:
     """Return the effect of a receive deadline.
 
-    It is computed for the best layout that waits for all workers without policy lag. ``gain`` is a
-    factor, ``deadline_s`` is None if no deadline pays, and ``spread`` is the spread of a rollout.
+    Computed for the best layout that waits for all workers without policy lag. ``gain`` is
+    a factor, ``deadline_s`` is None if no deadline pays, and ``spread`` is the spread of a rollout.
     Return None if there is no such layout.
     """
     from .regimes import best_deadline

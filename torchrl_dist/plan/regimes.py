@@ -1,4 +1,4 @@
-"""When does a receive deadline pay? A simulation of a learner that takes what has arrived.
+"""When does a receive deadline pay? Simulates a learner that takes the rollouts that have arrived.
 
     python -m torchrl_dist.plan.regimes --plot regimes.png
 
@@ -108,7 +108,7 @@ class Gain:
     """The best deadline, compared with waiting for all.
 
     ``gain`` is a factor. If no deadline pays, ``deadline_s`` is infinite and ``gain`` is 1.
-    ``workers_per_receive`` is the mean number of rollouts that the learner takes at once.
+    ``workers_per_receive`` is the mean number of rollouts in a batch of the learner.
     """
 
     gain: float

@@ -27,7 +27,7 @@ class GreedyEpisodes:
         env: gymnasium id, or ``package.module:make``.
         episodes: number of episodes.
         seed: seed of the environments.
-        max_steps: an episode ends here if it has not ended by itself.
+        max_steps: an episode ends after this many steps at the latest.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ def play_rendered(
 
     Args:
         keep: called with each picture, uint8 ``[height, width, 3]``, instead of the window.
-        max_steps: the episode ends here if it has not ended by itself.
+        max_steps: the episode ends after this many steps at the latest.
     """
     mode = "human" if keep is None else "rgb_array"
     try:

@@ -29,8 +29,8 @@ class _Categorical(Categorical):
 def categorical_actor(network: nn.Module, env: str = "the environment") -> ProbabilisticActor:
     """Return an actor that draws int64 ``action`` ``[...]`` from the logits of ``network``.
 
-    It also writes ``action_log_prob``, so that the log-probability under the acting policy is part
-    of the data. ``env`` is named in errors."""
+    The actor also writes ``action_log_prob``, so that the data contain the log-probability under
+    the acting policy. ``env`` is named in errors."""
     return ProbabilisticActor(
         TensorDictModule(network, ["observation"], ["logits"]),
         in_keys=["logits"],

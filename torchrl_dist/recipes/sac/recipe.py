@@ -1,4 +1,5 @@
-"""SAC: collectors write to one shared buffer, whose rate limiter keeps the learner in step.
+"""SAC: collectors write to one shared buffer, whose rate limiter keeps them and the learner in
+step.
 
 The replay ratio is a hyper-parameter of SAC (Haarnoja et al. 2018, arXiv:1812.05905). It would
 drift if processes ran as fast as they can. Here, the samples per inserted row are the batch size

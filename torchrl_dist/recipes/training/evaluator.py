@@ -208,7 +208,7 @@ class Evaluations:
         self._answer = self._remote.submit("play", begin)
 
     def _fail(self, error: TorchRLDistError) -> None:
-        """Record that the current evaluation failed. It is not repeated."""
+        """Record that the current evaluation failed, and do not repeat it."""
         self.drop()
         self.failed += 1
         name = self._candidates[0].name

@@ -298,7 +298,8 @@ def train(
 
 
 def _follow(build: Build, config: RecipeConfig, start: Start) -> None:
-    """Run a learner other than the first. The first learner's process calls this in the others."""
+    """Run a learner other than the first. The first learner's process calls this in the processes
+    of the others."""
     with _one_thread(), Training(build, config, current_session(), start) as training:
         training.run(None)
 

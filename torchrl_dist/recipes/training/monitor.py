@@ -373,7 +373,7 @@ def check_wandb(project: str | None) -> None:
 def _wandb_logger(project: str, run_id: str, title: str, output: Path) -> Any:
     """Return the logger. A resumed run keeps its former id.
 
-    It does not send the printed output or the list of installed packages.
+    The printed output and the list of installed packages are not sent.
     """
     from torchrl.record.loggers import WandbLogger
 

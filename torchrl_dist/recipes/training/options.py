@@ -1,6 +1,6 @@
 """A frozen dataclass as the one source of a command's options.
 
-This module imports neither torch nor a module that does, so ``--help`` and errors appear at once.
+Neither this module nor its imports import torch, so ``--help`` and errors appear without delay.
 
 It uses argparse and PyYAML, because libraries that turn a dataclass into a command line have
 disadvantages for users. jsonargparse 4.53 refuses ``--total-frames`` and ``--hidden 64 64``. tyro

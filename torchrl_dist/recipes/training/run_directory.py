@@ -89,17 +89,14 @@ def claim(
                 f"{option}: cannot write to {folder} ({error.strerror})"
             ) from error
     _hold(output, held)
-    if not resume and not _holds_at_most_our_note(
-        output
-    ):  # another run has used the folder meanwhile
+    if not resume and not _holds_at_most_our_note(output):  # another run has used the folder since
         raise _not_empty(output, checkpoint)
     _write(output / _NOTE, {"job_id": job_id})
     return resume
 
 
 def check_rows(output: Path, replay: Path | None) -> None:
-    """Refuse a folder with the rows of another run, such as the one that a copied run's options
-    name.
+    """Refuse a folder with the rows of another run, as the options of a copied run may name it.
 
     If rows are inside the run's folder, a copy of the run has its own rows.
 
