@@ -337,8 +337,8 @@ _ANYTHING = object()
 _WEIGHTS = "weights reach all workers as one packed message: call update_policy_weights_()"
 _LAUNCHER = "torchrun, srun or local_cluster starts the processes, and says what each may use"
 _CPU = "the workers run on the CPU; storing_device= says where batches go"
-# For each argument of TorchRL's collectors that has no meaning here: the values that are accepted,
-# and why others are refused.
+# The arguments of TorchRL's collectors that have no meaning here, each with the values that are
+# accepted, and the reason why others are refused.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "weight_updater": ((None,), _WEIGHTS),
     "weight_sync_schemes": ((None,), _WEIGHTS),

@@ -105,8 +105,8 @@ class Background:
     def stopper(self) -> Callable[[bool], None]:
         """Return a function that calls :meth:`stop` and does not keep this object alive.
 
-        Call that function before closing objects that collection needs. The failures that this
-        causes are then not reported.
+        Call that function before closing objects that collection needs. Failures caused by the
+        closing are then not reported.
         """
         find = weakref.ref(self)
 

@@ -25,8 +25,8 @@ class Share:
 def plan_shares(remaining: int | None, workers: Mapping[int, int], steps: int) -> dict[int, Share]:
     """Divide the frames that may still be collected among workers, exactly, in ``[N, T]`` blocks.
 
-    Every worker gets ``steps`` steps while the budget allows. After that all get one shorter
-    rollout of equal length. The last frames are one step of one env each.
+    Every worker gets ``steps`` steps while the budget allows. After that, all workers get one
+    shorter rollout of equal length. Each of the few frames that are left is one step of an env.
 
     Args:
         remaining: frames, or None for no limit.

@@ -98,8 +98,8 @@ class Worker:
 
 
 def _is_busy(worker: Worker) -> bool:
-    """Whether the worker steps envs. A worker in the caller's thread does not step them after the
-    deadline of a batch."""
+    """Whether the worker is stepping envs. A worker in the caller's thread pauses when a batch's
+    deadline has passed."""
     return bool(worker.in_flight) and (worker.callers is None or worker.callers.running)
 
 

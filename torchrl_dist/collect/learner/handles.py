@@ -39,8 +39,8 @@ class Handle(Protocol):
     def submit(
         self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any
     ) -> Future:
-        """Call the method. A rollout does not block this call, but a worker in this process runs
-        any other method before it returns."""
+        """Call the method. For a rollout, this returns immediately. Any other method of a worker in
+        this process has ended when this returns."""
 
 
 def make_far_worker(config: WorkerConfig) -> PinnedWorker | NodeWorker:
@@ -71,8 +71,8 @@ def make_local_handle(
     """Make a worker in this process. Errors call it ``name``.
 
     The envs of the collector's only worker (``alone``) live in the calling thread, unless the
-    policy is at the learner. With a replay buffer, that is so only if the caller built the env,
-    because writes to the buffer may block.
+    policy is at the learner. With a replay buffer, whose writes may block, they live there only if
+    the caller built the env.
     """
     adopt_registrations(config.registrations)
     if config.env_processes:

@@ -159,9 +159,9 @@ class Preempt(Readiness):
     """Once ``fraction`` of the workers have delivered, the others stop early.
 
     They deliver the rows that they have, but at least ``min_part`` of a rollout. A batch thus does
-    not wait long for a slow env and still gets rows from it. This is DD-PPO's rule (Wijmans et al.
-    2020, section 3.1), which preempts when 60 % have finished, after at least a quarter of the
-    steps.
+    not wait long for a slow env and still gets rows from it. In DD-PPO, the source of this rule
+    (Wijmans et al. 2020, section 3.1), workers stop when 60 % have finished, after at least a
+    quarter of the steps.
 
     The batch keeps its shape ``[N, T]``. Rows that a worker did not collect are zero, with
     trajectory id -1 and False in ``("collector", "mask")``. The last row before them is

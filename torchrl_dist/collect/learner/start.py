@@ -182,8 +182,8 @@ def seconds_per_message(workers: Sequence[WorkerInfo]) -> float:
 
 
 def steps_per_message(step_s: float, step_bytes: float, message_s: float = MESSAGE_S) -> int:
-    """Return the number of steps of a message that takes about ``message_s`` seconds to fill. It
-    has at most ``MESSAGE_BYTES`` bytes, but at least one step."""
+    """Return the number of steps of a message that takes about ``message_s`` seconds to fill. The
+    message has at most ``MESSAGE_BYTES`` bytes, but at least one step."""
     return max(1, int(min(message_s / step_s, MESSAGE_BYTES / step_bytes)))
 
 

@@ -63,8 +63,8 @@ class _Call:
 
 
 class _UnderWay:
-    """The calls of this process. Guarded by ``lock``, which is cheaper to take directly than
-    through the condition ``changed``."""
+    """The calls of this process. Guarded by ``lock``. Entering ``lock`` itself is cheaper than
+    entering its condition ``changed``."""
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []  # all under one type

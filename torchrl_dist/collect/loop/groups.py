@@ -1,7 +1,7 @@
 """A worker's envs in groups, for a policy in another process (double buffering).
 
 While one group waits for its actions, the worker steps another. A request's round trip therefore
-costs no time if a step of the other groups takes longer.
+costs no time if it is shorter than the other groups' steps.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Call a collector's policy: with a TensorDict, or without one if the result is known to be equal.
 
-``TensorDictModule.__call__`` costs more than a small network. It dispatches arguments and, if
+``TensorDictModule.__call__`` costs more than a small network. The call dispatches arguments and, if
 pandas is not installed, searches the disk for pandas for every tensor that it writes
-(``TensorDictBase.from_any``, tensordict 0.14.3). :func:`act` therefore does the work of the few
-classes in this file itself. It does so only for these classes themselves, not for subclasses, and
-only if their methods were not replaced and there are no hooks. The modules inside them, and all
-other policies, are called as usual.
+(``TensorDictBase.from_any``, tensordict 0.14.3). :func:`act` therefore does the work of a few known
+classes itself, but only for these exact classes, not for subclasses, and only if their methods were
+not replaced and there are no hooks. The modules inside them, and all other policies, are called as
+usual.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ from torchrl_dist.collect.loop.spaces import (
 from torchrl_dist.errors import ConfigurationError
 
 _DONE_KEYS = ("done", "terminated", "truncated")
-# With next-step autoreset, some envs get ahead of others. If all envs are alike, they do so only
-# slowly and at random, without a need for a warning.
+# With next-step autoreset, some envs get ahead of others. Among envs that are alike, the lead grows
+# only slowly, like a random walk, and needs no warning.
 _WARN_ROLLOUTS_AHEAD = 4
 _MAX_ROLLOUTS_AHEAD = 200
 _CHUNK = 256  # steps whose views of the blocks are made together
@@ -958,7 +958,7 @@ def make_rollout(
 
 def _require_random_actions(env: GymWrapper, space: Any) -> None:
     """Refuse a space if TorchRL draws random actions outside it, as it does for texts. In a space
-    with one bound, it may draw infinity."""
+    with one bound, TorchRL may draw infinity."""
     with torch.random.fork_rng(devices=[]):
         for _ in range(_DRAWN):
             drawn = env.full_action_spec.rand()

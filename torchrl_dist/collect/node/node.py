@@ -57,8 +57,8 @@ from torchrl_dist.weights import PackedWeights
 # Rollouts in memory at a time. The collector has at most two requests in flight.
 _BLOCKS = 2
 _GLANCE_S = 1.0  # how often to check for deaths that no connection reports
-# The step limit is at least this long, because a process that waits for a replay buffer counts a
-# step only every half second.
+# The step limit is at least this long, because a process that waits for a replay buffer increases
+# its count only every half second.
 _LEAST_LIMIT_S = 2.0
 
 

@@ -185,7 +185,7 @@ _Asked = tuple[WholeMessages, Question]
 
 def is_answer(message: tuple) -> bool:
     """Whether a message to a process is an answer to its question, rather than a call. An answer
-    that arrives between two calls is late, because its rollout has failed."""
+    between two calls belongs to a rollout that has failed."""
     return message[0] is None
 
 
