@@ -33,11 +33,11 @@ _owners = WeakTensorKeyDictionary()
 class GradientAverage:
     """Averages the gradients of the attached parameters over the ranks, in place in each ``grad``.
 
-    The average includes all that was accumulated in ``grad``. Gradients that were averaged before
-    are equal on all ranks, so they do not change.
+    The average includes all that was accumulated in ``grad``. Another average does not change
+    gradients that were averaged before, because these are equal on all ranks.
 
-    Each backward pass sends one buffer. The buffer has all gradients and a flag per parameter
-    (whether this rank reached it), so ranks may reach different parameters.
+    Each backward pass sends one buffer, with all gradients and a flag per parameter: whether this
+    rank reached the parameter. Ranks may therefore reach different parameters.
 
     Args:
         after: called after each average.

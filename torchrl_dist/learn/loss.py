@@ -76,7 +76,8 @@ class DistributedLoss(_Loss):
     same backward passes, in the same order. (Under ``torch.no_grad()`` the calls of the loss may
     differ.) Each of these blocks until all ranks have called it, on the CPU for at most
     ``timeout_s``, and raises the errors of :class:`~torchrl_dist.learn.Ranks`. A rank without rows
-    calls the loss with an empty batch. Load a state on all ranks, or before this call.
+    calls the loss with an empty batch. Load a state on all ranks, or before the loss is
+    distributed.
 
     Args:
         loss_module: a loss that every rank builds in the same way, on the device where it will

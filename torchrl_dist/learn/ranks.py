@@ -211,9 +211,9 @@ class Ranks:
     def any(self, flag: bool) -> bool:
         """Whether ``flag`` is true on some rank. All ranks get the same answer.
 
-        Call it before every update. Otherwise, a rank that leaves its loop (after a signal, for
-        example) leaves the others waiting for its gradients, and so does a rank that skips an
-        update: ``if ranks.any(len(buffer) < 1000): continue``.
+        Call this before every update. Otherwise the other ranks wait for the gradients of a rank
+        that leaves its loop (after a signal, for example) or skips an update: ``if
+        ranks.any(len(buffer) < 1000): continue``.
         """
         what = "the question whether to stop"
         if self._device.type != "cpu":  # a sum on the GPU would wait for all work queued there
@@ -499,8 +499,8 @@ class Ranks:
     def _waiting(self, what: str) -> Iterator[Callable[[], None]]:
         """Yield a function that announces that this rank waits for ``what``.
 
-        The announcement is withdrawn if the block ends without an error. By announcements, the
-        first rank to give up distinguishes waiting ranks from missing ones.
+        The announcement is withdrawn if the block ends without an error. From announcements, the
+        first rank that gives up knows which ranks wait and which are missing.
         """
         keys = (f"place/{self.index}", self._waiting_key(self.index))
         said = False

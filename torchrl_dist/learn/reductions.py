@@ -12,8 +12,8 @@ mean and the output, only sums and constant factors are allowed, because any oth
 need the mean over all ranks, not this rank's.
 
 A graph does not show the statistics of a batch through which no gradient flows, such as those of a
-normalized advantage. So only classes whose statistics are known are supported (``KNOWN``, for
-TorchRL 0.14). Others are refused unless the caller states the weight of each rank.
+normalized advantage. Therefore only classes whose statistics are known are supported (``KNOWN``,
+for TorchRL 0.14). Others are refused unless the caller states the weight of each rank.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 After a process was stopped (SIGSTOP, a suspended machine, a debugger), deadlines by the usual clock
 have passed, although the other processes had no time to answer. Waits are therefore measured on the
-clock :func:`awake`, which stops with the process because a thread of it advances the clock.
+clock :func:`awake`, which a thread of the process advances, so it stops with the process.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ class _Clock:
         self._lock = threading.Lock()
         self._sooner = threading.Event()
         self._next_look = 0.0
-        # The last tick on time.monotonic() (None before the first), and how long this process was
-        # stopped. Assigned as one tuple, because other threads read it without a lock.
+        # When the last tick was on time.monotonic() (None before the first), and how long this
+        # process has been stopped in all. Assigned as one tuple, because other threads read it
+        # without a lock.
         self._ticked: tuple[float | None, float] = (None, 0.0)
         self._due: dict[int, tuple[float, Callable[[], None]]] = {}
 

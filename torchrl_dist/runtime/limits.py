@@ -2,8 +2,8 @@
 it.
 
 The numbers of descriptors and threads were measured with torch 2.13: per process that the driver is
-connected to, and for a session of two processes with the files of a recipe's run. Between nodes,
-TensorPipe opens more connections for large tensors.
+connected to, and for a session of two processes with the files of a recipe's run. For large tensors
+between nodes, TensorPipe opens more connections.
 """
 
 from __future__ import annotations

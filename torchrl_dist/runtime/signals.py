@@ -80,9 +80,9 @@ class StopSignals:
     """While installed, SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 set ``latch``.
 
     A second SIGINT, SIGTERM or SIGHUP raises KeyboardInterrupt or SystemExit in the main thread,
-    unless ``patient`` is set. SIGUSR1 and SIGUSR2 never raise, because launchers send them ahead of
-    SIGTERM. Previously installed handlers are called too. Ignored signals stay ignored. SIGUSR1 and
-    SIGUSR2 are left alone if the program handles them.
+    unless ``patient`` is set. SIGUSR1 and SIGUSR2 never raise, because launchers send them some
+    time before SIGTERM. Previously installed handlers are called too. Ignored signals stay ignored.
+    SIGUSR1 and SIGUSR2 are left alone if the program handles them.
 
     Python handles signals in the main thread only, so ``install`` does nothing in other threads.
 

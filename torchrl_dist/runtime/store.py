@@ -1,8 +1,8 @@
 """torch.distributed's store, with a deadline for every operation and for connecting.
 
 The server enforces TCPStore's own deadlines. If its process is stopped, most operations of other
-processes block indefinitely, and so does connecting if a silent program listens at the port. Here,
-a thread makes these calls, and the caller waits for the thread only until a deadline.
+processes block indefinitely. Connecting also blocks indefinitely if a silent program listens at the
+port. Here, a thread makes these calls, and the caller waits for the thread only until a deadline.
 """
 
 from __future__ import annotations

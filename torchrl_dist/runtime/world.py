@@ -64,8 +64,8 @@ class World:
     def starter(self) -> str | None:
         """The stamp of the process of this machine after whose end the job cannot start again.
 
-        None if there may be no such process, because SLURM, or a user who gave torchrun an id, may
-        start a job with the same id again.
+        None if no process is known to be such: SLURM, or a user who gave torchrun an id, may start
+        a job with the same id again.
         """
         # torchrun --standalone
         named_by_agent = is_stamp(self.job_id) or re.fullmatch(_UUID, self.job_id)
