@@ -71,8 +71,8 @@ def console() -> NoReturn:
     finally:
         _end_in_time(code)
     if _has_served:
-        # Skip the exit functions of C++ libraries. The job does not need them, and RPC sometimes
-        # aborts in its own ("terminate called without an active exception").
+        # Skip the exit functions of C++ libraries. The job does not need them, and that of RPC
+        # sometimes aborts ("terminate called without an active exception").
         atexit._run_exitfuncs()
         _leave(code)
     sys.exit(code)
@@ -309,8 +309,8 @@ def _train(options: argparse.Namespace) -> int:
         config.check_launched(given_options(options, recipe.config), launched)
     if world.global_rank > 0:
         return _serve_rank_zero(config, launched)
-    # Under a launcher, roles follow from the command line, even if the run is resumed: every rank
-    # has it, while only the first rank reads the checkpoint.
+    # Under a launcher, roles follow from the command line, even if the run is resumed, because only
+    # the first rank reads the checkpoint.
     for_roles = config
     with contextlib.ExitStack() as stack:
         with _unsearched_imports():

@@ -1,8 +1,8 @@
 """Renew locks in forked children, and import libraries so that a process stays safe to fork.
 
 If another thread holds a lock during ``os.fork``, the child has a copy of the lock but not that
-thread, so the copy is never released. Each owner of a lock registers a function here that makes new
-ones. One handler calls these functions in every child, before anything else runs there.
+thread, so the copy is never released. Each owner of locks registers a function here that makes new
+locks. One handler calls these functions in every child, before anything else runs there.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """``torchrl-dist doctor``: checks whether this machine, or this allocation, is fit for a job.
 
 ``examine`` is pure. From the results of ``probe`` and of ``rounds`` (between the ranks), it makes
-one finding per check, with a remedy. A check never raises. If it cannot determine its result, it
-warns.
+one finding per check, with a remedy. A check never raises. If a check cannot determine its result,
+the finding is a warning.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ conditions decide whether this brings more frames per second:
   lose nothing.
 
 All times are in units of a mean rollout. The map shows the gain of the best deadline over no
-deadline. If any deadline pays, the shortest pays most, because waiting for others is what costs
-time. A deadline also makes some rows one update older, and gives fewer rows per update. The user
+deadline. If any deadline pays, the shortest pays most, because it saves most of the waiting for
+others. A deadline also makes some rows one update older, and gives fewer rows per update. The user
 must weigh these effects.
 """
 
@@ -48,7 +48,7 @@ NETWORKS = {
     "as long as a rollout, by row": (0.0, 1.0),
 }
 """The learner's work on a batch of all workers. The first number does not depend on the number of
-rows. The second is in proportion to it."""
+rows. The second is proportional to the rows."""
 _ROUNDS, _REPLICAS = 60, 24
 
 

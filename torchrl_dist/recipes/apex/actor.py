@@ -26,8 +26,8 @@ class EpsilonGreedy(TensorDictModuleBase):
     """Take the action of the highest value, or a random one with the environment's own epsilon.
 
     Reads ``observation`` ``[N, ...]``, writes ``action`` int64 ``[N]``. Greedy unless
-    TorchRL's exploration type is RANDOM. The epsilons are not part of the weights, so they stay
-    when the learner's weights arrive.
+    TorchRL's exploration type is RANDOM. The epsilons are not part of the weights, so the learner's
+    weights do not replace them.
 
     Args:
         network: returns the values.
@@ -72,8 +72,8 @@ class RowsWithPriority:
     bootstrap from a terminated episode. At any other end, they bootstrap from the true last
     observation.
 
-    ``td_error`` is |R + gamma^n max_a q(S_t+n, a) - q(S_t, A_t)|, algorithm 1 line 11. One network
-    both selects and evaluates the action, because an actor has no target network.
+    ``td_error`` is |R + gamma^n max_a q(S_t+n, a) - q(S_t, A_t)|, algorithm 1 line 11. The same
+    network selects and evaluates the action, because an actor has no target network.
     """
 
     def __init__(

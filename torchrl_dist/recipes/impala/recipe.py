@@ -68,10 +68,10 @@ def vtrace(
     """Compute section 4.1 of the paper for the actions in ``data`` ``[N, T]``.
 
     The acting policy wrote log mu as ``action_log_prob``. TorchRL's ``VTrace`` module (0.14.1)
-    draws new actions instead, and so would correct even data of the current policy. TorchRL's
-    function, used here, does not. With data of the current policy, rho is 1 and the target is that
-    of GAE with lambda 1. An episode that ended without ``terminated`` bootstraps from its true last
-    observation.
+    draws new actions and would therefore correct even data of the current policy. TorchRL's
+    function, which is used here, does not. With data of the current policy, rho is 1 and the target
+    is that of GAE with lambda 1. An episode that ended without ``terminated`` bootstraps from its
+    true last observation.
     """
     log_pi = actor.get_dist(data.select("observation")).log_prob(data["action"])
     log_mu = data["action_log_prob"]

@@ -104,7 +104,7 @@ def _needs(extra: str) -> Iterator[None]:
 def atari(env: str, **options: Any) -> gymnasium.Env:
     """Make ``ALE/...`` as in Machado et al. 2018.
 
-    Each action is repeated for 4 frames; in version 5, the game ignores one action in four. A frame
+    Each action is repeated for 4 frames. Version 5 of a game ignores one action in four. A frame
     is the maximum of the last two, gray, 84 x 84. The last 4 frames are an observation, uint8
     ``[4, 84, 84]``. An episode begins with up to 30 idle frames."""
     import gymnasium

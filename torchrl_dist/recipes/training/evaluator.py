@@ -91,7 +91,7 @@ class Evaluator:
 class Evaluations:
     """The learner's handle to an :class:`Evaluator` in another process.
 
-    The process has the role "evaluator"; without one, it is the last collector or else this
+    The process is the one with the role "evaluator", or else the last collector, or else this
     process. An evaluation that raises, dies or hangs has failed, and is reported, counted, and
     never repeated. If its process was lost or hangs, a collector that is not indispensable to its
     learner plays the later evaluations. If this collector is also lost before an evaluation has

@@ -32,8 +32,9 @@ def shared_buffer(
     the job starts again and would not count them. Other learners must not collect before that.
 
     On one node, the buffer is in the folder ``config.replay_path``. On several nodes, the first
-    process of each node keeps a shard. If ``config.replay_dir`` is given, the shard is there, and a
-    later job finds it. Otherwise it is in memory, and only a restart by the launcher finds it.
+    process of each node keeps a shard. If ``config.replay_dir`` is given, the shard is in that
+    folder, where a later job finds it. Otherwise the shard is in memory, where only a restart by
+    the launcher finds it.
 
     Args:
         batch_size: rows per sample of this process.
