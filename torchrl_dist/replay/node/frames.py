@@ -384,6 +384,8 @@ class Frames:
         count = 0 if plan is None else plan.count
         needed = first + count - self.size  # the smallest mark from now on
         words[Word.DIRTY] = 1
+        if plan is not None and plan.oldest < words[Word.FRAME_LOW]:
+            words[Word.FRAME_LOW] = plan.oldest  # a frame of rows that are gone returns
         dropped = self._drop(needed) if needed > words[Word.FRAME_LOW] else 0
         rows = sum(stop - start for start, stop in ranges)
         marks = np.full(rows, first) if plan is None else np.minimum(plan.known, first + plan.new)
