@@ -223,6 +223,7 @@ class Submitted:
             return set(jobs) == {"PENDING"} and set(nodes) == {"idle"}
 
         self.until(over, "requeue")
+        time.sleep(1)  # Slurm counts in seconds
         self._ask(["scontrol", "update", f"JobId={self.id}", "StartTime=now"])
 
 
@@ -236,6 +237,7 @@ def test_apex_is_stopped_by_usr1_queued_again_and_goes_on_to_its_end(run, tmp_pa
     job.start_again()
     job.until(lambda: job.state() in ("COMPLETED", "FAILED"), "end")
     results = [line.partition("{")[2] for line in job.said().splitlines() if '"frames":' in line]
+    assert len(results) == 2, job.said()
     first, second = (json.loads("{" + each) for each in results)
     assert first["stopped_by"] == "SIGUSR1" and first["frames"] < 12_000, job.said()
     assert second["stopped_by"] is None and second["resumes"] == 1 and second["frames"] == 12_000
