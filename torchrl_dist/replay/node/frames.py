@@ -373,11 +373,9 @@ class Frames:
         starts = self._starts[:used][self._claims[:used, CLAIM_COUNT] != 0]
         return int(starts.min(initial=_NEVER))
 
-    def reserve(self, plan: Plan | None, ranges: Sequence[tuple[int, int]]) -> int:
-        """Reserve tickets for new frames, and mark the slots. Called after the claim, locked.
-
-        Returns:
-            The number of published rows that were dropped to make room.
+    def reserve(self, plan: Plan | None, ranges: Sequence[tuple[int, int]]) -> None:
+        """Reserve tickets for new frames, and mark the slots. Rows whose frames will be overwritten
+        are dropped. Called under the lock, after the claim.
         """
         words = self._words
         first = words[Word.FRAME_CURSOR]
@@ -386,7 +384,8 @@ class Frames:
         words[Word.DIRTY] = 1
         if plan is not None and plan.oldest < words[Word.FRAME_LOW]:
             words[Word.FRAME_LOW] = plan.oldest  # a frame of rows that are gone returns
-        dropped = self._drop(needed) if needed > words[Word.FRAME_LOW] else 0
+        if needed > words[Word.FRAME_LOW]:
+            self._drop(needed)
         rows = sum(stop - start for start, stop in ranges)
         marks = np.full(rows, first) if plan is None else np.minimum(plan.known, first + plan.new)
         marks = marks[marks.size - rows :]  # a restored checkpoint may leave out its first rows
@@ -396,13 +395,11 @@ class Frames:
         words[Word.DIRTY] = 0
         if plan is not None:
             plan.first = first
-        return dropped
 
-    def _drop(self, needed: int) -> int:
-        """Unpublish the rows with marks below ``needed``. Return their number."""
+    def _drop(self, needed: int) -> None:
+        """Unpublish the rows with marks below ``needed``."""
         words, marks = self._words, self._marks
         published = (self._versions & 1 == 0) & (self._versions > 0)
-        gone = np.empty(0, np.int64)
         if marks.min(where=published, initial=_NEVER) < needed:
             # more than needed, because this looks at all slots
             gone = np.flatnonzero(published & (marks < needed + self.size // _DROPPED_AT_ONCE))
@@ -413,7 +410,6 @@ class Frames:
             words[Word.DROPPED_ROWS] += gone.size
         low = int(marks.min(where=published, initial=words[Word.FRAME_CURSOR]))
         words[Word.FRAME_LOW] = min(low, self._oldest_start())
-        return gone.size
 
     def write(
         self, plan: Plan, source: Sequence[np.ndarray | None], start: int, stop: int
