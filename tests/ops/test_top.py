@@ -188,7 +188,7 @@ def test_the_picture_has_every_figure() -> None:
 
 def test_frames_since_a_restart_are_shown_next_to_those_of_the_run() -> None:
     resumed = dataclasses.replace(at(20), run_frames=150_000)
-    assert "20,000 frames since it was resumed (20% of what was left), 150,000 of the run" in (
+    assert "20,000 frames since it was resumed (20% of the frames left), 150,000 of the run" in (
         " ".join(text_of(top.render(resumed, None)).split())
     )
     behind = dataclasses.replace(at(20), run_frames=19_000)  # the last point of a first run

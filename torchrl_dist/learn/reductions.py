@@ -322,8 +322,8 @@ def refusal(loss_class: type[LossModule], loss: LossModule, call: Call, part: st
     rule = KNOWN.get(loss_class)
     if rule is None:
         return (
-            f"whether {loss_class.__name__} computes each row by itself is not known: it is not "
-            "one of those TorchRL losses that are known to do so"
+            f"{loss_class.__name__} is not one of the TorchRL losses that are known to compute "
+            "each row by itself"
         )
     replaced = [name for name in vars(loss) if inspect.isfunction(getattr(loss_class, name, None))]
     if replaced:

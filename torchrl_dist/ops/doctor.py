@@ -141,7 +141,7 @@ def _software(probe: Probe) -> Iterator[Finding]:
         yield Finding(
             "TorchRL's trees",
             OK,
-            "not loaded, and not needed here; only TorchRL's own prioritized sampler will not work "
+            "not loaded; only TorchRL's own prioritized sampler needs them "
             f"({probe.torchrl_trees})",
             "install the torch that this torchrl was built with (0.14: torch 2.14 or newer)",
         )

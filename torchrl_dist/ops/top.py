@@ -86,7 +86,7 @@ def _headline(now: Snapshot, per: Rates | None) -> str:
     share = figures["frames"] / figures["total_frames"] if figures["total_frames"] > 0 else None
     if now.run_frames is not None and now.run_frames > figures["frames"]:
         text += " since it was resumed"
-        text += "" if share is None else f" ({share:.0%} of what was left)"
+        text += "" if share is None else f" ({share:.0%} of the frames left)"
         text += f", {now.run_frames:,} of the run"
     elif share is not None:
         text += f" ({share:.0%})"

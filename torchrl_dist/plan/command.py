@@ -338,7 +338,8 @@ def _limit(prediction: Prediction) -> str:
     cures = {
         "environment": "most of the time goes into stepping the environments",
         "cores": "the cores are full",
-        "learner": "most of the time goes into the learner's updates, which no collector changes",
+        "learner": "most of the time goes into the learner's updates, which more collectors do "
+        "not shorten",
         "messages": "most of the time goes into messages: put more steps or envs into each",
         "network": "the network between the nodes is full",
         "stragglers": "most of the time goes into waiting for the slowest",

@@ -55,7 +55,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "impala": Recipe(
         ImpalaConfig,
-        "actors that run ahead of one learner, which corrects for it by V-trace",
+        "actors that run ahead of one learner, which corrects for the lag by V-trace",
         "Train with IMPALA: collectors run ahead of one learner, which takes each rollout as it "
         "arrives and corrects for older policies by V-trace. Environments: gymnasium's with "
         "numbered actions that observe numbers or images.",

@@ -193,7 +193,7 @@ def check_finite(rows: TensorDictBase, env: str) -> None:
             name = key if isinstance(key, str) else "/".join(key)
             raise TorchRLDistError(
                 f"{env}: {name} holds {value[~value.isfinite()][0].item()}, expected finite "
-                "numbers; the rows were not written. Check what step() and reset() of the "
+                "numbers; these rows were not written. Check what step() and reset() of the "
                 "environment return"
             )
 

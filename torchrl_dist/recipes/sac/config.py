@@ -39,7 +39,7 @@ class SACConfig(ReplayConfig):
     )  # fmt: skip
 
     updates_per_frame: float = option(
-        1.0, "gradient steps per frame, kept by the buffer's limiter", above=0, group=LEARNING
+        1.0, "gradient steps per frame, enforced by the buffer's limiter", above=0, group=LEARNING
     )
     batch_size: int = option(128, "rows per gradient step", minimum=1, group=LEARNING)
     target_tau: float = option(
