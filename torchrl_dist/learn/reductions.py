@@ -249,7 +249,7 @@ def _cql(loss: LossModule, call: Call, part: str) -> str | None:
         return None
     if part not in ("loss_cql", "cql_loss"):
         return "alpha_prime is multiplied by a mean over this rank's rows"
-    return "its mask leaves out rows of only one of its two terms" if call.is_masked else None
+    return "its mask applies to only one of its two terms" if call.is_masked else None
 
 
 def _gail(loss: LossModule, call: Call, part: str) -> str | None:

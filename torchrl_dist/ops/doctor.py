@@ -466,7 +466,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=60.0,
         metavar="S",
-        help="longest wait for the ranks to meet (default: 60)",
+        help="longest wait until all ranks have joined (default: 60)",
     )
     parser.add_argument(
         "--clean", action="store_true", help="remove what your dead jobs left behind"

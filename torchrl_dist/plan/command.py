@@ -100,8 +100,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--updates-per-frame", type=at_least(0, float), metavar="X",
-        help="the learner's updates per frame (default: the recipe's, or 1/32, as for four epochs "
-        "of minibatches of 128)",
+        help="the learner's updates per frame (default: the recipe's, or 1/32: four epochs of "
+        "minibatches of 128)",
     )  # fmt: skip
     parser.add_argument(
         "--update-s", type=at_least(0, float), metavar="S",
@@ -338,8 +338,7 @@ def _limit(prediction: Prediction) -> str:
     cures = {
         "environment": "most of the time goes into stepping the environments",
         "cores": "the cores are full",
-        "learner": "most of the time goes into the learner's updates, which more collectors do "
-        "not shorten",
+        "learner": "most of the time goes into the learner's updates, which no collector changes",
         "messages": "most of the time goes into messages: put more steps or envs into each",
         "network": "the network between the nodes is full",
         "stragglers": "most of the time goes into waiting for the slowest",

@@ -582,7 +582,7 @@ class Session:
     def _say_stop(self, name: signal.Signals) -> None:
         say(
             f"torchrl_dist: {name.name} received: {self.me.name} finishes its current work and "
-            "stops; a second SIGINT or SIGTERM ends it at once"
+            "stops; a second SIGINT or SIGTERM ends it immediately"
         )
 
     def wait_stop(self, timeout_s: float) -> bool:

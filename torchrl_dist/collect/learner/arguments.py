@@ -366,8 +366,8 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "update_at_each_batch": ((False,), _WEIGHTS),
     "worker_idx": ((None,), "workers are numbered by the collector"),
     # of TorchRL's collectors over Ray, RPC and torch.distributed
-    "collector_class": ((None,), "this collector has its own kind of workers"),
-    "collector_kwargs": ((None,), "this collector has its own kind of workers"),
+    "collector_class": ((None,), "this collector builds its workers itself"),
+    "collector_kwargs": ((None,), "this collector builds its workers itself"),
     "num_workers_per_collector": ((1,), "pass env_processes="),
     "ray_init_config": ((None,), _LAUNCHER),
     "remote_configs": ((None,), _LAUNCHER),

@@ -345,7 +345,7 @@ class EnvPoolDriver(NextStepDriver):
             in_vain = seeds is not None and list(seeds) != self._seeds
         if in_vain:
             warnings.warn(
-                "an EnvPool cannot be seeded once it is made, so its episodes go on with seed "
+                "an EnvPool cannot be seeded once it is made, so its episodes continue with seed "
                 f"{self.env.config['seed']}. For seeds that differ per worker and follow from the "
                 "collector's, let make_env pass seed=np.random.randint(2**31) to envpool.make; "
                 "NumPy is seeded before make_env is called",

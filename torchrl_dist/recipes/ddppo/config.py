@@ -55,8 +55,8 @@ class DDPPOConfig(RecipeConfig):
         0.95, "lambda of the advantage estimate", minimum=0, maximum=1, group=LEARNING
     )
     clip: float = option(
-        0.2, "at the start, the policy's ratio is clipped to 1 - clip and 1 + clip", above=0,
-        maximum=1, group=LEARNING,
+        0.2, "initial clip range: the policy's ratio is kept between 1 - clip and 1 + clip",
+        above=0, maximum=1, group=LEARNING,
     )  # fmt: skip
     anneal: bool = option(
         True, "decay learning rate and clip linearly to 0 over the job's frames", group=LEARNING

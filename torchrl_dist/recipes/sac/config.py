@@ -51,4 +51,4 @@ class SACConfig(ReplayConfig):
         minimum=1, group=LEARNING,
     )  # fmt: skip
 
-    capacity: int = option(100_000, "rows the buffer holds", minimum=1, group=REPLAY)
+    capacity: int = option(100_000, "maximum number of rows in the buffer", minimum=1, group=REPLAY)

@@ -94,7 +94,7 @@ class RecipeConfig:
         20, "greedy episodes per evaluation, the last one included", minimum=1, group=WATCHING
     )
     eval_max_steps: int = option(
-        MAX_EPISODE_STEPS, "an episode of an evaluation ends after this many", unit="steps",
+        MAX_EPISODE_STEPS, "longest episode of an evaluation", unit="steps",
         minimum=1, group=WATCHING,
     )  # fmt: skip
     checkpoint_interval_s: float = option(
@@ -180,7 +180,7 @@ class ReplayConfig(RecipeConfig):
     learning_starts: int = option(
         2_000, "rows in the buffer before the first update", minimum=1, group=LEARNING
     )
-    capacity: int = option(50_000, "rows the buffer holds", minimum=1, group=REPLAY)
+    capacity: int = option(50_000, "maximum number of rows in the buffer", minimum=1, group=REPLAY)
 
     def __post_init__(self) -> None:
         super().__post_init__()
