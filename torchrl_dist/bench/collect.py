@@ -97,9 +97,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--question",
         choices=QUESTIONS,
         default="busy",
-        help="busy: as described above; ingest: rows per second that one learner takes in; "
-        "deadlines: whether a timeout of a receive pays (--env sleep sleeps, cartpole computes as "
-        "long as a step of HalfCheetah takes); weights: delay of a policy of 50 MB (default: busy)",
+        help="busy: as described above; ingest: rows per second that one learner can receive; "
+        "deadlines: whether a receive timeout pays (steps sleep with --env sleep, and compute as "
+        "long as those of HalfCheetah with --env cartpole); weights: delay of a policy of 50 MB "
+        "(default: busy)",
     )
     parser.add_argument(
         "--deadlines",
@@ -268,7 +269,7 @@ def plan(options: argparse.Namespace, peers: list[str]) -> list[list[tuple[Cell,
                     continue
                 reason = PEERS[name].refuses(start[0])
                 if PEERS[name].sends_single_steps and steps != options.steps_per_message[0]:
-                    reason = "it sends single steps, see the first length of messages"
+                    reason = "it sends single steps, which the first length of messages measures"
                 if reason is None:
                     chosen.append(tuple(replace(cell, peer=name) for cell in start))
                 else:

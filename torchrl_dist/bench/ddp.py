@@ -478,7 +478,7 @@ def verdict(line: dict[str, Any], cpus: int) -> str:
     averaging = line["parts_ms"]["averaging"]
     computing, part = line["update_ms"] - averaging, line["part_alone_ms"]
     if line["peer"] == OURS and computing - part > max(averaging, saved / 2):
-        return f"work of {part:.2f} ms takes {computing:.2f} ms next to other ranks"
+        return f"work of {part:.2f} ms takes {computing:.2f} ms while other ranks compute"
     if averaging > saved:
         return f"averaging ({averaging:.2f} ms) costs more than is saved ({saved:.2f})"
     if line["device"] == "cpu" and line["ranks"] > cpus:

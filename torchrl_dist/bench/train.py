@@ -192,7 +192,7 @@ def _fitting(env: str, algorithms: Sequence[str] | None) -> dict[str, Task]:
 def missing(algorithm: str, env: str, peer: str) -> str | None:
     """Return why the peer cannot be measured here, or None."""
     if same_as_another(algorithm, peer):
-        return "its learner steps environments itself, so 0 processes are the same as ours-1"
+        return "with 0 processes its learner steps environments itself, which ours-1 does, too"
     if peer == TORCHRL and algorithm == "apex":
         from torchrl_dist.bench.replay_peers import PEERS as BUFFERS
 
@@ -286,7 +286,7 @@ def _print_gains(found: list[Gain]) -> None:
     ]
     left = ("algorithm", "env", "of")
     columns = (*left, "speed-up", "frames", "frames/s", "learner waits", "because")
-    title = "what more processes bring: our fastest compared with our smallest"
+    title = "gain from more processes: our fastest compared with our smallest"
     show_table(title, columns, rows, left=(*left, "because"), width=120)
 
 

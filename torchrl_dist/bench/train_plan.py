@@ -354,12 +354,12 @@ def as_line(case: Case, run: Run) -> dict[str, Any]:
 
 
 REASONS = {
-    "apex": "collectors bring frames, and updates per frame are a setting: it gains if steps of "
-    "the environment are expensive, until the learner is the limit",
+    "apex": "collectors add frames, and updates per frame stay as set: more collectors pay if "
+    "steps of the environment are expensive, until the learner is the limit",
     "ddppo": "synchronous: learners share the steps and gradients of the same batch, so the number "
     "of frames stays the same (cleanrl's multi-GPU PPO: 30 % faster on the same curve)",
-    "impala": "no process waits for another, but older data cost frames (RLlib's examples reach "
-    "450 on CartPole after 300k frames of PPO and 2M of IMPALA)",
+    "impala": "no process waits for another, but with older data, more frames are needed (RLlib's "
+    "examples reach 450 on CartPole after 300k frames of PPO and 2M of IMPALA)",
     "sac": "at one update per frame, the learner takes nearly all of the time: collectors only "
     "take over the steps, which are cheap here",
 }
