@@ -1,8 +1,8 @@
-"""Each frame stored once: a second ring in the replay directory, whose frames the rows name.
+"""Store each frame once, in a second ring of the replay directory; rows name their frames.
 
-A row with a stack of four frames, and the stack of the next step, repeats each frame up to eight
-times. For the keys that ``frames=`` names, the directory has two more kinds of files, and a row has
-numbers of frames instead of their bytes::
+If each row has a stack of four frames and the stack of the next step, a frame is repeated up to
+eight times. For the keys that ``frames=`` names, the directory has two more kinds of files, and a
+row has numbers of frames instead of their bytes::
 
     data/frames=.bin          int64 [MAX_CLAIMS + capacity], see below
     data/frames=DIGEST.bin    a ring of frames, [size, ...], one per key; the key and
@@ -19,12 +19,12 @@ the cell ``ticket % size`` of its ring. All rings have the same tickets. A write
 Invariants at every instant:
 
 - The slot of a row has a *mark*: the oldest ticket that the row refers to. When the row was
-  written, that was at most ``window`` tickets before the cursor.
-- Before a ticket is reserved whose cell holds a frame that a published row refers to, that row is
-  unpublished. So the versions of rows, which readers compare after their copy, tell about their
-  frames, too.
+  written, its mark was at most ``window`` tickets before the cursor.
+- If the cell of a new ticket holds a frame that a published row refers to, that row is unpublished
+  before the ticket is reserved. So if a reader finds the same version after its copy, the row's
+  frames were not changed, either.
 - A claim has a *start*: the oldest ticket that its rows refer to. No ticket is reserved whose cell
-  holds a frame from the start of a live claim on. Its writer waits instead.
+  holds a frame from the start of a live claim on. The writer that needs the ticket waits.
 
 Alternatives were rejected: frames in the neighbouring slots of a row (as in Dopamine) need one
 writer with whole episodes; chunks of a stream to which rows refer (as in Reverb) keep a chunk alive
@@ -53,11 +53,11 @@ from torchrl_dist.tensors import array_of
 if TYPE_CHECKING:
     from torchrl_dist.replay.node.kernel import NumpyKernel
 
-_SPARE = 0.07  # frames beyond one per row: the first stacks of episodes
-_WINDOW = 32  # the window is this part of the rows
+_SPARE = 0.07  # frames beyond one per row, for the first stacks of episodes
+_WINDOW = 32  # the window is the number of rows divided by this
 _FEW = 4096  # frames: small buffers have a larger window, and room for rows that repeat nothing
 _MOST_KNOWN = 2**17
-_DROPPED_AT_ONCE = 256  # this part of the ring
+_DROPPED_AT_ONCE = 256  # 1/256 of the ring
 _NEVER = 2**61  # larger than any ticket
 
 Gather = Callable[[Sequence[np.ndarray], np.ndarray], list[np.ndarray]]
@@ -73,7 +73,7 @@ def frames_in(spec: RowSpec) -> int:
 
 
 def window_of(capacity: int) -> int:
-    """Return the largest distance of a frame before its row's mark."""
+    """Return how far a row's mark may be before the cursor when the row is written."""
     return max(capacity // _WINDOW, min(4 * capacity, _FEW))
 
 
@@ -111,7 +111,7 @@ def with_stacks(spec: RowSpec, stacks: Mapping[tuple[str, ...], int]) -> RowSpec
     for column in spec.columns:
         stack = stacks.get(column.ring, 0)
         if column.stack and not stack:
-            column = replace(column, stack=0)  # of rows from a checkpoint
+            column = replace(column, stack=0)  # a checkpoint's rows may have stacks
         if stack:
             column = column.as_stack(stack)
             first = found.setdefault(column.ring, column)
@@ -205,7 +205,7 @@ class _NumpyFinder:
 
 
 class _CFinder(_NumpyFinder):
-    """The same in C, with a table of hashes and tickets, int64 [entries, 2]."""
+    """A finder in C, with a table of hashes and tickets, int64 [entries, 2]."""
 
     def __init__(self, ring: np.ndarray, most: int) -> None:
         super().__init__(ring, most)
@@ -245,12 +245,12 @@ class Plan:
 
     Attributes:
         columns: the numbers of the columns with frames.
-        found: per ring.
-        count: tickets that it needs.
-        known: int64 [rows], the oldest ticket that each row refers to.
-        new: int64 [rows], the same for the new frames, counted from the first.
+        found: what was found, per ring.
+        count: number of tickets that the plan needs.
+        known: int64 [rows], the oldest ticket among each row's known frames.
+        new: int64 [rows], each row's first new frame, as ``k`` in ``-1 - k``.
         oldest: the smallest of ``known``.
-        first: the first of its own tickets, once they are reserved.
+        first: the ticket of the first new frame, once reserved.
     """
 
     columns: list[list[int]]
@@ -374,7 +374,8 @@ class Frames:
         return int(starts.min(initial=_NEVER))
 
     def reserve(self, plan: Plan | None, ranges: Sequence[tuple[int, int]]) -> int:
-        """Reserve tickets for new frames, and mark the slots. Called after the claim, locked.
+        """Reserve tickets for new frames, and mark the slots. Called under the lock, after the
+        claim.
 
         Returns:
             The number of published rows that were dropped to make room.
@@ -402,7 +403,7 @@ class Frames:
         published = (self._versions & 1 == 0) & (self._versions > 0)
         gone = np.empty(0, np.int64)
         if marks.min(where=published, initial=_NEVER) < needed:
-            # more than needed, because this looks at all slots
+            # drops more than needed, because each call looks at all slots
             gone = np.flatnonzero(published & (marks < needed + self.size // _DROPPED_AT_ONCE))
             published[gone] = False
             runs = np.split(gone, np.flatnonzero(np.diff(gone) != 1) + 1)

@@ -90,7 +90,7 @@ def rescaled(leaves: np.ndarray, power: float) -> np.ndarray:
 def under_alpha_now(directory: ReplayDirectory, leaves: np.ndarray, alpha: float) -> np.ndarray:
     """Convert leaves computed under ``alpha`` to the present exponent. Called under the lock.
 
-    A leaf that would become too large counts as the largest valid one, as in
+    A leaf that would become too large becomes the largest valid one, as in
     :func:`leaves_of_new`."""
     now = directory.get_float(Word.ALPHA)
     if now == alpha:
@@ -119,8 +119,8 @@ def set_alpha(directory: ReplayDirectory, alpha: float) -> None:
 def finish_rescaling(directory: ReplayDirectory) -> None:
     """Raise the leaves to the power that NEXT_ALPHA requires.
 
-    It also continues after a process was killed between any two of its stores. A leaf that is done
-    has a minus sign until all leaves are done and ALPHA is set.
+    It also completes the work of a process that was killed between two of its stores. A leaf that
+    is done has a minus sign until all leaves are done and ALPHA is set.
     """
     leaves = directory.tree.leaves
     directory.tree.mark_all()
@@ -161,7 +161,7 @@ def _too_large(raw: float, alpha: float) -> ConfigurationError:
 
 
 def default_leaf(directory: ReplayDirectory) -> float:
-    """Return the leaf of a new row, by the largest priority seen, so that it is soon drawn once.
+    """Return the leaf of a new row, from the largest priority seen, so that it is drawn soon.
 
     Before a sampler has set alpha, the largest priority is 1, whose power is 1 for every alpha.
     """
