@@ -60,8 +60,8 @@ class HostedReplayBuffer(SharedReplayBuffer):
         """Close the buffer, and let the hosts release it and its memory now, for all processes.
 
         The end of the session does this, too. Afterwards, calls of other processes raise, and the
-        name may be used for another buffer. If a process of a host's node has used the memory
-        directly, it keeps the memory until it has closed and dropped the buffer.
+        name may be used for another buffer. A process on a host's node that used the memory
+        directly keeps it until the process has closed and dropped the buffer.
 
         Warns:
             UserWarning: a process of a host's node still has the directory open.

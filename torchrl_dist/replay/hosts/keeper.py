@@ -59,7 +59,7 @@ class KeptHost(ReplayHost):
     """A host that knows where its directory is, and can be released.
 
     Args:
-        key: its session and name.
+        key: the host's session and name.
         asked: the arguments with which :func:`open_host` created it, by name.
     """
 
@@ -127,7 +127,7 @@ class KeptHost(ReplayHost):
                     _hosts.setdefault(self._key, self)
                 raise
             self._released = True
-            # the session refers to this object, so the storage would keep its memory
+            # the session keeps this object, and the storage would keep its memory
             del self._storage, self._shard, self._prioritized, self._slicers, self._passes
         return not stays and path.exists()
 
@@ -213,9 +213,9 @@ def _prefix() -> str:
 def _job_here(world: World) -> str:
     """Return the job id that the job's directories on this machine carry.
 
-    If the job's id is the stamp of a process of another machine, it has no meaning here, and it
-    changes if rank 0 moves. Instead, this machine's launcher names the job, because it stays the
-    same process in all restarts."""
+    If the job's id is the stamp of a process of another machine, it cannot be checked here, and
+    changes if rank 0 moves. Then the stamp of this machine's launcher is the id, because the
+    launcher stays the same process in all restarts."""
     return (is_stamp(world.job_id) and world.starter) or world.job_id
 
 

@@ -30,7 +30,7 @@ _LONG_CALL = 0.25
 
 
 class Pace:
-    """The bytes of rows per call, so that a call takes a small part of its deadline."""
+    """Chooses the bytes of rows per call, so that a call takes a small part of its deadline."""
 
     def __init__(self, deadline_s: float, most: int) -> None:
         self.bytes = min(_FIRST_BYTES, most)
@@ -75,7 +75,7 @@ class RemoteShard:
         self._shard = shard
         self._era = era
         self._host_writes = host_writes
-        self._pace: Pace | None = None  # of a restore
+        self._pace: Pace | None = None  # the pace of a restore
 
     def _call(self, method: str, *args: Any) -> Any:
         return self._client.call(self._shard, method, *args)
