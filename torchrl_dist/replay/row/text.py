@@ -123,8 +123,8 @@ def _stacked(values: list[Any], shape: Sequence[int]) -> Any:
 
 
 def text_problem(value: torch.Tensor | Text, column: ColumnSpec, rows: int) -> str | None:
-    """Return why values cannot be stored in a column of ``rows`` rows, if either of these is
-    text."""
+    """Return why values cannot be stored in a column of ``rows`` rows, if the values or the column
+    are text."""
     name = shown(column.key)
     if not isinstance(value, Text):
         return f"{name!r} is a tensor, stored as a value that is not a tensor"
