@@ -114,7 +114,7 @@ class _Held:
                 self._handlers[number] = signal.signal(number, self._note)
 
     def end(self) -> None:
-        """Raise what arrived meanwhile. May be called repeatedly."""
+        """Raise the signals that arrived meanwhile. May be called repeatedly."""
         while self._handlers:
             signal.signal(*self._handlers.popitem())
         while self._noted:

@@ -94,8 +94,8 @@ def _tail(path: Path, lines: int = 15) -> str:
 
 @dataclass(frozen=True)
 class _Measurement:
-    """What the child does. Unlike other children of a fork server, it dies of signals, and starts
-    new fork servers of its own, as a program does."""
+    """The measurement in the child. Unlike other children of a fork server, this one dies of
+    signals, and starts new fork servers of its own, as a program does."""
 
     call: tuple[str, str, bytes]
     folder: Path

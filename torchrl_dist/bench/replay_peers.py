@@ -28,7 +28,7 @@ _QUEUED_CALLS = 16
 
 @dataclass
 class Peer:
-    """A replay buffer to measure. This base class is also each worker's view of it.
+    """A replay buffer to measure. This base class is also each worker's view of the buffer.
 
     Args:
         kind: kind of the rows, a key of ``KINDS``.

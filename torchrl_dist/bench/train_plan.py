@@ -408,7 +408,7 @@ def gains(table: Iterable[Row]) -> list[Gain]:
 
 
 def band(curves: Sequence[Sequence[tuple[float, float]]]) -> tuple[Any, Any, Any, Any] | None:
-    """Return places, and at each the lowest, the median and the highest of several curves.
+    """Return places, and the lowest, median and highest value of several curves at each place.
 
     Curves are linear between two points, and constant after their last point. The band begins where
     all curves have begun. Return None if there are no curves.
