@@ -61,12 +61,11 @@ class BatchSource:
 
     A prefetched batch does not reflect later operations of this process. With ``prefetch=n`` and
     ``batches_per_call=b``, an operation takes effect at most ``n + b`` batches later. With
-    ``prefetch=0``, the next batch reflects all of them.
+    ``prefetch=0``, the next batch reflects all earlier operations.
 
-    With ``prefetch=None``, two batches are drawn ahead. If the round trip is long, it is twice as
-    many as the learner uses in a round trip, because only one call at a time is in flight, which
-    brings half of them. More would make rows older and save no waiting. ``batches_ahead`` is the
-    present number.
+    With ``prefetch=None``, two batches are drawn ahead or, if the round trip is long, twice as many
+    as the learner uses in it, because only one call at a time is in flight, which brings half of
+    them. More would make rows older and save no waiting. ``batches_ahead`` is the present number.
 
     Args:
         law: a function of a batch's number of rows. Returns its law and its number of units.

@@ -26,8 +26,8 @@ class HostedReplayBuffer(SharedReplayBuffer):
     """A ``SharedReplayBuffer`` with a :class:`RemoteStorage`. :func:`replay_buffer` returns it.
 
     ``extend``, ``add`` and ``update_priority`` queue their work and return. They wait neither for
-    the host nor for another thread that samples. Used as a context manager, the buffer is closed at
-    the end of the block.
+    the host nor for another thread that samples. A ``with`` statement closes the buffer at the end
+    of its block.
 
     Example:
         >>> with session() as me:

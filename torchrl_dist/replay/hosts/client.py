@@ -297,7 +297,7 @@ class ReplayClient:
                 stamps, leaf = rows.generation.numpy()[which][part], rows.leaf[which][part]
                 drawn = ReturnDraws(slots[part], stamps, leaf)
                 size = _FEW_BYTES + 3 * drawn.leaf.nbytes
-                with contextlib.suppress(PeerLostError, DeadlineError):  # then no such row exists
+                with contextlib.suppress(PeerLostError, DeadlineError):  # lost or silent host
                     self.links[shard].put(drawn, size=size, urgent=False)
 
     def counts(self) -> Counts | None:
@@ -565,7 +565,7 @@ class ReplayClient:
         return self.order_those_that_answer("agree_on_rows", calls)
 
     def _is_left_out(self, shard: int, error: BaseException) -> bool:
-        """Return whether the other shards continue without one that has not taken an operation."""
+        """Return whether the others continue without a shard that has not taken an operation."""
         if not isinstance(error, (DeadlineError, PeerLostError)) or self.answers_now(shard):
             return False
         self.note_trouble(shard, error)

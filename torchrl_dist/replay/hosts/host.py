@@ -421,8 +421,7 @@ class ReplayHost:
         """Return whether this process can access a shard's files in that folder, and may write to
         them.
 
-        It cannot be another folder of this name on another disk, because a part of the name is
-        random."""
+        No other disk has a folder of this name, because a part of the name is random."""
         with contextlib.ExitStack() as steps:
             try:
                 RowFiles(Path(folder), self._storage.directory.rows, steps)

@@ -60,7 +60,7 @@ class KeptHost(ReplayHost):
 
     Args:
         key: the host's session and name.
-        asked: the arguments with which :func:`open_host` created it, by name.
+        asked: the arguments with which :func:`open_host` created the host, by name.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class KeptHost(ReplayHost):
             try:
                 _close_host(self._key, clean)
             except BaseException:
-                with LOCKS.hosts:  # the next attempt, or the end of the session, finds it
+                with LOCKS.hosts:  # for the next attempt, or the end of the session
                     _hosts.setdefault(self._key, self)
                 raise
             self._released = True

@@ -199,8 +199,8 @@ class HostState(NamedTuple):
 class Failure(NamedTuple):
     """A part of a request that raised. The other parts were done.
 
-    ``position``: the position of the operation; -1 for the largest priority, which comes first, and
-    the number of operations for the draw."""
+    ``position``: the position of the operation. -1 stands for the largest priority, which is set
+    first, and the number of operations for the draw."""
 
     position: int
     message: str
@@ -216,7 +216,7 @@ class Reply:
             rows that were not kept.
         results: results of every ``Invoke`` in the request; None for a failed one.
         failures: failures of the largest priority and of the operations.
-        draw_failure: failure of the draw, which then has no state and no rows.
+        draw_failure: failure of the draw; the reply then has no state and no rows.
         state: the state at the draw; None if none was requested.
         count: number of rows or slices drawn. It is smaller than requested if the rows that may be
             sampled have too few draws left, and 0 if the buffer is empty or has no slice.

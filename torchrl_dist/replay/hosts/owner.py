@@ -202,8 +202,8 @@ def host_replay(
 
     Raises:
         ConfigurationError: arguments are invalid, or differ from those of another process.
-        RemoteError: a host could not open its directory, or still has one of this name with other
-            arguments.
+        RemoteError: a host could not open its directory, or still has a buffer of this name with
+            other arguments.
         DeadlineError, PeerLostError: a host did not answer.
 
     Example:

@@ -141,7 +141,7 @@ class RemoteLink:
         self._merged_rows = merged_rows
         self._queue: deque[_Queued | _Ask] = deque()
         self._bytes = 0  # queued and in flight
-        # callers that wait for room, in their order, so that none starves
+        # callers that wait for room, in order of arrival, so that none starves
         self._line: deque[object] = deque()
         self._under_way: _Call | None = None
         self._most = _FIRST_OPERATIONS

@@ -6,12 +6,13 @@ the batch is returned to its caller, not when it is drawn ahead. Every reply has
 which the processes that sample and write decide whether to wait. Shards never delay a request, so
 none of their threads ever waits.
 
-*How fresh the counts are.* A process adds its own operations since a shard's last reply, so the
-limiter is exact for one process that samples and one that writes. Of other processes, it knows the
-operations up to the shards' last answers. The difference may therefore leave its range: downwards
-by the batches that each other process has returned since, at most ``prefetch + batches_per_call +
-1`` of them, and upwards by one ``extend`` of each other process. A waiting process asks the shards
-again after 2 ms, then with pauses of up to 50 ms, so it never waits for an outdated reason.
+*How fresh the counts are.* To the counts in a shard's last reply, a process adds its own operations
+since then, so the limiter is exact for one process that samples and one that writes. The process
+knows operations of others only up to the shards' last replies. The difference may therefore leave
+its range: downwards by the batches that each other process has returned since, at most ``prefetch +
+batches_per_call + 1`` of them, and upwards by one ``extend`` of each other process. A waiting
+process asks the shards again after 2 ms, then with pauses of up to 50 ms, so it never waits for an
+outdated reason.
 
 Each shard enforces ``max_times_sampled`` exactly. A row counts when it is drawn, so all processes
 together never return it more often. Rows that a process has drawn ahead may still be returned, so
