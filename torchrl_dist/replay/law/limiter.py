@@ -15,9 +15,9 @@ below the range. A write waits while ``difference`` is above the range, unless `
 min_size_to_sample``. Once a write need not wait, all its rows are written. The difference therefore
 stays in the range, except that writes in progress may take it above the upper end.
 
-*No process waits indefinitely* as long as some process samples and some process writes. The reason
-is that a sample and a write never wait at the same moment if ``k <= 2 * error_buffer``. There are
-two cases in which the sample waits:
+*No process waits indefinitely* as long as some process samples and some process writes. This holds
+because a sample and a write never wait at the same time if ``k <= 2 * error_buffer``. A sample
+waits in two cases:
 
 - ``size < min_size_to_sample``. Then writes do not wait.
 - ``difference < lower + k``. Then ``difference < lower + 2 * error_buffer = upper``, and writes do

@@ -72,7 +72,7 @@ class Reservation(NamedTuple):
 class SharedCursor:
     """The shared write position of a replay directory.
 
-    Any process and thread may call all methods. They block only for the directory's lock
+    Every process and thread may call all methods. These block only for the directory's lock
     (``DeadlineError`` after its timeout).
     """
 
@@ -226,7 +226,8 @@ class SharedCursor:
             directory.commit()
 
     def abandon(self, reservation: Reservation) -> None:
-        """Release the slots unwritten. They stay unpublished until the ring reaches them again."""
+        """Release the slots without publishing them. They stay so until the ring reaches them
+        again."""
         directory = self._directory
         with directory.lock():
             if self._owns(reservation) and not directory.holds_its_equal(reservation):
@@ -443,7 +444,7 @@ class SharedCursor:
                 leaf[used_up] = default_leaf(directory)
             directory.tree.set_range(start, stop, leaf)
             words[Word.NEXT_WRITE_COUNT] = words[Word.WRITE_COUNT]
-            # still odd: repair can continue from here, because the leaves are stored
+            # odd, so not published yet; repair can publish them, because the leaves are stored
             versions[:] = np.maximum(versions, version - 1)
             claim[CLAIM_STATE] = CLAIM_PUBLISHING
             if directory.times_sampled is not None:

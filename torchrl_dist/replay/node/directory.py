@@ -223,7 +223,7 @@ class ReplayDirectory:
         self.words[Word.DIRTY] = 0
 
     def store_all(self, values: Mapping[int, int]) -> None:
-        """Store several words between :meth:`begin` and :meth:`commit`, all or none after a kill.
+        """Store several words between :meth:`begin` and :meth:`commit`. A kill leaves all or none.
 
         Args:
             values: values by :class:`Word`, or by :meth:`cell` of the user table.
@@ -656,7 +656,8 @@ class ReplayDirectory:
         return (status.st_dev, status.st_ino) == self._identity
 
     def leave(self, clean: bool) -> None:
-        """End this process's membership. The last one to leave at a clean end removes all files.
+        """End this process's membership. The last process that leaves at a clean end removes all
+        files.
 
         Other processes may take the slots of a process that is not a member. So this waits until
         the writes of this process have ended, and no new write can begin.
@@ -710,7 +711,7 @@ class ReplayDirectory:
         unlock_byte(self.lock_fd, MEMBER_BYTES + index)
         self.member = -1
         if not clean or stop_requested_since(self._opened_at):
-            self.words[Word.INTERRUPTED] = 1  # because processes that leave later cannot know it
+            self.words[Word.INTERRUPTED] = 1  # processes that leave later must know it
         if self.stays or self.live_members() or not self.is_at_path():
             return None
         # under the lock, so a process that opens the path now creates a new directory

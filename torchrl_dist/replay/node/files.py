@@ -198,7 +198,7 @@ def retire(folder: Path) -> Path | None:
     """Take a directory out of use. The caller holds its lock, and no other process uses it.
 
     It is renamed atomically, and its new name is returned, for :func:`remove`. A folder that is a
-    mount point, or holds other files too, stays, without our files.
+    mount point or holds other files is kept, but without our files.
     """
     doomed = folder.with_name(f".{folder.name}.removed-{os.getpid()}")
     if holds_only_ours(folder):

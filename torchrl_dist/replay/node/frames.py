@@ -11,8 +11,8 @@ row has numbers of frames instead of their bytes::
 A frame has a *ticket*, which counts the frames ever reserved (``Word.FRAME_CURSOR``), and lies in
 the cell ``ticket % size`` of its ring. All rings have the same tickets. A write
 
-1. looks for its frames among those that this process wrote recently, by content: equal bytes are
-   the same frame, so what a sample returns is what was written, whichever wrapper built the stacks;
+1. looks for its frames, by their bytes, among those that this process wrote recently. Equal bytes
+   are the same frame, so a sample returns what was written, whichever wrapper built the stacks;
 2. reserves slots and, under the same lock, tickets for the frames that it did not find;
 3. copies these frames, then the rows, and publishes the rows.
 
@@ -84,7 +84,7 @@ def ring_size(capacity: int, spec: RowSpec) -> int:
 
 
 def largest_write(capacity: int, spec: RowSpec) -> int:
-    """Return the most rows of one reservation, so that their frames fit even if none repeats."""
+    """Return the most rows of one reservation. Their frames fit even if none repeats."""
     return max(1, (ring_size(capacity, spec) - window_of(capacity)) // frames_in(spec))
 
 
@@ -156,8 +156,8 @@ class _Found(NamedTuple):
 class _NumpyFinder:
     """The recent frames of this process in one ring, found by their bytes.
 
-    It may forget frames, and threads may use it at the same time: what it finds is compared with
-    the ring, byte for byte."""
+    It may forget frames, and threads may use it at the same time, because whatever it finds is
+    compared with the ring, byte for byte."""
 
     def __init__(self, ring: np.ndarray, most: int) -> None:
         self._ring = ring
@@ -285,7 +285,7 @@ class Frames:
         )
         self._starts, self._marks = tables[:MAX_CLAIMS], tables[MAX_CLAIMS:]
         self._spec = spec
-        self._numbers: list[list[int]] = []  # of the columns of each ring
+        self._numbers: list[list[int]] = []  # column numbers, per ring
         self._rings: list[np.ndarray] = []
         self._finders: list[_NumpyFinder] = []
         by_ring: dict[tuple[str, ...], list[int]] = {}
@@ -307,7 +307,7 @@ class Frames:
     # --- reading -----------------------------------------------------------------------------
 
     def expand(self, columns: list[np.ndarray], gather: Gather) -> list[np.ndarray]:
-        """Return copied columns with the values instead of the cells of their frames.
+        """Replace the cells of frames in copied columns by the values of the frames.
 
         Args:
             gather: ``gather([array], indices)`` returns copies of these rows of the array.
@@ -346,7 +346,7 @@ class Frames:
     def admits(self, row: int, plan: Plan | None) -> bool:
         """Whether the plan's frames can be reserved for a claim. Called under the lock.
 
-        The caller then calls :meth:`reserve`, in the same hold of the lock.
+        The caller then calls :meth:`reserve` without releasing the lock.
 
         Args:
             row: an unused row of the claim table.

@@ -340,7 +340,7 @@ def _store_limiter(directory: ReplayDirectory, limiter: RateLimiter) -> None:
     directory.create_limiter_tables()
     directory.gate = Gate(directory, limiter)
     directory.gate.set_state(None, directory.length)
-    # rows hidden by another limiter's max_times_sampled, whose counts start again
+    # rows that another limiter's max_times_sampled hid; their counts start again
     published = (directory.versions & 1 == 0) & (directory.versions > 0)
     hidden = np.flatnonzero(published & ~(directory.tree.leaves > 0))
     directory.tree.set(hidden, default_leaf(directory))

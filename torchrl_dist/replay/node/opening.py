@@ -124,7 +124,7 @@ def open_directory(
                     with contextlib.suppress(OSError):
                         folder.rmdir()
                 raise found
-            refused = True  # or it appears or disappears at this moment, so try again
+            refused = True  # or the folder is just being made or removed, so try again
             time.sleep(0.01)
         raise DirectoryError(f"{folder} was removed repeatedly while it was being opened")
 

@@ -44,7 +44,7 @@ OVER = "the pass of the current iteration over this buffer has no row left; samp
 
 
 Take = Callable[[int], tuple[np.ndarray, np.ndarray]]
-"""A function that returns slots and versions, int64 [n] each, of at most that many rows."""
+"""A function of a number. Returns slots and versions, int64 [n] each, of at most that many rows."""
 
 
 class Passes:
@@ -113,7 +113,7 @@ class Passes:
 
 
 def draw_of_pass(directory: ReplayDirectory, passes: Passes, begin: Take) -> Draw:
-    """Return a draw, for ``storage.read_rows``, whose rows belong to one pass.
+    """Return the ``draw`` for ``storage.read_rows``. All of its rows belong to one pass.
 
     Args:
         begin: returns slots and versions of the first rows, from the present pass or a new one.

@@ -78,7 +78,7 @@ def check_batch_size(batch_size: int) -> None:
 class NoRowsError(RuntimeError):
     """No row is published at this moment, or fewer than ``least``.
 
-    With a :class:`RateLimiter` of that ``min_size_to_sample``, samples wait for the rows."""
+    With ``RateLimiter(min_size_to_sample=least)``, samples wait for the rows."""
 
     def __init__(self, message: str, least: int = 1) -> None:
         super().__init__(message)
@@ -672,7 +672,7 @@ class SharedMemmapStorage(
         few times, and finally under the lock.
 
         Args:
-            whole: for windows of rows. If one row changed, all are drawn again. ``draw`` may then
+            whole: whether to draw all rows again if one changed, as slices need. ``draw`` may then
                 return any number of rows, and any object as ``extra``.
         """
         directory = self._directory

@@ -92,7 +92,8 @@ class SharedCursorWriter(Writer):
         return index
 
     def _without_mark(self, data: Any) -> Any:
-        """Return ``data`` without an ``"index"`` of an earlier extend that TorchRL's buffer set."""
+        """Return ``data`` without the ``"index"`` that TorchRL's buffer set in an earlier
+        extend."""
         if type(data) is not TensorDict and not is_tensor_collection(data):  # the first is faster
             return data
         mark = _torchrl.value_of(data, "index")

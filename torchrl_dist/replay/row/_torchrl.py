@@ -74,8 +74,7 @@ def locks_given_back(storage: Storage) -> Iterator[None]:
 
 
 class EntryLock:
-    """A lock attribute of TorchRL's buffers. A thread that holds the directory's lock cannot take
-    it.
+    """A lock of TorchRL's buffers. A thread that holds the directory's lock gets an error instead.
 
     Other threads hold the buffer's lock while they wait for the directory's lock. A signal handler
     that interrupts a thread with the directory's lock would therefore wait for the buffer's lock
@@ -116,7 +115,7 @@ def renew_after_fork(buffer: Any) -> None:
     """Give new, free locks to a buffer that a forked child has inherited.
 
     Batches fetched ahead are dropped, because the fetching threads are not in this process. The
-    generator of ``set_rng`` is dropped, because the parent draws its numbers.
+    generator of ``set_rng`` is dropped, because the parent still draws from it.
     """
     forget_generator(buffer)
     attributes = buffer.__dict__  # not by getattr: an EntryLock checks before it returns a lock
@@ -234,9 +233,9 @@ def _fetching_threads(buffer: Any) -> Iterable[threading.Thread]:
 def forget_drawn_ahead(storage: Storage) -> None:
     """Drop batches drawn ahead by buffers on a storage that was closed or emptied.
 
-    Otherwise a draw that closing interrupted would keep the buffer, and thus the rows' memory,
-    alive through its traceback. If a thread is sampling at this moment, or this call interrupted
-    sampling, the batches stay.
+    Otherwise the traceback of a draw that closing interrupted would keep the buffer, and thus the
+    rows' memory. If a thread is sampling at this moment, or this call interrupted sampling, the
+    batches stay.
     """
     for buffer in buffers_over(storage):
         attributes = buffer.__dict__  # not by getattr, as in renew_after_fork

@@ -100,8 +100,8 @@ def _check_plain(value: Any, path: Path) -> None:
 
 
 def decoded(field_: torch.Tensor) -> Any:
-    """Invert ``encoded`` and ``Text.as_array``. The result is a stack, as from TorchRL's
-    storages."""
+    """Invert ``encoded`` and ``Text.as_array``. The result is a stack, as TorchRL's storages
+    return."""
     array = np.ascontiguousarray(field_.numpy())
     *shape, width = array.shape
     if not math.prod(shape):

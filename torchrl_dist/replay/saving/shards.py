@@ -164,7 +164,7 @@ def save_to_disk(
 ) -> None:
     """Write all rows to a folder (see :func:`disk.writing`), while processes may continue to write.
 
-    Shards that do not answer are left out, and the checkpoint says so.
+    Shards that do not answer are left out, and the checkpoint says which they are.
 
     Raises:
         CheckpointError: the disk is full or cannot be written, or the shards hold rows of different

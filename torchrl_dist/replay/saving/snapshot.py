@@ -344,7 +344,7 @@ def deal(
     neighbours, evenly and the oldest first, so that trajectories stay together except at the edges
     of blocks. Rows then get new slots, and generations larger than all saved ones, so that a slot
     and generation from before never name another row. If there is not enough room, the newest rows
-    are taken, by their distance from their shard's cursor.
+    are taken, as told by the distance from their shard's cursor.
 
     Returns:
         A target per directory, and the number of rows that were left out.
@@ -382,7 +382,7 @@ def deal(
 
 
 def _without_rows(head: Head) -> Head:
-    """Return the head for a shard that was not saved, from that of another shard of the buffer."""
+    """Return the head for a shard that was not saved, made from another shard's head."""
     counters = dict.fromkeys(head.counters, 0)
     return replace(head, cursor=0, high=0, length=0, write_count=0, counters=counters, limiter=None)
 
