@@ -107,8 +107,7 @@ class BatchSource:
     def next(self, batch_size: int) -> Drawn:
         """Return the next batch. Blocks until it arrives.
 
-        It waits at most the client's deadline for each exchange of messages. A second exchange is
-        rare.
+        Each exchange of messages takes at most the client's deadline. A second exchange is rare.
 
         Raises:
             RuntimeError: no row is published.

@@ -126,7 +126,7 @@ def replay_buffer(
         alpha, beta, eps, prefetch, batches_per_call: see :class:`RPCPrioritizedSampler`.
         uniform: whether to sample uniformly instead of by priority.
         slices: options of :class:`RPCSliceSampler`, such as ``{"slice_len": 8}``, to sample slices
-            of trajectories. They are sampled by priority unless ``uniform`` is true.
+            of trajectories. Slices are sampled by priority unless ``uniform`` is true.
         options: options of ``TensorDictReplayBuffer``: ``priority_key``, ``transform``,
             ``pin_memory``, ...
 

@@ -214,7 +214,7 @@ def _job_here(world: World) -> str:
     """Return the job id that the job's directories on this machine carry.
 
     If the job's id is the stamp of a process of another machine, it cannot be checked here, and
-    changes if rank 0 moves. Then the stamp of this machine's launcher is the id, because the
+    changes if rank 0 moves. Instead, the stamp of this machine's launcher is returned, because the
     launcher stays the same process in all restarts."""
     return (is_stamp(world.job_id) and world.starter) or world.job_id
 

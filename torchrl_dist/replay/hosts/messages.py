@@ -93,7 +93,7 @@ class CountSamples:
 class ReturnDraws:
     """Return drawn rows that will not be used, with the leaves of their draw, [n] each.
 
-    They must not count for ``max_times_sampled``."""
+    These draws must not count for ``max_times_sampled``."""
 
     slot: np.ndarray
     generation: np.ndarray

@@ -63,7 +63,7 @@ _MOST_OPERATIONS = 512
 _BYTES_PER_OPERATION = 2**15
 # The most operations of the first request. It is small, because the connection may be slow.
 _FIRST_OPERATIONS = 8
-# As a part of the deadline. If a request takes longer, the next ones are smaller.
+# A part of the deadline. If a request takes longer than this, the next ones are smaller.
 _LONG_CALL = 0.25
 # Calls with at most this many bytes measure the round trip. The fastest of the latest such calls
 # counts, because the others had to wait for the host or the connection.
@@ -147,7 +147,7 @@ class RemoteLink:
         self._most = _FIRST_OPERATIONS
         self._since: float | None = None
         """The time since which the host owes an answer."""
-        self._due = False  # whether to send the queue at once
+        self._due = False  # whether to send the queue now
         self._errors: deque[Exception] = deque(maxlen=8)
         self._lost: PeerLostError | None = None
         self._closed = False

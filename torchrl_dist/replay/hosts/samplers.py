@@ -160,7 +160,7 @@ class _SamplerOfOwner(SharedSampler):
         return batch
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Return whether ``sample`` would begin at once. Over hosts, it blocks for one call."""
+        """Return whether ``sample`` could begin now. Over hosts, this blocks for one call."""
         remote = self.attach(storage)
         if self._source is None:
             return super().can_sample(storage, batch_size)
@@ -209,12 +209,12 @@ class RPCRandomSampler(_SamplerOfOwner, SharedRandomSampler):
 class RPCPrioritizedSampler(_SamplerOfOwner, SharedPrioritizedSampler):
     """Sample rows of other processes in proportion to their priorities.
 
-    Law, weights and defaults are those of :class:`SharedPrioritizedSampler`. With several shards
-    they are those of one buffer that holds all rows. Row ``i`` is drawn with probability exactly
-    ``p_i / sum(p)`` over all shards, given the sums in the shards' replies for that batch, and has
-    the weight ``(p_i / min(p)) ** -beta`` with the minimum over all shards (``shard_law`` has the
-    proof). On the node of a single host this is a :class:`SharedPrioritizedSampler` over the host's
-    directory.
+    Law, weights and defaults are those of :class:`SharedPrioritizedSampler`. With several shards,
+    law and weights are those of one buffer that holds all rows. Row ``i`` is drawn with probability
+    exactly ``p_i / sum(p)`` over all shards, given the sums in the shards' replies for that batch,
+    and has the weight ``(p_i / min(p)) ** -beta`` with the minimum over all shards (``shard_law``
+    has the proof). On the node of a single host this is a :class:`SharedPrioritizedSampler` over
+    the host's directory.
 
     One call per batch returns rows, indices and weights, and carries this process's priorities.
     With ``prefetch=0``, a batch reflects everything that this process wrote before. Otherwise an
@@ -453,9 +453,9 @@ class RPCPrioritizedSliceSampler(
     """Sample slices from rows of other processes, with first rows drawn by priority.
 
     It replaces TorchRL's ``PrioritizedSliceSampler``. Law and weights are those of
-    :class:`SharedPrioritizedSliceSampler`; with several shards they are those of one buffer that
-    holds all rows. A row that may begin a slice is drawn with probability exactly ``p_i / sum(p)``
-    over such rows of all shards, given the sums in the shards' replies for that batch. See
+    :class:`SharedPrioritizedSliceSampler`, with several shards over one buffer that holds all rows.
+    A row that may begin a slice is drawn with probability exactly ``p_i / sum(p)`` over such rows
+    of all shards, given the sums in the shards' replies for that batch. See
     :class:`RPCSliceSampler` for hosts, and :class:`RPCPrioritizedSampler` for priorities.
 
     Args:
@@ -563,6 +563,6 @@ class RPCSamplerWithoutReplacement(_SamplerOfOwner, SharedSamplerWithoutReplacem
         return super()._next(storage, batch_size)
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Return whether ``sample`` would begin at once. Over hosts, it blocks for one call."""
+        """Return whether ``sample`` could begin now. Over hosts, this blocks for one call."""
         enough = not self.drop_last or len(storage) >= batch_size
         return enough and super().can_sample(storage, batch_size)

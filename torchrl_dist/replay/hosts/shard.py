@@ -25,7 +25,7 @@ from torchrl_dist.replay.saving.snapshot import CHUNK_BYTES, Chunk, Head
 _CHUNKS_AHEAD = 2
 _CHUNKS_WRITTEN = 16  # the most chunks that one call writes to the disk
 _FIRST_BYTES, _LEAST_BYTES = 2**18, 2**14
-# As a part of the deadline. If a call takes longer, the next ones are smaller.
+# A part of the deadline. If a call takes longer than this, the next ones are smaller.
 _LONG_CALL = 0.25
 
 

@@ -75,7 +75,7 @@ class TotalsGate:
             return counts._replace(samples=samples)
 
     def can_sample(self, count: int, source: BatchSource) -> bool:
-        """Return whether a sample of that many rows would begin at once. Blocks for one call."""
+        """Return whether a sample of that many rows could begin now. Blocks for one call."""
         self._client.states()
         with self._lock:
             return self._missing_inserts(count, source) is None
