@@ -158,8 +158,8 @@ def spare_rows(expected: np.ndarray) -> np.ndarray:
 
     A shard whose share rises from ``P`` to ``Q`` gets Binomial(n, Q - P) further draws in a batch
     of ``n``. The result is the mean of this distribution, plus 3.3 standard deviations of the
-    Poisson distribution, which has heavier tails, plus a half for means below 1. It is 0 if the
-    mean is 0.
+    Poisson distribution, which has heavier tails, plus a half for means below 1. The result is 0 if
+    the mean is 0.
 
     Args:
         expected: float64 [shards], the means.

@@ -226,8 +226,8 @@ class SharedCursor:
             directory.commit()
 
     def abandon(self, reservation: Reservation) -> None:
-        """Release the slots without publishing them. They stay so until the ring reaches them
-        again."""
+        """Release the slots without publishing them. They stay unpublished until the ring reaches
+        them again."""
         directory = self._directory
         with directory.lock():
             if self._owns(reservation) and not directory.holds_its_equal(reservation):
@@ -513,7 +513,7 @@ class SharedCursor:
     def _still_ours(self, reservation: Reservation) -> bool:
         """Return whether the reservation may be published. Called under the lock.
 
-        It is False if the buffer was emptied since, which ends the reservation.
+        It is False if the buffer was emptied after the reservation, which ends with that.
 
         Raises:
             RuntimeError: other processes took it over although this process lives.

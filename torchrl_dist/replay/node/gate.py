@@ -1,14 +1,14 @@
 """A replay directory's rate limiter: shared counters, and how processes wait for them.
 
 The counters are words of the directory, and change under its lock. A write is admitted and gets its
-slots without releasing the lock in between. Rows that other processes are writing count as inserts
-then, so writers that wake up together do not all pass. A sample, too, is admitted and counted
-without releasing the lock. No thread holds a lock while it waits for the limiter: neither the
-directory's lock nor those of TorchRL's buffers.
+slots without releasing the lock in between. For the admission, rows that other processes are
+writing count as inserts, so writers that wake up together do not all pass. A sample, too, is
+admitted and counted without releasing the lock. No thread holds a lock while it waits for the
+limiter: neither the directory's lock nor those of TorchRL's buffers.
 
-A process notes the rows of a sample between its admission and its return. If it is killed before
-the return, they stop counting as soon as another process would have to wait. For
-``max_times_sampled``, a row counts when it is drawn, even if it is never returned.
+A process notes the rows of a sample from the admission of the sample to its return. If the process
+is killed before the return, these rows stop counting as soon as another process would have to wait.
+For ``max_times_sampled``, a row counts when it is drawn, even if it is never returned.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ keeps them until it ends. Threads share the descriptor, so a ``threading.RLock``
 Two bytes make the lock: the *mutex*, and the *turnstile*, which a process holds while it waits for
 the mutex. Without the turnstile, a process that unlocks and locks in a loop starves the others (p50
 of 5 to 8 ms instead of 50 us). While a process waits, a word in shared memory says so, and
-newcomers queue at the turnstile. Otherwise newcomers take the mutex directly, which saves half of
-the system calls. A waiter that is killed leaves the word set, which costs the next process two
-calls.
+newcomers queue at the turnstile. If no process waits, newcomers take the mutex directly, which
+saves half of the system calls. A waiter that is killed leaves the word set, which costs the next
+process two calls.
 
 The calls go through ``ctypes.PyDLL``, which keeps the GIL. ``fcntl.fcntl`` releases it, so a holder
 whose process runs another busy Python thread would keep the lock for a switch interval (5 ms).
@@ -173,7 +173,7 @@ def byte_holder(fd: int, byte: int) -> int | None:
 def _locks(fdinfo: str, byte: int) -> bool:
     """Return whether the text of ``/proc/PID/fdinfo/FD`` has a lock on the byte.
 
-    Its lines end with the first and the last byte. Neighbouring locks are one line.
+    Its lines end with the first and the last byte. Neighbouring locks share a line.
     """
     lines = [line.split() for line in fdinfo.splitlines() if line.startswith("lock:")]
     return any(

@@ -140,7 +140,8 @@ def _power(old: float, new: float) -> float:
 
 
 def cover_leaves(directory: ReplayDirectory) -> None:
-    """Make the largest priority at least as large as that of every row. Called under the lock.
+    """Make the largest priority at least as large as the priority of every row. Called under the
+    lock.
 
     This is needed after a kill between the stores of leaves and of the largest priority."""
     words, alpha = directory.words, directory.get_float(Word.ALPHA)

@@ -26,7 +26,8 @@ USER_COLUMNS = 5
 MEMBER_PID, MEMBER_SERIAL = range(2)
 
 # A reader compares versions before and after its copy. This is sound if loads are not reordered
-# with loads, and stores not with stores, as on x86-64. On other machines it copies under the lock.
+# with loads, and stores not with stores, as on x86-64. On other machines, readers copy under the
+# lock.
 ORDERED_LOADS = platform.machine().lower() in ("x86_64", "amd64")
 
 

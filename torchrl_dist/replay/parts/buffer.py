@@ -148,7 +148,7 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
     ) -> list[Trajectory]:
         """Return the trajectories that match, the oldest first. Other processes may keep writing.
 
-        It copies all rows of the buffer, as a checkpoint does, and omits rows that are being
+        This copies all rows of the buffer, as a checkpoint does, and omits rows that are being
         written. If writers took turns and so cut each other's trajectories, the pieces are joined.
 
         Args:
@@ -172,10 +172,10 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
     def dumps(self, path: str | os.PathLike[str]) -> None:
         """Write a checkpoint of the buffer to a folder.
 
-        It has the rows with priorities and generations, cursor, counters, alpha, beta, and the
-        states of the transforms and of ``set_rng``. It replaces an earlier checkpoint atomically.
-        The storage's ``dumps`` says how long this blocks and what it raises. Batches drawn ahead
-        are not saved. Nothing is pickled.
+        The checkpoint has the rows with priorities and generations, cursor, counters, alpha, beta,
+        and the states of the transforms and of ``set_rng``. It replaces an earlier checkpoint
+        atomically. The storage's ``dumps`` says how long this blocks and what it raises. Batches
+        drawn ahead are not saved. Nothing is pickled.
 
         Raises:
             ConfigurationError: a transform's state holds something other than tensors, numbers,

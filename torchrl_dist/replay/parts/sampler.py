@@ -640,7 +640,7 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
 
         Args:
             index: slots, int64 [n]; entries of -1 are skipped.
-            priority: >= 0, one or [n], before ``alpha`` and ``eps``.
+            priority: >= 0, one or [n], without ``alpha`` and ``eps``.
             storage: the buffer's storage. It is needed until the sampler has been used once.
             generation: int64 [n], ``"index_generation"`` of the sample. Without it, the rows
                 are matched with this process's recent draws and extends. Slots without a match

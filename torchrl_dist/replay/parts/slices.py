@@ -256,11 +256,11 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
             ``"episode"``, whichever the rows have.
         step_key: integer, one per row. It is used only with ``fragmented``.
         end_key, end_keys: flags, one per row, after which another trajectory begins, for rows
-            without a trajectory id. They are not used together with ``traj_key``. A slice then has
-            rows that one thread of one process wrote consecutively, so each ``extend`` must hold
-            consecutive steps. Use this sampler in the buffers of all processes, including those
-            that only write, because the writer of each row must be recorded from the first row on.
-            Rows that came by RPC are not joined.
+            without a trajectory id. They are not used together with ``traj_key``. With flags, a
+            slice has rows that one thread of one process wrote consecutively, so each ``extend``
+            must hold consecutive steps. Use this sampler in the buffers of all processes, including
+            those that only write, because the writer of each row must be recorded from the first
+            row on. Rows that came by RPC are not joined.
         cache_values: has no effect. Trajectories are looked up again when rows have changed.
         fragmented, truncated_key, init_key, strict_length, pad_output, span: as in
             ``SliceSampler``.

@@ -918,7 +918,7 @@ def names_an_entry(index: Any) -> bool:
 
 
 def one_row_each(index: torch.Tensor, data: TensorDictBase) -> TensorDictBase:
-    """Return the rows that ``storage[index] = data`` means, ``[index.numel(), ...]``.
+    """Return the rows that ``storage[index] = data`` writes, ``[index.numel(), ...]``.
 
     There is one row for each number of ``index``, whatever its shape."""
     if index.ndim < 2:

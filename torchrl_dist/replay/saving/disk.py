@@ -5,7 +5,7 @@
     checkpoint.json     the format, the name of the folder with the rows, and all checksums
     rows-<unique>/      shard-0/ ...: a file per column of a row, priority.bin, runs.bin;
                         extra/: tensors of the buffer's transforms and random generator
-    .torchrl_dist-rows while a checkpoint is written: the folders that were made for it
+    .torchrl_dist-rows  while a checkpoint is written: the folders that were made for it
 
 A new checkpoint is written to its own folder and synced. Then renaming one file to
 ``checkpoint.json`` makes it the valid one, and the earlier folder is removed. After a crash, the
