@@ -14,10 +14,10 @@ processes. All peers run with one seed before the next seed.
 - ``sb3``: stable-baselines3 with the settings of rl-baselines3-zoo. DQN is compared with apex, PPO
   with ddppo, A2C with impala, SAC with sac.
 
-Only seconds of training count. The start is excluded. So are evaluations of the last two peers,
-because these peers do not train meanwhile. Ours trains during evaluations, so their cost is
-included. A run that does not reach the threshold within its frames or its time limit counts as
-infinitely long, in the medians, too.
+Only seconds of training count. The start is excluded. Evaluations of ``torchrl`` and ``sb3`` are
+excluded, too, because these peers do not train meanwhile. Ours trains during evaluations, so their
+cost is included. A run that does not reach the threshold within its frames or its time limit counts
+as infinitely long, in the medians, too.
 """
 
 from __future__ import annotations
