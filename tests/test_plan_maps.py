@@ -93,6 +93,6 @@ def test_growth_reads_what_plan_prints(tmp_path: Path, capsys) -> None:
     path.write_text(json.dumps({"measured": measured, "settings": settings}))
     assert growth.costs_of(json.loads(path.read_text())) == COSTS
     assert growth.main([str(path)]) == 0
-    assert "intake is full" in capsys.readouterr().out
+    assert "learner is saturated" in capsys.readouterr().out
     with pytest.raises(ConfigurationError, match="torchrl-dist plan --json"):
         growth.costs_of({"measured": {}})

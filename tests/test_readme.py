@@ -13,12 +13,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from torchrl.data import ReplayBuffer
 
 import torchrl_dist
 from tests import warm
 from tests.spawn import run_job, wait_until
 from torchrl_dist.ops.slurm import recipe_of
+from torchrl_dist.replay.node.directory import data_size
+from torchrl_dist.replay.row.spec import ColumnSpec, RowSpec
 from torchrl_dist.runtime import ForkServer
 
 ROOT = Path(__file__).parent.parent
@@ -172,14 +175,17 @@ def test_the_limiter_of_its_page_fits_its_buffer(tmp_path: Path) -> None:
 
 def test_the_page_on_atari_counts_its_memory_and_its_command_is_understood() -> None:
     page = PAGES[ROOT / "tutorials" / "how_to" / "atari.md"]
-    lines = re.findall(r"^\| ([\d,]+).* \| ([\d.]+) GiB \|$", page, re.M)
+    lines = re.findall(r"^\| ([\d,]+).* \| ([\d.]+) GiB \| ([\d.]+) GiB \|$", page, re.M)
     assert len(lines) == 3
-    for rows, gib in lines:
-        taken = int(rows.replace(",", "")) * 2 * 4 * 84 * 84 / 2**30
-        assert float(gib) == pytest.approx(taken, rel=0.02), rows
+    images = [ColumnSpec(key, torch.uint8, (4, 84, 84), stack=4) for key in (("x",), ("next", "x"))]
+    for rows, gib, plain in lines:
+        count = int(rows.replace(",", ""))
+        assert float(plain) == pytest.approx(count * 2 * 4 * 84 * 84 / 2**30, rel=0.02), rows
+        taken = data_size(RowSpec(tuple(images)), count) / 2**30
+        assert float(gib) == pytest.approx(taken, abs=0.1), rows
     (command,) = re.findall(r"^    torchrl-dist (train apex .*?[^\\])$", page[500:], re.M | re.S)
     config, given = recipe_of(command.replace("\\\n", " ").split())
-    assert given["capacity"] == 200_000 and config.learning_rate == config.learning_rate_end
+    assert given["capacity"] == 1_000_000 and config.learning_rate == config.learning_rate_end
     assert config.updates_per_batch * 4 == config.frames_per_batch
     default = f"{type(config)().capacity:,} (the recipe's)"
     assert default in page

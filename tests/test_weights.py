@@ -175,6 +175,6 @@ def test_equal_names_mean_equal_tensors_if_only_the_workers_have_the_policy(modu
     more = pack({"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(1)}, 1)
     assert completed(more, before, module, pending=True) is more
     other = pack({"c": torch.ones(3)}, 1)
-    with pytest.raises(ConfigurationError, match="before any worker has taken"):
+    with pytest.raises(ConfigurationError, match="before any worker had taken"):
         completed(other, before, module, pending=True)
     assert completed(other, before, module, pending=False) is other

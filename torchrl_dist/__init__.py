@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if not getattr(sys, "_is_gil_enabled", lambda: True)():
     raise ImportError(
         "torchrl_dist needs Python's global interpreter lock, because its shared buffers are "
-        "written and tested under it; this is a free-threaded Python. Run it with PYTHON_GIL=1, or "
+        "tested only with that lock; this is a free-threaded Python. Run it with PYTHON_GIL=1, or "
         "use the ordinary build."
     )
 

@@ -241,7 +241,7 @@ def _plain(value: Any, where: str) -> Any:
         items = [_plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
     raise CheckpointError(
-        f"{where} is a {type(value).__name__}; a checkpoint holds tensors, numbers, strings, "
+        f"{where} is a {type(value).__name__}; a checkpoint may contain tensors, numbers, strings, "
         "lists, tuples and dictionaries. Convert it to one of these"
     )
 

@@ -254,7 +254,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         parser.add_argument(
             "--resume",
             action="store_true",
-            help="continue the run in the output folder, with its configuration and its buffer; "
+            help="continue the run in the output folder, with the run's configuration and buffer; "
             "options given here override the saved ones",
         )
         parser.add_argument(
@@ -496,13 +496,13 @@ def _inspect(options: argparse.Namespace) -> int:
 def _add_clean(commands: argparse._SubParsersAction) -> None:
     clean = commands.add_parser(
         "clean",
-        help="list replay buffers that jobs left behind, and remove those of dead jobs",
+        help="list replay buffers that jobs left behind, and remove buffers of dead jobs",
         description=(
             "List the replay directories in some folders: in use, kept, or left behind by a job. "
-            "--remove removes those whose job cannot be started again. It removes a directory "
-            "named on the command line even if it was kept or its job might come back. Folders "
-            "of other users are skipped. Files of other users, and files that a process uses, "
-            "are never removed."
+            "--remove removes the directories whose job cannot be started again, and those named "
+            "on the command line even if they were kept or their job might be started again. "
+            "Folders of other users are skipped. Files of other users, and files that a process "
+            "uses, are never removed."
         ),
     )
     clean.add_argument(
@@ -512,7 +512,7 @@ def _add_clean(commands: argparse._SubParsersAction) -> None:
         help="folders to search, or replay directories (default: /dev/shm and the folder for "
         "temporary files, with this user's folder in them)",
     )
-    clean.add_argument("--remove", action="store_true", help="remove those of dead jobs")
+    clean.add_argument("--remove", action="store_true", help="remove directories of dead jobs")
     clean.add_argument("--json", action="store_true", help="print one JSON object instead")
     clean.set_defaults(command=_clean)
 

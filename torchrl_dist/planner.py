@@ -383,7 +383,9 @@ def decide(ranked: Sequence[tuple[Layout, Prediction]]) -> Verdict:
     node = best(each for each in ranked if not each[0].alone and each[0].nodes == 1)
     nodes = best(each for each in ranked if each[0].nodes > 1)
     if alone is None:
-        raise ConfigurationError("got no layout with one process, expected at least one of them")
+        raise ConfigurationError(
+            "got no layout with one process, expected at least one such layout"
+        )
     chosen = alone
     says = [f"one process makes {alone[1].frames_per_s:,.0f} frames/s"]
     for other in (node, nodes):

@@ -268,10 +268,10 @@ def completed(
             if not pending:
                 return part
             raise ConfigurationError(
-                f"weights {[e.name for e in part.entries][:5]} come before any worker has taken "
-                f"{[e.name for e in before.entries][:5]}, and only the workers know whether those "
-                "are parts of one policy: collect a batch in between, send both together, or pass "
-                "the learner's module as policy= to the collector"
+                f"weights {[e.name for e in part.entries][:5]} were sent before any worker had "
+                f"taken {[e.name for e in before.entries][:5]}, and only the workers know whether "
+                "both are parts of one policy: collect a batch in between, send both together, or "
+                "pass the learner's module as policy= to the collector"
             )
     if old[0].keys() <= new[0].keys():
         return part

@@ -45,7 +45,7 @@ def test_the_verdict_names_the_main_reason() -> None:
     assert of(6, 5, 1) == "pays"
     assert of(12, 0.5, 1) == "too small: only 0.50 of 10.00 ms depend on the batch"
     assert of(12, 4, 6) == "averaging (6.00 ms) costs more than is saved (4.00)"
-    assert of(12, 4, 1) == "work of 6.00 ms takes 11.00 ms next to other ranks"
+    assert of(12, 4, 1) == "work of 6.00 ms takes 11.00 ms while other ranks compute"
     assert of(12, 4, 3.9, ranks=4) == "4 ranks share 2 cores"
     assert "more time than the 4.00 ms" in of(12, 4, 3.9)
 

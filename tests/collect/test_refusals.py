@@ -225,7 +225,7 @@ def test_arguments_that_cannot_work_are_refused(wrong: dict[str, Any], words: st
 
 
 def test_workers_that_are_lost_with_a_policy_at_the_learner_are_not_replaced() -> None:
-    with session() as me, pytest.raises(ConfigurationError, match="replace_lost=True does not go"):
+    with session() as me, pytest.raises(ConfigurationError, match="replace_lost=True cannot be"):
         RPCBatchedCollector(
             Counter, session=me, frames_per_batch=4, inference="learner", replace_lost=True
         )

@@ -121,7 +121,7 @@ def test_a_space_gives_the_data_of_a_plain_loop(which: str, space: spaces.Space)
     try:
         rollout = make_rollout(make, policy, frames=12)
     except ConfigurationError as error:
-        refused = "not supported|does not take|random action"
+        refused = "not supported|does not accept|random action"
         assert re.search(refused, str(error)), error
         assert type(space).__name__ in FOREIGN
         return

@@ -193,7 +193,7 @@ def without_rows() -> tuple[list[str], str]:
 def test_a_rank_without_rows_adds_nothing_or_gets_an_error(two_ranks: LearningRanks) -> None:
     for wrong, told in two_ranks.run(without_rows):
         assert wrong == [], "\n".join(wrong)
-        assert "rank 0 has no rows, and ClipPPOLoss.forward cannot be computed from none" in told
+        assert "rank 0 has no rows, and ClipPPOLoss.forward cannot be computed without rows" in told
 
 
 def all_classes() -> Iterator[type[LossModule]]:

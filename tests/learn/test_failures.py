@@ -103,7 +103,7 @@ def test_a_paused_learner_pauses_the_others_and_is_named_after_the_deadline(thre
     assert kind == "DeadlineError"
     # a busy machine's other rank may notice later than is waited for, and is named after it
     assert text.startswith(f"rank 2 (pid {pid} on {HOST}), stopped"), text
-    assert "did not come to a call" in text
+    assert "did not reach a call" in text
     kind, text, _ = futures[0].result(20)
     assert kind == "DeadlineError" and text.startswith(f"rank 2 (pid {pid} on")
     os.kill(pid, signal.SIGCONT)
@@ -156,7 +156,7 @@ def alone_at_the_meeting() -> tuple[str, str, bool]:
 def test_a_rank_that_misses_the_meeting_is_named(two_ranks: LearningRanks) -> None:
     (kind, text, soon), _ = two_ranks.run(alone_at_the_meeting)
     assert kind == "DeadlineError" and soon
-    assert "rank 1" in text and "did not come to the meeting of the ranks within 1.5 s" in text
+    assert "rank 1" in text and "did not reach the meeting of the ranks within 1.5 s" in text
 
 
 def saving_fails() -> tuple[str, str, bool]:

@@ -349,7 +349,7 @@ def all_commands(ground: Path) -> None:
         assert told["job_id"] == own
     assert json.loads(said_by("inspect", "--json", str(run / "replay"))[1])["length"] > 0
     code, said = said_by(*toy, "--resume", "--output-dir", str(run))
-    assert code == 2 and "another run is going on" in said, said
+    assert code == 2 and "another run uses" in said, said
     for words in ([], [str(ground)], [str(home)]):
         told = json.loads(said_by("clean", "--remove", "--json", *words)[1])
         mine = [each for each in told["directories"] if str(ground) in each["path"]]

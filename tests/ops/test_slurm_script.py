@@ -120,7 +120,7 @@ def test_the_first_rank_writes_its_exit_code_to_the_scripts_file(rank, tmp_path,
         ("--time 8h -- python t.py", "--time: got '8h'"),
         ("--time 1:2:3:4 -- python t.py", "--time: got '1:2:3:4'"),
         ("--time -5 -- python t.py", "--time"),
-        ("--time 00:00 -- python t.py", "which Slurm takes as no limit"),
+        ("--time 00:00 -- python t.py", "which Slurm reads as no limit"),
         ("--time 2 -- python t.py", "stopped 120 s before its limit, but --time 2 is only 120 s"),
         ("--time 00:10:00 --signal-s 900 -- python t.py", "--time 00:10:00 is only 600 s"),
         ("--requeues -1 -- python t.py", "got '-1', expected a whole number, at least 0"),
@@ -223,6 +223,7 @@ class Submitted:
             return set(jobs) == {"PENDING"} and set(nodes) == {"idle"}
 
         self.until(over, "requeue")
+        time.sleep(1)  # Slurm counts in seconds
         self._ask(["scontrol", "update", f"JobId={self.id}", "StartTime=now"])
 
 
@@ -236,6 +237,7 @@ def test_apex_is_stopped_by_usr1_queued_again_and_goes_on_to_its_end(run, tmp_pa
     job.start_again()
     job.until(lambda: job.state() in ("COMPLETED", "FAILED"), "end")
     results = [line.partition("{")[2] for line in job.said().splitlines() if '"frames":' in line]
+    assert len(results) == 2, job.said()
     first, second = (json.loads("{" + each) for each in results)
     assert first["stopped_by"] == "SIGUSR1" and first["frames"] < 12_000, job.said()
     assert second["stopped_by"] is None and second["resumes"] == 1 and second["frames"] == 12_000

@@ -188,7 +188,7 @@ def test_the_picture_has_every_figure() -> None:
 
 def test_frames_since_a_restart_are_shown_next_to_those_of_the_run() -> None:
     resumed = dataclasses.replace(at(20), run_frames=150_000)
-    assert "20,000 frames since it was resumed (20% of what was left), 150,000 of the run" in (
+    assert "20,000 frames since it was resumed (20% of the frames left), 150,000 of the run" in (
         " ".join(text_of(top.render(resumed, None)).split())
     )
     behind = dataclasses.replace(at(20), run_frames=19_000)  # the last point of a first run
@@ -283,7 +283,7 @@ def test_slurms_state_of_a_job_without_a_visible_learner_is_shown(tmp_path, monk
     fake(tmp_path, "squeue", '[ "$3" = 77 ] && [ "$5" = all ] && echo "PENDING (BeginTime)"')
     assert main(["top", str(tmp_path), "--once", "--interval", "0.1"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "no learner of it runs on this machine; Slurm says PENDING (BeginTime)" in said
+    assert "its learner does not run on this machine; Slurm says PENDING (BeginTime)" in said
     assert main(["top", "77", "--once"]) == 2
     assert "Slurm says PENDING (BeginTime) for job 77" in capsys.readouterr().err
     fake(tmp_path, "squeue", 'echo "slurm_load_jobs error: Invalid job id" >&2; exit 1')

@@ -117,10 +117,10 @@ def test_while_a_run_goes_on_its_folder_is_refused_to_others(tmp_path: Path) -> 
     run = tmp_path / "run"
     with contextlib.ExitStack() as held:
         claim_in(run, job="a", held=held)
-        with pytest.raises(ConfigurationError, match="another run is going on"):
+        with pytest.raises(ConfigurationError, match="another run uses"):
             claim_in(run, job="b")
         (run / "checkpoint.pt").touch()
-        with pytest.raises(ConfigurationError, match="another run is going on"):
+        with pytest.raises(ConfigurationError, match="another run uses"):
             claim_in(run, job="b", resume=True)
         assert claim_in(run, job="a", restarts=1) is True
     assert claim_in(run, job="b", resume=True) is True

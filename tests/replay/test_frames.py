@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import threading
@@ -17,6 +18,7 @@ from tensordict import TensorDict
 from torchrl_dist.errors import ConfigurationError, DeadlineError
 from torchrl_dist.replay import SharedMemmapStorage, SharedPrioritizedSampler, SharedReplayBuffer
 from torchrl_dist.replay.inspection import inspect
+from torchrl_dist.replay.node import frames as node_frames
 from torchrl_dist.replay.node.frames import Frames
 from torchrl_dist.replay.node.tables import Word
 
@@ -139,6 +141,39 @@ def test_rows_that_repeat_nothing_die_early_and_are_never_torn(tmp_path: Path) -
     assert storage.counters["dropped_rows"] == 10_000 - len(buffer)
     assert len(buffer[:]) == len(buffer)  # the newest rows
     assert set(buffer[:]["number"].tolist()) == set(list(written)[-len(buffer) :])
+
+
+@pytest.mark.parametrize("kernel", ["c", "numpy"])
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_stay_whole_where_old_frames_return_and_the_ring_is_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str, seed: int
+) -> None:
+    """Rows of new frames, of frames of rows that are gone, and both; emptied now and then."""
+    monkeypatch.setenv("TORCHRL_DIST_KERNEL", kernel)
+    monkeypatch.setattr(node_frames, "_FEW", 64)
+    storage = storage_at(tmp_path / "frames", 50)
+    random, numbers = np.random.default_rng(seed), itertools.count()
+    known = random.integers(0, 256, (8, SIDE, SIDE), np.uint8)
+    written: dict[int, torch.Tensor] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # rows are dropped
+        for _ in range(400):
+            count = int(random.integers(1, 6))
+            new = random.integers(0, 256, (count, STACK, SIDE, SIDE), np.uint8)
+            old = known[random.integers(len(known), size=(count, STACK))]
+            share = random.choice([0.0, 0.2, 1.0])
+            pixels = np.where(random.random((count, STACK, 1, 1)) < share, old, new)
+            known = np.concatenate([known, pixels.reshape(-1, SIDE, SIDE)])[-120:]
+            number = torch.tensor([next(numbers) for _ in range(count)])
+            rows = TensorDict({"pixels": torch.from_numpy(pixels), "number": number}, [count])
+            if random.random() < 0.03:
+                storage.empty()
+            storage.append(rows)
+            written |= zip(number.tolist(), rows["pixels"], strict=True)
+            found = storage[:]
+            expected = [written[each] for each in found["number"].tolist()]
+            assert found["pixels"].equal(torch.stack(expected))
+    assert storage.counters["dropped_rows"]
 
 
 def test_a_large_buffer_takes_little_more_than_one_frame_per_row(tmp_path: Path) -> None:

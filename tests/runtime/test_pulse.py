@@ -150,7 +150,7 @@ def test_a_stopped_worker_and_a_learner_that_does_something_else_are_reported_di
                 os.kill(pid, signal.SIGCONT)
                 timer.wait()
             (stopped,) = [each for each in said() if f"(pid {pid} on" in each]
-            assert f"it is stopped; kill -CONT {pid} lets it go on" in stopped
+            assert f"it is stopped; kill -CONT {pid} continues it" in stopped
     assert pulses() == []
 
 

@@ -8,14 +8,15 @@ synced to the disk.
 
 - ``cp``: ``cp -r`` of the files of a checkpoint in /dev/shm, then ``fsync`` of each.
 - ``ours``: the shared buffer of one node. ``ours, written``: another process extends it meanwhile
-  by batches of 256, at a rate that fills the ring once a minute. ``longest extend`` is its longest
-  call.
-- ``ours by RPC``: another process has the rows. It sees the disk and writes them there.
-  ``ours by RPC, sent``: it does not see the disk, and every row is sent to the process that saves.
+  by batches of 256, at a rate that fills the ring once a minute. ``longest extend`` is the longest
+  call of that process.
+- ``ours by RPC``: another process has the rows, can access the disk, and writes the rows there.
+  ``ours by RPC, sent``: that process cannot access the disk, and sends every row to the process
+  that saves.
 - ``torchrl``: the ``dumps`` of TorchRL's buffer over a LazyMemmapStorage in /dev/shm, then
-  ``fsync`` of its files. It rewrites them in place, so a crash leaves no checkpoint.
+  ``fsync`` of its files. ``dumps`` rewrites the files in place, so a crash leaves no checkpoint.
 
-``of cp`` is the rate as a fraction of that of ``cp``.
+``of cp`` is the rate as a fraction of the rate of ``cp``.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
     """Measure, and print a table. Blocks for a minute or two.
 
     Returns:
-        0, or 130 or 143 if a signal ended it.
+        0; 130 or 143 after SIGINT or SIGTERM.
 
     Raises:
         ConfigurationError: a folder is missing.

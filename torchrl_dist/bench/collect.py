@@ -97,9 +97,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--question",
         choices=QUESTIONS,
         default="busy",
-        help="busy: as described above; ingest: rows per second that one learner takes in; "
-        "deadlines: whether a timeout of a receive pays (--env sleep sleeps, cartpole computes as "
-        "long as a step of HalfCheetah takes); weights: delay of a policy of 50 MB (default: busy)",
+        help="busy: as described above; ingest: rows per second that one learner can receive; "
+        "deadlines: whether a receive timeout pays (steps sleep with --env sleep, and compute as "
+        "long as those of HalfCheetah with --env cartpole); weights: delay of a policy of 50 MB "
+        "(default: busy)",
     )
     parser.add_argument(
         "--deadlines",
@@ -138,7 +139,7 @@ def _steps(text: str) -> list[int]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, and print a table. Blocks for minutes. Ctrl-C prints what was found and ends.
+    """Measure, and print a table. Blocks for minutes. After Ctrl-C, prints what was found and ends.
 
     Returns:
         0; 1 if a measurement failed; 130 or 143 after SIGINT or SIGTERM.
@@ -235,8 +236,8 @@ def plan(options: argparse.Namespace, peers: list[str]) -> list[list[tuple[Cell,
     """Return what one round measures: groups whose members differ only in the peer.
 
     A member of a group is what one start of its peer measures: cells that differ only in
-    ``step_s``, the shortest first. If the collector chooses the length of its messages, it does so
-    once per start. In that case each duration has its own start.
+    ``step_s``, the shortest first. A collector that chooses the length of its messages does so once
+    per start, so each duration then has its own start.
     """
     from torchrl_dist.bench.collect_peers import PEERS
 
@@ -268,7 +269,7 @@ def plan(options: argparse.Namespace, peers: list[str]) -> list[list[tuple[Cell,
                     continue
                 reason = PEERS[name].refuses(start[0])
                 if PEERS[name].sends_single_steps and steps != options.steps_per_message[0]:
-                    reason = "it sends single steps, see the first length of messages"
+                    reason = "it sends single steps, so one length suffices"
                 if reason is None:
                     chosen.append(tuple(replace(cell, peer=name) for cell in start))
                 else:

@@ -28,7 +28,7 @@ from torchrl_dist.bench.collect_plan import AUTO, Cell, Result
 from torchrl_dist.bench.processes import ForkedWorker
 
 _GIB = 1 << 30
-_MANY = 10**12  # frames without an end, because some collectors take -1 for no frames
+_MANY = 10**12  # stands for endless frames, because some collectors take -1 as no frames
 
 
 class Peer:
@@ -130,7 +130,7 @@ class Ours(Peer):
 
     @classmethod
     def ranks(cls, cell: Cell) -> tuple[int, int]:
-        """Return the number of workers of the session, and of env processes of each."""
+        """Return the number of workers of the session, and of the env processes of each worker."""
         return cell.workers, 0
 
     @classmethod
@@ -166,7 +166,7 @@ class Ours(Peer):
 
 
 class OursOnOneNode(Ours):
-    """Ours with a single worker, whose env processes do the same and send one message together."""
+    """Ours with a single worker, whose env processes collect, and send one message together."""
 
     name = "ours-node"
 
@@ -242,8 +242,8 @@ class _TorchRLCollector(Peer):
         envs = [functools.partial(torchrl_env, cell, folder)] * cell.workers
         collector = cls.build(cell, envs, **cls.options(cell, folder))
         yield iter(collector)
-        # The collector is not shut down, because some collectors hang in that. The process group is
-        # killed afterwards.
+        # The collector is not shut down, because some collectors hang then. The process group is
+        # killed instead.
 
 
 class TorchRLRPC(_TorchRLCollector):
@@ -288,7 +288,7 @@ class TorchRLRay(_TorchRLCollector):
     def options(cls, cell: Cell, folder: str) -> dict[str, Any]:
         from torchrl.collectors.distributed.ray import DEFAULT_RAY_INIT_CONFIG
 
-        # If an actor asks for cores and there are fewer, most actors wait indefinitely.
+        # If actors together ask for more cores than there are, most wait indefinitely.
         few = {"num_cpus": 0, "num_gpus": 0, "memory": 0}
         return super().options(cell, folder) | {
             "ray_init_config": {
@@ -409,7 +409,8 @@ class TianshouRay(TianshouSubproc):
 
 
 def _free_port() -> str:
-    """Return a free port for TorchRL's collectors. It is unlikely to be taken in the meantime."""
+    """Return a free port for TorchRL's collectors. It is unlikely to be taken before they use
+    it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])
@@ -442,7 +443,7 @@ def measure(start: Sequence[Cell], folder: str) -> list[Result]:
 
     The cells of ``start`` differ only in ``step_s``. They are measured one after the other, each
     for its ``seconds``. The first measurement begins after the first batches, each later one after
-    two messages at its own pace.
+    two messages with its own ``step_s``.
     """
     torch.set_num_threads(1)
     set_step_s(folder, start[0].step_s)

@@ -28,7 +28,7 @@ def print_table(cells: list[dict[str, Any]]) -> None:
         + [_figures(found.get(peer)) for peer in peers]
         for line, found in _lines(cells).items()
     ]
-    title = "median steps/s, efficiency, and the part of the floor"
+    title = "median steps/s, efficiency, and the fraction of the floor"
     show_table(title, (*left, *peers), rows, left=left, width=max(100, 40 + 17 * len(peers)))
 
 

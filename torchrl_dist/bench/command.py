@@ -114,7 +114,7 @@ class _Held:
                 self._handlers[number] = signal.signal(number, self._note)
 
     def end(self) -> None:
-        """Raise what arrived meanwhile. May be called repeatedly."""
+        """Raise the signals that arrived meanwhile. May be called repeatedly."""
         while self._handlers:
             signal.signal(*self._handlers.popitem())
         while self._noted:
@@ -126,7 +126,7 @@ class _Held:
 
 @contextlib.contextmanager
 def folder_in(parent: Path) -> Iterator[Path]:
-    """Yield a folder for one measurement, and remove it afterwards, even if Ctrl-C comes in here.
+    """Yield a folder for one measurement, and remove it afterwards, even after Ctrl-C.
 
     Its name is short, because Ray adds 63 characters and a socket's path may have only 107.
     """
@@ -204,8 +204,8 @@ class TerminatedError(BaseException):
 def terminable() -> Iterator[None]:
     """Let SIGTERM and SIGINT unwind the stack, so that processes and folders are cleaned up.
 
-    Python does this for SIGINT, except in a process that a shell script started with ``&``, which
-    ignores SIGINT.
+    Python does so only for SIGINT, and not if a shell script started the process with ``&``,
+    because the process then ignores SIGINT.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

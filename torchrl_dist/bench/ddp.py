@@ -10,9 +10,9 @@ this machine.
 
 The time of an update has four parts: ``forward`` (the loss), ``backward`` (including the copies of
 gradients to and from the buffer that is sent), ``averaging`` (the collective, including the wait
-for the slowest rank; torch's runs within ``backward``), and ``step`` (optimizer and target
-network). The last column says whether ranks pay, and if not, why. ``saved`` is what one process
-saves with B / ranks rows instead of B. This is the most that ranks can gain.
+for the slowest rank; in torch, it runs within ``backward``), and ``step`` (optimizer and target
+network). The last column says whether ranks pay, and if not, why. ``saved`` is the time that one
+process saves with B / ranks rows instead of B, which is the most that ranks can gain.
 
 With ``--device cuda`` each rank has a GPU of this machine, and NCCL averages. Each part then waits
 for its GPU, so that the time is attributed to the right part.
@@ -130,7 +130,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, and print tables. Blocks for minutes. Ctrl-C prints what was found and ends.
+    """Measure, and print tables. Blocks for minutes. After Ctrl-C, prints what was found and ends.
 
     Returns:
         0; 1 if a measurement failed; 130 or 143 after SIGINT or SIGTERM.
@@ -278,8 +278,8 @@ def _learn(_: Any, cell: Cell, folder: str, rank: int) -> Result:
     if cell.device == "cuda":
         torch.cuda.set_device(rank)  # all ranks are on this node
     if cell.peer == TORCH:
-        # DistributedDataParallel imports this, which takes seconds. It is not imported before the
-        # fork, because it may start threads, and a lock that one of them holds would stay held in
+        # DistributedDataParallel needs this import, which takes seconds. It comes after the fork,
+        # because the module may start threads, and a lock that one of them holds would stay held in
         # the child.
         import torch._dynamo
     joined = time.monotonic()
@@ -478,7 +478,7 @@ def verdict(line: dict[str, Any], cpus: int) -> str:
     averaging = line["parts_ms"]["averaging"]
     computing, part = line["update_ms"] - averaging, line["part_alone_ms"]
     if line["peer"] == OURS and computing - part > max(averaging, saved / 2):
-        return f"work of {part:.2f} ms takes {computing:.2f} ms next to other ranks"
+        return f"work of {part:.2f} ms takes {computing:.2f} ms while other ranks compute"
     if averaging > saved:
         return f"averaging ({averaging:.2f} ms) costs more than is saved ({saved:.2f})"
     if line["device"] == "cpu" and line["ranks"] > cpus:

@@ -11,9 +11,9 @@ Ways:
 
 - ``per worker``: each worker draws its part of the batch from its own buffer, and the parts are
   joined, as with DDP and a buffer per rank (pytorch/rl#1397). All workers get the same weight, no
-  matter what their rows are worth.
+  matter which priorities their rows have.
 - ``stale``: shards are chosen by old masses, which are 10 times the present ones in every second
-  shard, and the drawn rows are not corrected.
+  shard, and the draw is not corrected.
 - ``sharded``: ours (``replay/law/shard_law.py``). It starts from the same old masses, and corrects
   the draw.
 

@@ -3,8 +3,9 @@
     torchrl-dist bench limiter --json limiter.jsonl
 
 One process samples 64 rows at a time, and the limiter allows each sample only after 64 new rows
-were written. While it waits, another process extends the buffer by 64 rows. Figures are the times
-from the call of ``extend`` to the return of ``sample``, including drawing and copying the rows.
+were written. While the sample waits, another process extends the buffer by 64 rows. Figures are the
+times from the call of ``extend`` to the return of ``sample``, including drawing and copying the
+rows.
 
 - ``futex``: a bare wake-up of one process by another, as the limiter of one node uses it.
 - ``one node``: both processes use the directory that one of them keeps.
@@ -62,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     """Measure, and print a table. Blocks for a minute.
 
     Returns:
-        0, or 130 or 143 if a signal ended it.
+        0; 130 or 143 after SIGINT or SIGTERM.
 
     Raises:
         ConfigurationError: a folder is missing.
@@ -119,7 +120,7 @@ def _measure(job: Any, case: str, name: str, folder: Path, wakes: int) -> dict[s
 def _wake_often(wake: Callable[[], Any], wakes: int) -> list[int]:
     """Wake ``wakes`` times, and return when each wake-up began, in ``time.monotonic_ns``.
 
-    Before the first one, the reader gets time to start. The last one follows a longer pause.
+    Before the first wake-up, the reader gets time to start. The last one follows a longer pause.
     """
     begun = []
     for pause_s in [_READY_S, *[_PAUSE_S] * wakes, _IDLE_S]:

@@ -1,13 +1,14 @@
-"""Does it come true? Compares the planner's predictions with measurements.
+"""Do the planner's predictions come true? Compares them with measurements.
 
     torchrl-dist bench plan
 
-First, the planner measures its costs. Then come three parts. ``grid``: settings that it has not
-seen, measured by ``bench collect`` (workers, steps of 0 to 100 ms, 1 to 256 steps per message), and
-rounds that wait for all workers with normal and heavy-tailed step times. ``verdicts``: one process
-compared with the processes that the planner would start, for learners that need more or less time
-per frame. ``bounds``: if the planner calls a job bound by the learner, the environment or the
-messages, only that part is made easier, to see whether the job gets faster.
+First, the planner measures its costs. Then come three parts. ``grid``: settings that the planner
+has not seen, measured by ``bench collect`` (workers, steps of 0 to 100 ms, 1 to 256 steps per
+message), and rounds that wait for all workers with normal and heavy-tailed step times.
+``verdicts``: one process compared with the processes that the planner would start, for learners
+that need more or less time per frame. ``bounds``: jobs that the planner calls bound by the learner,
+the environment or the messages. Only this part is then made easier, to see whether the job gets
+faster.
 
 Needs a quiet machine and about five minutes.
 """
@@ -40,7 +41,7 @@ class Job:
     """A job that is predicted and measured.
 
     Attributes:
-        env: an env of ``bench collect``. ``step_s`` is how long a sleeping one sleeps.
+        env: an env of ``bench collect``. ``step_s`` is how long a step of a sleeping env takes.
         learn_s: how long the learner computes per frame.
         durations: distribution of the step times. None: each step takes ``step_s``.
     """
@@ -72,7 +73,7 @@ def grid() -> list[Job]:
     for processes, steps, node in itertools.product((2, 8, 32), (1, 16, 256), (False, True)):
         layout = Layout(1, processes, 1, steps, node, 1, False)
         for step_s in (0.0, 0.001, 0.01, 0.1):
-            # with longer messages, a measurement would count none, or two
+            # otherwise a measurement would count no message, or only two
             if steps * step_s <= 0.3:
                 jobs.append(Job("sleep", step_s, layout))
     waiting = Layout(1, 8, 1, 8)
@@ -102,7 +103,7 @@ def verdicts() -> list[tuple[Job, list[Job]]]:
 
 
 def bounds() -> list[tuple[str, Job, Job]]:
-    """Return for each bound its name, a job with that bound, and the same job with it made easier.
+    """Return, for each bound, its name, a job with it, and that job with the bound made easier.
 
     Each job has exactly one bound.
     """
@@ -132,7 +133,7 @@ def ten_ms() -> Any:
 def _costs(env: str, step_s: float, seconds: float) -> Costs:
     """Let the planner measure the costs of this env.
 
-    They differ between envs, because a process that sleeps between steps finds colder caches.
+    Costs differ between envs, because a process that sleeps between steps finds colder caches.
     """
     from torchrl_dist.bench.collect_cells import SleepEnv, make_policy
     from torchrl_dist.plan.measure import Subject, envs_of, measure

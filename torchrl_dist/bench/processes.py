@@ -32,7 +32,7 @@ _END_S = 5.0
 
 
 class MeasurementError(TorchRLDistError):
-    """A measurement failed in its process; the message ends with what it printed last."""
+    """A measurement failed in its process; the message ends with what the process printed last."""
 
 
 class Launcher:
@@ -52,13 +52,13 @@ class Launcher:
         """Call ``function(*args)`` in a fresh process and return its result; blocks.
 
         Args:
-            function: of a module that the child can import.
-            folder: exists; for the child's output and result.
+            function: defined in a module that the child can import.
+            folder: an existing folder, for the child's output and result.
             environment: variables set in the child before the function is imported.
 
         Raises:
-            MeasurementError: it raised or died.
-            DeadlineError: it took longer than ``timeout_s``, and was killed.
+            MeasurementError: the function raised, or the process died.
+            DeadlineError: the process took longer than ``timeout_s``, and was killed.
             PeerLostError: the fork server has died.
         """
         variables = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -94,8 +94,8 @@ def _tail(path: Path, lines: int = 15) -> str:
 
 @dataclass(frozen=True)
 class _Measurement:
-    """What the child does. Unlike other children of a fork server, it dies of signals, and starts
-    new fork servers of its own, as a program does."""
+    """The measurement in the child. Unlike other children of a fork server, this one dies of
+    signals, and starts new fork servers of its own, as a program does."""
 
     call: tuple[str, str, bytes]
     folder: Path

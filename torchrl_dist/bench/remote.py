@@ -162,9 +162,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """``rate`` is batches/s of all learners. The milliseconds of one learner, and the messages and
-    bytes if the peer counts them, are per batch. ``empty_call_ms`` is there if it can be
-    measured."""
+    """``rate`` is batches/s of all learners. Milliseconds of one learner, and messages and bytes,
+    are per batch. Figures that the peer does not count or that cannot be measured are None."""
 
     rate: float
     batch_ms: float
@@ -280,7 +279,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, and print tables. Blocks for minutes. Ctrl-C prints what was found and ends.
+    """Measure, and print tables. Blocks for minutes. After Ctrl-C, prints what was found and ends.
 
     Returns:
         0; 1 if a measurement failed; 130 or 143 after SIGINT or SIGTERM.

@@ -18,8 +18,8 @@ Operations:
   memory, a fetch-add of a TCPStore, or a call by RPC. A bare record lock and unlock gives the
   scale.
 
-The peer ``floor`` copies between tensors without lock, tree or TensorDict. The distance to it is
-what a buffer costs.
+The peer ``floor`` copies between tensors without lock, tree or TensorDict. What the other peers
+need in addition is the cost of a buffer.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, and print a table. Blocks for minutes. Ctrl-C prints what was found and ends.
+    """Measure, and print a table. Blocks for minutes. After Ctrl-C, prints what was found and ends.
 
     Returns:
         0; 1 if a measurement failed; 130 or 143 after SIGINT or SIGTERM.

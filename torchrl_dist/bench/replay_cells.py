@@ -118,7 +118,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Window:
-    """When loops count, on the clock that all processes of a node share."""
+    """The time in which loops count, on the clock that all processes of a node share."""
 
     start: float
     stop: float
@@ -203,7 +203,7 @@ def learn(peer: Peer, window: Window, *, update: bool) -> Tally:
 def _warm_learner(peer: Peer, cell: Cell) -> None:
     """Sample until almost every page was touched, for a limited time.
 
-    In its first call, TorchRL's shared buffer also catches up with what was written.
+    TorchRL's shared buffer also catches up with earlier writes in its first call.
     """
     end = time.monotonic() + _WARM_S
     for _ in range(-(-_WARM_LAPS * cell.capacity // SAMPLE_BATCH)):

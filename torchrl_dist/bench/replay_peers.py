@@ -28,7 +28,7 @@ _QUEUED_CALLS = 16
 
 @dataclass
 class Peer:
-    """A replay buffer to measure. This base class is also each worker's view of it.
+    """A replay buffer to measure. This base class is also each worker's view of the buffer.
 
     Args:
         kind: kind of the rows, a key of ``KINDS``.
@@ -102,7 +102,7 @@ class TorchRLBuffer(Peer):
 
 
 class Ours(TorchRLBuffer):
-    """The shared buffer, which each process attaches to by itself. No handle crosses the fork."""
+    """The shared buffer, which each process attaches to by itself. No handle is inherited."""
 
     name = "ours-numpy"
     environment: ClassVar[Mapping[str, str]] = {"TORCHRL_DIST_KERNEL": "numpy"}
@@ -282,7 +282,7 @@ class TorchRLQueue(Peer):
 
     def close(self) -> None:
         if self.workers:  # only in the learner
-            # Workers end after the owner, which fetches a queued tensor from its sender.
+            # Workers end after the owner, which fetches queued tensors from them.
             self._requests.put(None, timeout=_CALL_S)
             self._owner.join(_CALL_S)
         super().close()

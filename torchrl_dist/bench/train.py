@@ -14,10 +14,10 @@ processes. All peers run with one seed before the next seed.
 - ``sb3``: stable-baselines3 with the settings of rl-baselines3-zoo. DQN is compared with apex, PPO
   with ddppo, A2C with impala, SAC with sac.
 
-Only seconds of training count. The start is excluded. So are evaluations of the last two peers,
-because these peers do not train meanwhile. Ours trains during evaluations, so their cost is
-included. A run that does not reach the threshold within its frames or its time limit counts as
-infinitely long, in the medians, too.
+Only seconds of training count. The start is excluded. Evaluations of ``torchrl`` and ``sb3`` are
+excluded, too, because these peers do not train meanwhile. Ours trains during evaluations, so their
+cost is included. A run that does not reach the threshold within its frames or its time limit counts
+as infinitely long, in the medians, too.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def _fitting(env: str, algorithms: Sequence[str] | None) -> dict[str, Task]:
 def missing(algorithm: str, env: str, peer: str) -> str | None:
     """Return why the peer cannot be measured here, or None."""
     if same_as_another(algorithm, peer):
-        return "its learner steps environments itself, so 0 processes are the same as ours-1"
+        return "with 0 processes its learner steps environments itself, which ours-1 does, too"
     if peer == TORCHRL and algorithm == "apex":
         from torchrl_dist.bench.replay_peers import PEERS as BUFFERS
 
@@ -286,7 +286,7 @@ def _print_gains(found: list[Gain]) -> None:
     ]
     left = ("algorithm", "env", "of")
     columns = (*left, "speed-up", "frames", "frames/s", "learner waits", "because")
-    title = "what more processes bring: our fastest compared with our smallest"
+    title = "gain from more processes: our fastest compared with our smallest"
     show_table(title, columns, rows, left=(*left, "because"), width=120)
 
 

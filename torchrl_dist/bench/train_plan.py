@@ -80,9 +80,9 @@ class Run:
     Attributes:
         points: all evaluations, up to the one that reached the threshold.
         ended: why it ended: ``"threshold"``, ``"frames"`` or ``"time"``.
-        start_s: time from the start of its process to the first frame, which no point includes.
-        evaluating_s: time of evaluations, which no point includes either. None: they ran next to
-            the training.
+        start_s: time from the start of its process to the first frame, not included in the points.
+        evaluating_s: time of evaluations, not included in the points. None: they ran next to the
+            training.
         settings: plain values.
         learner_waits: share of the time that the learner waited for data. None: unknown.
     """
@@ -275,7 +275,7 @@ class Row:
         frames_per_s: median.
         learner_waits: median of the runs for which it is known.
         ratios: for ours, seconds divided by those of each of :data:`OTHERS`. 0.5 is twice as fast.
-            None: there is nothing to divide, or neither reaches it. 0: only ours reaches it.
+            None: there is nothing to divide, or neither reaches the threshold. 0: only ours does.
     """
 
     algorithm: str
@@ -354,12 +354,12 @@ def as_line(case: Case, run: Run) -> dict[str, Any]:
 
 
 REASONS = {
-    "apex": "collectors bring frames, and updates per frame are a setting: it gains if steps of "
-    "the environment are expensive, until the learner is the limit",
+    "apex": "collectors add frames, and updates per frame stay as set: more collectors pay if "
+    "steps of the environment are expensive, until the learner is the limit",
     "ddppo": "synchronous: learners share the steps and gradients of the same batch, so the number "
     "of frames stays the same (cleanrl's multi-GPU PPO: 30 % faster on the same curve)",
-    "impala": "no process waits for another, but older data cost frames (RLlib's examples reach "
-    "450 on CartPole after 300k frames of PPO and 2M of IMPALA)",
+    "impala": "no process waits for another, but with older data, more frames are needed (RLlib's "
+    "examples reach 450 on CartPole after 300k frames of PPO and 2M of IMPALA)",
     "sac": "at one update per frame, the learner takes nearly all of the time: collectors only "
     "take over the steps, which are cheap here",
 }
@@ -385,12 +385,12 @@ class Gain:
 
     @property
     def frames(self) -> float:
-        """How many times as many frames it needs."""
+        """How many times as many frames the best needs."""
         return self.best.frames / self.fewest.frames
 
     @property
     def pace(self) -> float:
-        """How many times as many frames per second it makes."""
+        """How many times as many frames per second the best makes."""
         return self.best.frames_per_s / self.fewest.frames_per_s
 
 
@@ -408,7 +408,7 @@ def gains(table: Iterable[Row]) -> list[Gain]:
 
 
 def band(curves: Sequence[Sequence[tuple[float, float]]]) -> tuple[Any, Any, Any, Any] | None:
-    """Return places, and at each the lowest, the median and the highest of several curves.
+    """Return places, and the lowest, median and highest value of several curves at each place.
 
     Curves are linear between two points, and constant after their last point. The band begins where
     all curves have begun. Return None if there are no curves.

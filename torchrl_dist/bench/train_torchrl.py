@@ -222,8 +222,8 @@ class PPO(Alone):
 
 
 class A2C(Alone):
-    """IMPALA's algorithm if data always come from the current policy. Then V-trace is the
-    advantage estimate of GAE with lambda = 1."""
+    """IMPALA's algorithm for data that always come from the current policy, with which V-trace is
+    the advantage estimate of GAE with lambda = 1."""
 
     def __init__(self, config: ImpalaConfig, task: Task, policy: PolicySpec) -> None:
         self.config = config

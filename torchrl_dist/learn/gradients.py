@@ -72,8 +72,9 @@ class GradientAverage:
         for name, parameter in parameters.items():
             if self._is_taken(parameter):
                 raise ConfigurationError(
-                    f"{name} belongs to another distributed loss: close() that one first. To train "
-                    "it with both, distribute one LossModule that calls both losses"
+                    f"{name} belongs to another distributed loss: close() that one first. To "
+                    "train this parameter with both, distribute one LossModule that calls both "
+                    "losses"
                 )
         before = [(name, id(parameter)) for name, parameter in self._parameters.items()]
         for name, identity in before:

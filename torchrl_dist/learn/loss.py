@@ -305,8 +305,8 @@ class DistributedLoss(_Loss):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigurationError(
-            "a distributed loss cannot be copied or pickled, because it belongs to its ranks: copy "
-            "or save its state_dict()"
+            "a distributed loss cannot be copied or pickled, because it is connected to the other "
+            "ranks: copy or save its state_dict()"
         )
 
 
@@ -399,9 +399,10 @@ def _observed(method: Callable[..., Any], loss_class: type[LossModule]) -> Calla
         except Exception as error:
             if _has_no_rows([*args, *kwargs.values()]):
                 raise ConfigurationError(
-                    f"rank {self.ranks.index} has no rows, and {loss_class.__name__}.{name} cannot "
-                    f"be computed from none ({type(error).__name__}: {error}). Give each rank at "
-                    "least one row, or skip the update on all ranks: loss.ranks.any(...)"
+                    f"rank {self.ranks.index} has no rows, and {loss_class.__name__}.{name} "
+                    f"cannot be computed without rows ({type(error).__name__}: {error}). Give "
+                    "each rank at least one row, or skip the update on all ranks: "
+                    "loss.ranks.any(...)"
                 ) from error
             raise
         finally:
@@ -468,7 +469,7 @@ def _passed(
         return gradient * weight.stated if weight.stated else torch.zeros_like(gradient)
     if reason is not None:
         raise ConfigurationError(
-            f"{reason}, so the gradient over all ranks' rows cannot be computed from it. Call "
+            f"{reason}, so the gradient over the rows of all ranks cannot be computed. Call "
             "set_rows(rows) before backward() to weigh this rank by that many rows."
         )
     return None

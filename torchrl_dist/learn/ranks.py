@@ -556,12 +556,12 @@ class Ranks:
             )
         if stopped:
             return DeadlineError(
-                f"{', '.join(map(str, stopped))}, stopped, did not come to {what} within "
+                f"{', '.join(map(str, stopped))}, stopped, did not reach {what} within "
                 f"{self.timeout_s:g} s ({error})"
             )
         return PeerLostError(
-            f"{what}: {error}. The store is kept by {self.members[0]}, if not by the launcher: "
-            "check whether that process is alive"
+            f"{what}: {error}. The launcher or {self.members[0]} keeps the store: check whether "
+            "that process is alive"
         )
 
     def _absent(self, keys: list[str]) -> list[Rank]:
@@ -579,7 +579,7 @@ class Ranks:
         names = ", ".join(f"{who}{place}" for (who, _), place in zip(states, places, strict=True))
         waits = any(place not in ("", _STOPPED) for place in places)
         return DeadlineError(
-            f"{names} did not come to {what} within {self.timeout_s:g} s; the others wait there"
+            f"{names} did not reach {what} within {self.timeout_s:g} s; the others wait there"
             + (f". Perhaps {_UNEQUAL}" if waits else "")
         )
 

@@ -248,7 +248,7 @@ def _cql(loss: LossModule, call: Call, part: str) -> str | None:
         return None
     if part not in ("loss_cql", "cql_loss"):
         return "alpha_prime is multiplied by a mean over this rank's rows"
-    return "its mask leaves out rows of only one of its two terms" if call.is_masked else None
+    return "its mask applies to only one of its two terms" if call.is_masked else None
 
 
 def _gail(loss: LossModule, call: Call, part: str) -> str | None:
@@ -321,8 +321,8 @@ def refusal(loss_class: type[LossModule], loss: LossModule, call: Call, part: st
     rule = KNOWN.get(loss_class)
     if rule is None:
         return (
-            f"whether {loss_class.__name__} computes each row by itself is not known: it is not "
-            "one of those TorchRL losses that are known to do so"
+            f"{loss_class.__name__} is not one of the TorchRL losses that are known to compute "
+            "each row by itself"
         )
     replaced = [name for name in vars(loss) if inspect.isfunction(getattr(loss_class, name, None))]
     if replaced:

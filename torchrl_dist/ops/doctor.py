@@ -143,7 +143,7 @@ def _software(probe: Probe) -> Iterator[Finding]:
         yield Finding(
             "TorchRL's trees",
             OK,
-            "not loaded, and not needed here; only TorchRL's own prioritized sampler will not work "
+            "not loaded; only TorchRL's own prioritized sampler needs them "
             f"({probe.torchrl_trees})",
             "install the torch that this torchrl was built with (0.14: torch 2.14 or newer)",
         )
@@ -468,7 +468,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=60.0,
         metavar="S",
-        help="longest wait for the ranks to meet (default: 60)",
+        help="longest wait until all ranks have joined (default: 60)",
     )
     parser.add_argument(
         "--clean", action="store_true", help="remove what your dead jobs left behind"

@@ -138,13 +138,13 @@ def check(job: Job) -> None:
     limit_s = seconds_of(job.time)
     if limit_s == 0:
         raise ConfigurationError(
-            f"--time: got {job.time!r}, which Slurm takes as no limit. Give --time UNLIMITED, "
+            f"--time: got {job.time!r}, which Slurm reads as no limit. Give --time UNLIMITED, "
             "or how long the job may run"
         )
     if job.signal_s >= limit_s:
         raise ConfigurationError(
             f"--signal-s: the job would be stopped {job.signal_s} s before its limit, but --time "
-            f"{job.time} is only {limit_s:g} s. It would be stopped at each start. Expected fewer "
+            f"{job.time} is only {limit_s:g} s. Each start would be stopped. Expected fewer "
             "seconds than the limit; note that --time without a colon is in minutes"
         )
     if job.signal_s > _MOST_SIGNAL_S:

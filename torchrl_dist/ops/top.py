@@ -80,13 +80,13 @@ def _headline(now: Snapshot, per: Rates | None) -> str:
     text = f"job {now.job_id}"
     if not figures:
         slurm = "" if now.slurm is None else f"; Slurm says {now.slurm}"
-        return f"{text}: no learner of it runs on this machine{slurm}"
+        return f"{text}: its learner does not run on this machine{slurm}"
     text += f" on {now.host}, {_duration(now.unix_time_s - figures['started_unix_s'])}"
     text += f": {figures['frames']:,} frames"
     share = figures["frames"] / figures["total_frames"] if figures["total_frames"] > 0 else None
     if now.run_frames is not None and now.run_frames > figures["frames"]:
         text += " since it was resumed"
-        text += "" if share is None else f" ({share:.0%} of what was left)"
+        text += "" if share is None else f" ({share:.0%} of the frames left)"
         text += f", {now.run_frames:,} of the run"
     elif share is not None:
         text += f" ({share:.0%})"

@@ -100,8 +100,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--updates-per-frame", type=at_least(0, float), metavar="X",
-        help="the learner's updates per frame (default: the recipe's, or 1/32, as for four epochs "
-        "of minibatches of 128)",
+        help="the learner's updates per frame (default: the recipe's, or 1/32: four epochs of "
+        "minibatches of 128)",
     )  # fmt: skip
     parser.add_argument(
         "--update-s", type=at_least(0, float), metavar="S",

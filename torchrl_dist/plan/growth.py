@@ -173,7 +173,7 @@ def print_table(costs: Costs, lines: Sequence[dict[str, Any]]) -> None:
     for step_s in STEPS_S:
         by_rank, by_node = (full_at(costs, step_s, joined) for joined in (False, True))
         console.print(
-            f"steps of {step_s:g} s: the learner's intake is full at {by_rank:,.0f} nodes with one "
+            f"steps of {step_s:g} s: one learner is saturated at {by_rank:,.0f} nodes with one "
             f"rank per core, and at {by_node:,.0f} nodes with one node worker each"
         )
 

@@ -48,16 +48,16 @@ RECIPES: dict[str, Recipe] = {
         DDPPOConfig,
         "PPO by several learners that average their gradients",
         "Train with PPO by several learners, each with environments of its own, that average "
-        "their gradients (DD-PPO). Environments: gymnasium's with discrete actions, and "
-        "numbers or images.",
+        "their gradients (DD-PPO). Environments: gymnasium's with discrete actions, and vectors "
+        "or images as observations.",
         "all ranks learn; with --collectors K, one rank in K + 1 learns, and the others collect",
     ),
     "impala": Recipe(
         ImpalaConfig,
-        "actors that run ahead of one learner, which corrects for it by V-trace",
+        "actors that run ahead of one learner, which corrects for the lag by V-trace",
         "Train with IMPALA: collectors run ahead of one learner, which takes each rollout as it "
         "arrives and corrects for older policies by V-trace. Environments: gymnasium's with "
-        "numbered actions that observe numbers or images.",
+        "discrete actions, and vectors or images as observations.",
         "rank 0 is the learner and the other ranks collect",
     ),
     "sac": Recipe(

@@ -1,6 +1,6 @@
 """Replay buffers that many processes share.
 
-What holds, what guards it, and the tests that try to break it (``tests/replay``):
+The invariants, what guards each, and the tests that try to break it (``tests/replay``):
 
 =========================================  ====================================  ================
 invariant                                  guard                                 tests
@@ -22,7 +22,7 @@ the law and the weights of one buffer      ``tree``, ``sampler``; over shards   
                                            ``shard_law``                         shard_hosts
 at most once per pass, by all processes    one counter per shard, ``passes``     passes,
                                                                                  contracts
-by RPC: in order, each once                one call under way, none repeated:    link, host,
+RPC calls run in order, each once          one call under way, none repeated:    link, host,
                                            ``remote_link``                       hosted
 samples per insert stay in their range     ``limiter``; ``gate`` on a node,      limiter, gate,
                                            ``totals_gate`` over hosts            limiter_hosts
@@ -31,10 +31,10 @@ the earlier checkpoint, or the new one     one rename, ``disk``; the ring's     
 any of these, in any order of calls        a plain model                         fuzz
 =========================================  ====================================  ================
 
-.. [1] Where C was built, ``replay_update`` in ``law/_kernel.c`` asks. Over hosts the client
-   sends the generation along, and the same function asks. A call that names slots alone is looked
-   up among the rows this process drew or wrote (``sampler.RecentGenerations``); slots that are not
-   among them are set as they are, and counted as ``unverified_updates``.
+.. [1] Where C was built, ``replay_update`` in ``law/_kernel.c`` compares generations, also over
+   hosts, to which the client sends them. If a call names only slots, generations are looked up
+   among the rows that this process drew or wrote (``sampler.RecentGenerations``). Slots not found
+   there are set without a check, and counted as ``unverified_updates``.
 """
 
 from torchrl_dist.replay.hosts.buffer import HostedReplayBuffer, replay_buffer

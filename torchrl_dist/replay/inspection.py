@@ -1,8 +1,8 @@
 """Read what ``torchrl-dist inspect`` shows about a replay directory or a checkpoint.
 
-This module only reads: it attaches, locks and changes no file. Therefore it does not disturb a
-running job, and read-only files can be inspected, but the figures of a running job belong to
-slightly different instants.
+This module only reads: it joins no directory, and locks and changes no file. So it does not disturb
+a running job, and can inspect read-only files. The figures of a running job belong to slightly
+different instants.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return all facts about the replay directory or checkpoint in a folder, as plain values.
 
     Raises:
-        DirectoryError: the folder is neither of these, or has another format, or another user could
-            change its content.
+        DirectoryError: the folder holds neither of these, or has another format, or another user
+            could change its content.
         CheckpointError: the checkpoint is damaged.
     """
     folder = Path(os.path.abspath(path))
@@ -312,8 +312,7 @@ def _content(
 
 
 def _priorities(leaf: np.ndarray, alpha: float | None, eps: float | None) -> np.ndarray:
-    """Return sorted priorities. If alpha and eps are known, these are the ones before both were
-    applied."""
+    """Return sorted priorities, without alpha and eps if both are known."""
     if alpha:
         leaf = np.maximum(leaf ** (1 / alpha) - (eps or 0.0), 0.0)
     return np.sort(leaf)

@@ -360,8 +360,8 @@ class ForkServer:
     def _send(self, command: Any, ends: Sequence[int] = ()) -> None:
         if os.getpid() != self._owner:
             raise ConfigurationError(
-                f"This fork server belongs to process {self._owner}, and this one is a fork of it: "
-                "make another fork server here."
+                f"This fork server belongs to process {self._owner}, of which this process is a "
+                "fork: make another fork server here."
             )
         with self._command_lock:
             if self._commands.closed:

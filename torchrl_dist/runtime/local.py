@@ -69,7 +69,9 @@ def local_cluster(
         [3, 3]
     """
     if any(count < 0 for count in roles.values()) or not sum(roles.values()):
-        raise ConfigurationError(f"roles={dict(roles)}: expected counts >= 0, not all of them 0.")
+        raise ConfigurationError(
+            f"roles={dict(roles)}: expected counts >= 0, at least one of them above 0."
+        )
     check_timeout(timeout_s)
     seats = assign_roles(roles, sum(roles.values()))
     with only_session():

@@ -225,7 +225,7 @@ class Pulse:
         except Exception as error:
             pid, state = session.pid_of(peer), ""
             if peer.host == session.me.host and proc.state(pid) in ("T", "t"):
-                state = f", because it is stopped; kill -CONT {pid} lets it go on"
+                state = f", because it is stopped; kill -CONT {pid} continues it"
             return f"{told}: it does not answer{state} ({type(error).__name__})"
 
 

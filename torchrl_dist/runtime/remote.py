@@ -113,7 +113,7 @@ def only_session() -> Iterator[None]:
         where = "" if _current is None else f" as {_current.me.name}"
         raise ConfigurationError(
             f"This process is already in a session{where}, or entering one: leave it first. "
-            "Two sessions at a time, for example in two threads, need a process each."
+            "Use one process per session, also for sessions of two threads."
         )
     try:
         yield

@@ -235,8 +235,7 @@ class _Exchange:
             ) from error
         except dist.DistError as error:
             raise PeerLostError(
-                f"the store of the job is gone, and with it the process that keeps it: "
-                f"{str(error).splitlines()[0]}"
+                f"the process that keeps the store of the job is gone: {str(error).splitlines()[0]}"
             ) from error
 
     def _collect(self, card: dict[Any, Any]) -> list[dict[Any, Any]]:

@@ -29,6 +29,7 @@ def assign_roles(roles: Mapping[str, int], world_size: int) -> list[tuple[str, i
     if total != world_size:
         raise ConfigurationError(
             f"roles={dict(roles)} need {total} processes, the job has {world_size}. Change the "
-            "counts, give one role -1 to take the rest, or start a different number of processes."
+            "counts, set one count to -1 (all remaining processes), or start a different number "
+            "of processes."
         )
     return [(role, index) for role, count in counts.items() for index in range(count)]

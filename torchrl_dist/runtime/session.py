@@ -136,7 +136,7 @@ class Session:
         if os.getpid() != self._pid:
             raise ConfigurationError(
                 f"process {os.getpid()} was forked from {self._pid}, {self.me.name} of a session, "
-                "but is not a member of it, because its connections stay with that process. Use "
+                "but is not a member, because the connections stay with that process. Use "
                 "local_cluster, torchrun or Slurm to start processes that call one another"
             )
 
@@ -584,7 +584,7 @@ class Session:
     def _say_stop(self, name: signal.Signals) -> None:
         say(
             f"torchrl_dist: {name.name} received: {self.me.name} finishes its current work and "
-            "stops; a second SIGINT or SIGTERM ends it at once"
+            "stops; a second SIGINT or SIGTERM ends it immediately"
         )
 
     def wait_stop(self, timeout_s: float) -> bool:
@@ -646,8 +646,8 @@ class Session:
         except FutureTimeoutError:
             names = [self.peers[rank].name for rank in sorted(self._members.missing(number))]
             error = DeadlineError(
-                f"barrier: {', '.join(names)} did not come in {timeout_s:g} s: see their output, "
-                "or raise timeout_s"
+                f"barrier: {', '.join(names)} did not reach it within {timeout_s:g} s: see their "
+                "output, or raise timeout_s"
             )
         if error is not None:
             raise error
@@ -923,7 +923,7 @@ def look_for_others(alone: str) -> None:
     rank, size, launcher = others
     told = (
         f"this process looks like task {rank} of {size} that {launcher} started, but is not a rank "
-        "of a job: each task would be a job of its own. Start them with torchrun or with srun "
+        "of a job: each task would be a job of its own. Start all tasks with torchrun or with srun "
         "(srun python ...), whose RANK or SLURM_STEP_ID must reach the program, also in a "
         f"container; {alone}"
     )

@@ -150,7 +150,7 @@ def keep_store(
                 "Another program or an earlier job listens at that port: end it, or start all "
                 "processes of the job with another MASTER_PORT"
                 if error.errno == errno.EADDRINUSE
-                else "Rank 0 must run where MASTER_ADDR is an address of its machine; in a job of "
+                else "MASTER_ADDR must be an address of the machine of rank 0; in a job of "
                 "one machine the loopback interface must be up"
             )
         ) from error

@@ -60,8 +60,8 @@ class Transport:
         global _handler
         if rpc._is_current_rpc_agent_set():
             raise ConfigurationError(
-                "torch.distributed.rpc is already initialized in this process, but a session "
-                "starts it itself. Shut it down first."
+                "torch.distributed.rpc is already initialized in this process, but a session must "
+                "do this itself. Shut it down first."
             )
         _handler = handler
         self._log_level = _find_log_level()

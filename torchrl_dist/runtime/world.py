@@ -358,8 +358,8 @@ def _integer(
 def _check(world: World) -> None:
     if world.global_rank >= world.world_size:
         raise ConfigurationError(
-            f"rank {world.global_rank} in a world of {world.world_size}: expected a rank below it. "
-            "Check the launcher's variables."
+            f"rank {world.global_rank} in a world of {world.world_size}: expected a rank below "
+            "the size of the world. Check the launcher's variables."
         )
     if world.local_rank >= world.local_world_size or world.local_world_size > world.world_size:
         raise ConfigurationError(

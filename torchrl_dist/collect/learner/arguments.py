@@ -69,23 +69,24 @@ def require_shared(replay_buffer: Any, env_processes: int, replace_lost: bool) -
     if not getattr(storage, "attaches_when_pickled", False):
         raise ConfigurationError(
             f"replay_buffer: its {type(storage).__name__} belongs to this process, and the workers "
-            "would write to copies that no process reads; build it with SharedMemmapStorage and "
-            "SharedCursorWriter"
+            "would write to copies that no process reads; build the buffer with "
+            "SharedMemmapStorage and SharedCursorWriter"
         )
     if not getattr(storage, "attaches_by_session", False):
         return
     reached = f"replay_buffer: its {type(storage).__name__} is reached through the session"
     if env_processes:
         raise ConfigurationError(
-            f"{reached}, but the env_processes={env_processes} of a worker are not members of it; "
-            "pass env_processes=0 (num_envs= steps several environments in a worker), or extend "
-            "the buffer with the batches that the collector yields"
+            f"{reached}, but the env_processes={env_processes} of a worker are not members; pass "
+            "env_processes=0 (num_envs= steps several environments in a worker), or extend the "
+            "buffer with the batches that the collector yields"
         )
     if replace_lost:
         raise ConfigurationError(
-            f"{reached}, but a replacement of a lost worker is not a member of it; expected "
-            "replace_lost=False (the others go on without it) or a SharedReplayBuffer of this "
-            "node. Or extend the buffer with the batches that the collector yields"
+            f"{reached}, but a replacement of a lost worker cannot be a member; expected "
+            "replace_lost=False (the others continue without the lost worker) or a "
+            "SharedReplayBuffer of this node. Or extend the buffer with the batches that the "
+            "collector yields"
         )
 
 
@@ -100,8 +101,8 @@ def check_inference(
     given = [name for name, value in others.items() if value]
     if not isinstance(policy, nn.Module) or given:
         raise ConfigurationError(
-            f"inference='learner' needs policy=, a module, and does not go with {given}; got "
-            f"policy={type(policy).__name__}"
+            f"inference='learner' needs policy=, a module, and cannot be combined with {given}; "
+            f"got policy={type(policy).__name__}"
         )
 
 
@@ -160,12 +161,13 @@ class Settings(WorkerOptions):
             )
         if self.inference == "learner" and self.replace_lost:
             raise ConfigurationError(
-                "replace_lost=True does not go with inference='learner'; leave one of them out"
+                "replace_lost=True cannot be combined with inference='learner'; leave one of them "
+                "out"
             )
         if self.inference == "learner" and self.init_random_frames:
             raise ConfigurationError(
-                "init_random_frames= does not go with inference='learner', where the workers do "
-                "not know what else the policy writes; leave one of them out"
+                "init_random_frames= cannot be combined with inference='learner', where the "
+                "workers do not know what else the policy writes; leave one of them out"
             )
 
     def _check_numbers(self) -> None:
@@ -204,8 +206,8 @@ class Settings(WorkerOptions):
             )
         if readiness.cuts and (self.replay_buffer is not None or self.has_postproc):
             raise ConfigurationError(
-                f"{readiness} cuts rollouts short and pads the batch: it goes neither with "
-                "replay_buffer= (use FirstReady(), which never waits) nor with postproc="
+                f"{readiness} cuts rollouts short and pads the batch: it cannot be combined with "
+                "replay_buffer= (use FirstReady(), which never waits) or postproc="
             )
 
     def _check_trajectories(self) -> None:
@@ -231,8 +233,8 @@ class Settings(WorkerOptions):
         given = [name for name in names if getattr(self, name) is not None]
         if given or self.readiness.cuts:
             raise ConfigurationError(
-                f"trajs_per_batch= and split_trajs= need whole rollouts; they do not go with "
-                f"{', '.join(given) or self.readiness}"
+                "trajs_per_batch= and split_trajs= need whole rollouts; they cannot be combined "
+                f"with {', '.join(given) or self.readiness}"
             )
 
     def _check_results(self) -> None:
@@ -249,14 +251,15 @@ class Settings(WorkerOptions):
         whole = self.trajs_per_batch is None and not self.split_trajs
         if self.cat_results not in (None, 0) and not (whole and self.replay_buffer is None):
             raise ConfigurationError(
-                f"cat_results={self.cat_results!r} is for batches of rollouts: it goes neither "
-                "with trajs_per_batch= nor with split_trajs= nor with replay_buffer="
+                f"cat_results={self.cat_results!r} is for batches of rollouts: it cannot be "
+                "combined with trajs_per_batch=, split_trajs= or replay_buffer="
             )
         if self.storing_device is not None and self.replay_buffer is not None:
             if self.storing_device.type != "cpu":
                 raise ConfigurationError(
-                    f"storing_device={self.storing_device} does not go with replay_buffer=: the "
-                    "workers write host memory; a buffer's sample() may move batches to a device"
+                    f"storing_device={self.storing_device} cannot be combined with "
+                    "replay_buffer=: the workers write host memory; a buffer's sample() may move "
+                    "batches to a device"
                 )
 
     @property
@@ -308,8 +311,8 @@ class Settings(WorkerOptions):
         uneven = self.total_frames % frames_per_batch if self.total_frames > 0 else 0
         if uneven and self.cat_results not in (None, 0):
             raise ConfigurationError(
-                f"cat_results={self.cat_results!r} needs rollouts of one shape, and the last batch "
-                f"would have others: total_frames={self.total_frames} is not a multiple of "
+                f"cat_results={self.cat_results!r} needs rollouts of one shape, and those of the "
+                f"last batch would differ: total_frames={self.total_frames} is not a multiple of "
                 f"{frames_per_batch} frames per batch"
             )
 
@@ -328,8 +331,8 @@ class Settings(WorkerOptions):
         given = [name for name, is_asked in asked.items() if is_asked]
         if given:
             raise ConfigurationError(
-                f"{', '.join(given)}: rows of this env may differ in shape, so they can be neither "
-                f"padded nor filled in; its specs are {specs}"
+                f"{', '.join(given)}: rows of this env may differ in shape, so they can be "
+                f"neither padded nor filled in; the env's specs are {specs}"
             )
 
 
@@ -347,11 +350,11 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "env_device": ((None, "cpu", torch.device("cpu")), _CPU),
     "extend_buffer": ((True,), "the buffer is extended by rollouts, as TorchRL advises"),
     "interruptor": ((None,), "pass readiness=Preempt(...) or preemptive_threshold="),
-    "reset_when_done": ((True,), "an env that is done is reset"),
-    "return_same_td": ((False,), "a batch belongs to the caller"),
+    "reset_when_done": ((True,), "an env that is done is always reset"),
+    "return_same_td": ((False,), "each batch belongs to the caller, and is not used again"),
     "track_traj_ids": ((True,), "reports and trajectories need the ids"),
     "compact_obs": ((False,), "rows are whole transitions"),
-    "trajs_per_write": ((None,), "every complete trajectory is written at once"),
+    "trajs_per_write": ((None,), "each trajectory is written as soon as it is complete"),
     "auto_register_policy_transforms": (
         (None, False),
         "append InitTracker and the policy's primer to a TorchRL env in make_env",
@@ -363,8 +366,8 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "update_at_each_batch": ((False,), _WEIGHTS),
     "worker_idx": ((None,), "workers are numbered by the collector"),
     # of TorchRL's collectors over Ray, RPC and torch.distributed
-    "collector_class": ((None,), "this collector has its own kind of workers"),
-    "collector_kwargs": ((None,), "this collector has its own kind of workers"),
+    "collector_class": ((None,), "this collector builds its workers itself"),
+    "collector_kwargs": ((None,), "this collector builds its workers itself"),
     "num_workers_per_collector": ((1,), "pass env_processes="),
     "ray_init_config": ((None,), _LAUNCHER),
     "remote_configs": ((None,), _LAUNCHER),
@@ -372,7 +375,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "launcher": ((None,), _LAUNCHER),
     "tcp_port": ((None,), _LAUNCHER),
     "visible_devices": ((None,), _CPU),
-    "tensorpipe_options": ((None,), "the session has its own"),
+    "tensorpipe_options": ((None,), "the session sets these options itself"),
     "update_after_each_batch": ((False,), _WEIGHTS),
     "max_weight_update_interval": ((-1,), _WEIGHTS),
     "update_interval": ((None,), _WEIGHTS),
@@ -440,8 +443,8 @@ def _choose_env(
     if isinstance(make, EnvBase | gymnasium.Env | gymnasium.vector.VectorEnv):
         if not here or num_envs > 1:
             raise ConfigurationError(
-                f"make_env is an env, {type(make).__name__}, which can be stepped by one worker in "
-                "this process, with num_envs=1; pass a function that makes it"
+                f"make_env is an env, {type(make).__name__}, which only one worker in this "
+                "process can step, with num_envs=1; pass a function that makes it"
             )
         make = GivenEnv(make)
     if not isinstance(make, str) and not callable(make):
@@ -452,7 +455,9 @@ def _choose_env(
     if not kwargs:
         return make
     if isinstance(make, GivenEnv):
-        raise ConfigurationError("create_env_kwargs= does not go with an env that was made already")
+        raise ConfigurationError(
+            "create_env_kwargs= cannot be combined with an env that was made already"
+        )
     if isinstance(make, str):
         return partial(gymnasium.make, make, **kwargs)
     return partial(make, **kwargs)

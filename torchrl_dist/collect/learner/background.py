@@ -85,7 +85,7 @@ class Background:
         try:
             with self._cond:
                 if not self._cond.wait_for(lambda: not self._busy, timeout_s):
-                    raise DeadlineError(f"the batch under way has not ended within {timeout_s:g} s")
+                    raise DeadlineError(f"the current batch did not end within {timeout_s:g} s")
             self.raise_error()
             yield
         finally:

@@ -54,7 +54,7 @@ from torchrl_dist.weights import PackedWeights, completed, find_target, pack
 Weights: TypeAlias = nn.Module | TensorDictBase | Mapping[str, Any]
 
 _SHUTDOWN_S = 10.0
-_ONE_POLICY = "with inference='learner', all workers use the learner's policy"
+_ONE_POLICY = "with inference='learner', all workers use the policy of the learner"
 # A resumed job numbers trajectories from above all ids that earlier runs can have used.
 _RUN_EPOCH_S = 1_704_067_200  # 2024-01-01
 _RUN_SHIFT = 32
@@ -698,7 +698,7 @@ class RPCBatchedCollector(BaseCollector):
             if self._crew.in_callers_thread:
                 raise ConfigurationError(
                     "start() collects in a separate thread, and this env was made in another "
-                    "one; pass a function that makes it, such as make_env=lambda: MyEnv()"
+                    "thread; pass a function that makes the env, such as make_env=lambda: MyEnv()"
                 )
             self._background = Background(self)
             if (session := self._session()) is not None:
@@ -998,7 +998,7 @@ class RPCBatchedCollector(BaseCollector):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigurationError(
             "a collector cannot be copied or pickled, because its envs and workers belong to this "
-            "process: build one where it is needed, and hand over its state_dict()"
+            "process: build one in the process that needs it, and pass on this one's state_dict()"
         )
 
     def __repr__(self) -> str:

@@ -256,7 +256,7 @@ class Crew:
                 names += f" (behind {others})"
             raise DeadlineError(
                 f"no batch within {timeout_s:g} s; waiting for {names or 'no worker'}. "
-                "Iterate again to go on waiting, or raise timeout_s"
+                "Iterate again to continue waiting, or raise timeout_s"
             )
         for worker in self.workers:
             if worker.callers is not None and worker.callers.waits and not self._paused:
@@ -455,7 +455,7 @@ class Crew:
                     "lower min_workers"
                 ) from worker.failure
             warnings.warn(
-                f"collection goes on with {left} workers{', another one is built' * replaced}: "
+                f"collecting continues with {left} workers{', another one is built' * replaced}: "
                 f"{worker.failure}",
                 stacklevel=_WARN_AT_CALLER,
             )
@@ -557,9 +557,9 @@ class Crew:
     def require_here(self) -> None:
         if not self.is_here:
             raise ConfigurationError(
-                f"process {os.getpid()} was forked from {self._pid}, which has this collector; its "
-                "envs and workers stay in that process. Build another one here, or hand batches "
-                "to this process"
+                f"process {os.getpid()} was forked from {self._pid}, which has this collector; "
+                "the envs and workers stay in that process. Build another collector here, or send "
+                "batches to this process"
             )
 
     def require_open(self) -> None:

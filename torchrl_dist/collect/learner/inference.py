@@ -105,8 +105,8 @@ class LearnerInference:
         outputs = {key if isinstance(key, str) else tuple(key) for key in reads.out_keys}
         if any(isinstance(key, tuple) and key[0] == "next" for key in outputs):
             raise ConfigurationError(
-                "inference='learner' does not carry the state of a recurrent policy. Leave "
-                "inference out, so that the workers have the policy"
+                "inference='learner' does not keep the state of a recurrent policy. Leave "
+                "inference out, so that the workers run the policy"
             )
         self._policy = cpu_copy(policy, travels=False)
         self._calls = compilation.calls(self._policy, exploration_type)

@@ -35,8 +35,8 @@ def visit(envs: Any, index: int | None, what: str, name: str, args: tuple, kwarg
         return [_visit_one(env, what, name, args, kwargs) for env in chosen]
     if index not in (None, 0) or (index == 0 and _size(envs) > 1):
         raise ConfigurationError(
-            f"{envs} cannot be asked for one of its envs; ask all (env=None), or build the "
-            "worker from single envs (make_env returns one, num_envs=...)"
+            f"{envs} does not give access to one of its envs; choose all (env=None), or build the "
+            "worker from single envs (make_env returns one env; pass num_envs=...)"
         )
     if isinstance(envs, AsyncVectorEnv):
         if what == "set":

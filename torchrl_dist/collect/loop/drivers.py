@@ -271,7 +271,7 @@ class SameStepDriver(_VectorDriver):
                 raise ConfigurationError(
                     f"{self.env} declares same-step autoreset, but the info of a step that ended "
                     f"an episode has no 'final_obs' (it has {sorted(info)}), so the last "
-                    "observation of the episode is lost; let the env put it there"
+                    "observation of the episode is lost; let the env add it to the info"
                 )
             for i in np.flatnonzero(done).tolist() if final is not None else ():
                 last = final[i] if not isinstance(final, dict) else _index(final, i)
@@ -285,7 +285,7 @@ class SameStepDriver(_VectorDriver):
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"{self.env} does not return the last observation of an episode; there, "
+                f"{self.env} does not return the last observation of an episode; in its place, "
                 "('next', ...) observations are NaN (0 if they are not floating-point)",
                 stacklevel=2,
             )
@@ -345,7 +345,7 @@ class EnvPoolDriver(NextStepDriver):
             in_vain = seeds is not None and list(seeds) != self._seeds
         if in_vain:
             warnings.warn(
-                "an EnvPool cannot be seeded once it is made, so its episodes go on with seed "
+                "an EnvPool cannot be seeded once it is made, so its episodes continue with seed "
                 f"{self.env.config['seed']}. For seeds that differ per worker and follow from the "
                 "collector's, let make_env pass seed=np.random.randint(2**31) to envpool.make; "
                 "NumPy is seeded before make_env is called",

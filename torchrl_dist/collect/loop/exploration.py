@@ -139,8 +139,8 @@ class _UnderWay:
             if not self.changed.wait_for(lambda: self._fits(call), _WAIT_S):
                 raise DeadlineError(
                     f"{call.what}, under {call.type}, has waited {_WAIT_S:g} s for its turn: "
-                    f"{self}. TorchRL's exploration type is one per process: give both collectors "
-                    "the same type, or run one of them in another process"
+                    f"{self}. A process has one exploration type of TorchRL at a time: give both "
+                    "collectors the same type, or run one of them in another process"
                 )
             self.waits.remove(call)
             self.changed.notify_all()

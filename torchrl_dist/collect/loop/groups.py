@@ -168,8 +168,8 @@ def make_grouped_rollout(
             for each in built:
                 each.close()
             raise ConfigurationError(
-                "inference='learner' takes gymnasium envs, but no vector envs with next-step "
-                "autoreset and no TorchRL envs. Pass other envs, or leave inference out"
+                "inference='learner' supports gymnasium envs, but neither TorchRL envs nor vector "
+                "envs with next-step autoreset. Pass other envs, or leave inference out"
             )
     envs = [each for each in (rollout.driver for rollout in fit) if isinstance(each, EnvListDriver)]
     require_different(env for driver in envs for env in driver.envs)

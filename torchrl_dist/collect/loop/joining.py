@@ -67,7 +67,7 @@ def set_truncated(rollout: TensorDict) -> None:
     found = [key for key in following.keys(True, True) if _last(key) == "truncated"]
     if not found:
         raise ConfigurationError(
-            "set_truncated=True: the env has no 'truncated'; add it by TorchRL's "
+            "set_truncated=True: the env has no 'truncated'; add that key by TorchRL's "
             "env.add_truncated_keys()"
         )
     for key in found:

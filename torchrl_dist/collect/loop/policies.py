@@ -120,8 +120,8 @@ class UnfitPolicyError(ConfigurationError, TypeError):
 
 
 _EXPECTED = (
-    "A policy is called with a TensorDict, and must return one. A module or function of "
-    "tensors names its arguments after the observations, or is wrapped: TensorDictModule(module, "
+    "A policy is called with a TensorDict, and must return one. A module or function of tensors "
+    "must name its arguments after the observations, or be wrapped: TensorDictModule(module, "
     "in_keys=['observation'], out_keys=['action'])"
 )
 
@@ -331,8 +331,8 @@ def cpu_copy(policy: nn.Module, *, travels: bool) -> nn.Module:
     if travels and parametrized:
         raise ConfigurationError(
             f"the policy's {', '.join(map(repr, parametrized[:3]))} is parametrized "
-            "(torch.nn.utils.parametrize, as spectral_norm and weight_norm do it), and torch does "
-            f"not pickle such modules. {_BUILD_THERE}"
+            "(torch.nn.utils.parametrize, which spectral_norm and weight_norm use), and torch "
+            f"does not pickle such modules. {_BUILD_THERE}"
         )
     try:
         return copy.deepcopy(policy).to("cpu")
@@ -343,8 +343,8 @@ def cpu_copy(policy: nn.Module, *, travels: bool) -> nn.Module:
 
 
 _BUILD_THERE = (
-    "Let each worker build its own: policy_factory=make_policy, together with policy= for the "
-    "weights"
+    "Let each worker build its own policy: policy_factory=make_policy, together with policy= for "
+    "the weights"
 )
 
 
@@ -369,7 +369,7 @@ class Compilation:
         if graphs and torch.cuda.is_available() and (device := _device(policy)) != "cuda":
             raise ConfigurationError(
                 f"cudagraph_policy={self.cudagraph_policy}: the policy of this worker is on "
-                f"{device!r}; expected 'cuda', because a graph holds only work of a GPU"
+                f"{device!r}; expected 'cuda', because a CUDA graph contains only work of a GPU"
             )
         if compiles:
             policy = compile_with_warmup(policy, **_options(self.compile_policy))

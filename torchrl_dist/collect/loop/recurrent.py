@@ -40,8 +40,8 @@ def carried_state(policy: Any, num_envs: int) -> dict[Key, Tensor]:
     if missing := [key for key in keys if key not in state]:
         raise ConfigurationError(
             f"the policy reads {missing} and writes their next values, but none of its modules has "
-            "make_tensordict_primer(), which gives their values at the start of an episode; add it "
-            "to a module"
+            "make_tensordict_primer(), which gives the values at the start of an episode; add "
+            "this method to a module"
         )
     noises = [m for m in _modules(policy) if isinstance(m, OrnsteinUhlenbeckProcessModule)]
     if IS_INIT in reads or any(noise.is_init_key == IS_INIT for noise in noises):

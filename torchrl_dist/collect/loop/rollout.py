@@ -749,8 +749,8 @@ class GymnasiumRollout:
         advice = (
             f"{self.driver} uses a separate step to reset an env (next-step autoreset), so the "
             f"envs that end episodes least often are {rows} steps ahead of the others, and their "
-            f"rows wait for {ahead:.0f} rollouts. If the vector env can, build it with same-step "
-            "autoreset or with autoreset disabled"
+            f"rows wait for {ahead:.0f} rollouts. If possible, build the vector env with "
+            "same-step autoreset or with autoreset disabled"
         )
         if ahead > _MAX_ROLLOUTS_AHEAD:
             raise ConfigurationError(advice)
@@ -947,8 +947,8 @@ def make_rollout(
         if has_start(observed) or has_start(taken):
             driver.close()
             raise ConfigurationError(
-                f"{error}. TorchRL's GymWrapper, which steps such spaces, does not take a Discrete "
-                "space that starts at another number than 0; let it start at 0"
+                f"{error}. TorchRL's GymWrapper, which steps such spaces, does not accept a "
+                "Discrete space that starts at another number than 0; let the space start at 0"
             ) from None
         env = _wrapped(driver.envs, categorical_action_encoding, error, at_random=policy is None)
     return TorchRLRollout(
@@ -1009,7 +1009,7 @@ def _wrapped(
         for env in envs:
             env.close()
         raise ConfigurationError(
-            f"{reason}. TorchRL's GymWrapper does not take it either ({type(error).__name__}: "
-            f"{error})"
+            f"{reason}. TorchRL's GymWrapper does not accept this env either "
+            f"({type(error).__name__}: {error})"
         ) from error
     return env

@@ -357,7 +357,7 @@ class ProcessPool:
         if self.stopped:
             return
         if process.deaths >= _MAX_DEATHS_IN_A_ROW:
-            raise PeerLostError(f"{what}; {process.deaths} in a row have ended like this")
+            raise PeerLostError(f"{what}; {process.deaths} processes in a row have ended like this")
         process.generation += 1
         process.forked_at = awake()
         process.numbered += self.numbers_at_stake

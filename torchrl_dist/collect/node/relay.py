@@ -162,7 +162,7 @@ class NodeLearner:
                 else:
                     self.calls.append(message)
             elif left_s <= 0:
-                raise DeadlineError(f"the node worker had no actions within {timeout_s:g} s")
+                raise DeadlineError(f"the node worker received no actions within {timeout_s:g} s")
             else:
                 self._beat()
         answer = self._answers.pop(number)

@@ -446,7 +446,7 @@ class RolloutWorker:
             raise ConfigurationError(
                 f"{self._rollout.target} takes one seed for its {self.num_envs} envs, so their "
                 "actions would depend on how the job is divided into workers; leave seed= out, or "
-                "let make_env return single envs, or a SyncVectorEnv or AsyncVectorEnv of them"
+                "let make_env return single envs, a SyncVectorEnv or an AsyncVectorEnv"
             )
 
     def _set_seed(self, seed: int, static_seed: bool = False) -> int:

@@ -37,8 +37,8 @@ class ApexConfig(ReplayConfig):
         minimum=1, group=LEARNING,
     )  # fmt: skip
     updates_per_batch: int = option(
-        32, "gradient steps per batch of frames; fewer in proportion for a smaller one", minimum=1,
-        group=LEARNING,
+        32, "gradient steps per batch of frames; proportionally fewer for a smaller batch",
+        minimum=1, group=LEARNING,
     )  # fmt: skip
     batch_size: int = option(256, "rows per gradient step", minimum=1, group=LEARNING)
     learning_rate_end: float = option(
@@ -83,8 +83,8 @@ class ApexConfig(ReplayConfig):
         collectors = self.collectors if launched is None else launched - self.learners
         if collectors and collectors < self.learners:
             raise ConfigurationError(
-                f"--learners: got {self.learners} with {collectors} collectors, expected a "
-                "collector for each learner, or no collectors"
+                f"--learners: got {self.learners} with {collectors} collectors, expected at least "
+                "one collector per learner, or none"
             )
         roles = {"learner": self.learners, "collector": collectors}
         if launched is None:

@@ -39,7 +39,7 @@ class DDPPOConfig(RecipeConfig):
         group=JOB,
     )  # fmt: skip
     preempt_fraction: float = option(
-        0.6, "once this part of all collectors (or of learners that step themselves) is done, the "
+        0.6, "once this part of all collectors (or of learners, if these step envs) is done, the "
         "others stop early; 1: never", above=0, maximum=1, group=JOB,
     )  # fmt: skip
     preempt_min_part: float = option(
@@ -55,8 +55,8 @@ class DDPPOConfig(RecipeConfig):
         0.95, "lambda of the advantage estimate", minimum=0, maximum=1, group=LEARNING
     )
     clip: float = option(
-        0.2, "at the start, the policy's ratio is clipped to 1 - clip and 1 + clip", above=0,
-        maximum=1, group=LEARNING,
+        0.2, "initial clip range: the policy's ratio is kept between 1 - clip and 1 + clip",
+        above=0, maximum=1, group=LEARNING,
     )  # fmt: skip
     anneal: bool = option(
         True, "decay learning rate and clip linearly to 0 over the job's frames", group=LEARNING
@@ -65,7 +65,7 @@ class DDPPOConfig(RecipeConfig):
     critic_coef: float = option(0.5, "weight of the critic's loss", minimum=0, group=LEARNING)
     max_grad_norm: float = option(0.5, "maximum norm of the gradients", above=0, group=LEARNING)
     target_kl: float = option(
-        0.0, "leave a batch at 1.5 times this KL divergence, the mean over all rows; 0: never",
+        0.0, "end a batch's updates at 1.5 times this KL divergence (mean over all rows); 0: never",
         minimum=0, group=LEARNING,
     )  # fmt: skip
 

@@ -20,8 +20,8 @@ class ImpalaConfig(RecipeConfig):
 
     total_frames: int = option(400_000, "length of the run", unit="frames", minimum=1, group=JOB)
     frames_per_batch: int = option(
-        320, "frames of one collector's rollout, which is a batch; its steps are this by its "
-        "environments", minimum=1, group=JOB,
+        320, "frames of one collector's rollout, which is one batch: the collector's environments "
+        "times the steps of each", minimum=1, group=JOB,
     )  # fmt: skip
     learning_rate: float = option(2e-3, "step size of Adam at the start", above=0, group=LEARNING)
     anneal: bool = option(True, "decay the learning rate linearly to 0", group=LEARNING)

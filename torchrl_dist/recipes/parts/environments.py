@@ -193,8 +193,8 @@ def check_finite(rows: TensorDictBase, env: str) -> None:
         if value.is_floating_point() and not value.isfinite().all():
             name = key if isinstance(key, str) else "/".join(key)
             raise TorchRLDistError(
-                f"{env}: {name} holds {value[~value.isfinite()][0].item()}, expected finite "
-                "numbers; the rows were not written. Check what step() and reset() of the "
+                f"{env}: {name} contains {value[~value.isfinite()][0].item()}, expected finite "
+                "numbers; these rows were not written. Check what step() and reset() of the "
                 "environment return"
             )
 

@@ -39,7 +39,7 @@ class SACConfig(ReplayConfig):
     )  # fmt: skip
 
     updates_per_frame: float = option(
-        1.0, "gradient steps per frame, kept by the buffer's limiter", above=0, group=LEARNING
+        1.0, "gradient steps per frame, enforced by the buffer's limiter", above=0, group=LEARNING
     )
     batch_size: int = option(128, "rows per gradient step", minimum=1, group=LEARNING)
     target_tau: float = option(
@@ -51,4 +51,4 @@ class SACConfig(ReplayConfig):
         minimum=1, group=LEARNING,
     )  # fmt: skip
 
-    capacity: int = option(100_000, "rows the buffer holds", minimum=1, group=REPLAY)
+    capacity: int = option(100_000, "maximum number of rows in the buffer", minimum=1, group=REPLAY)

@@ -82,9 +82,9 @@ class RecipeConfig:
     )  # fmt: skip
     network: str | None = option(
         None,
-        "package.module:function; function(inputs, outputs) returns the torch module from float32 "
-        "[..., inputs] to [..., outputs] and replaces the hidden layers of each network; for "
-        "images, inputs is (channels, height, width), and images are [N, *inputs] in [0, 1]",
+        "package.module:function; function(inputs, outputs) returns the torch module that maps "
+        "float32 [..., inputs] to [..., outputs], instead of the hidden layers of each network; "
+        "for images, inputs is (channels, height, width), and images are [N, *inputs] in [0, 1]",
         group=LEARNING,
     )
 
@@ -92,10 +92,10 @@ class RecipeConfig:
         5_000, "frames between two evaluations", unit="frames", minimum=1, group=WATCHING
     )
     eval_episodes: int = option(
-        20, "greedy episodes per evaluation, and at the end", minimum=1, group=WATCHING
+        20, "greedy episodes per evaluation, the last one included", minimum=1, group=WATCHING
     )
     eval_max_steps: int = option(
-        MAX_EPISODE_STEPS, "an episode of an evaluation ends after this many", unit="steps",
+        MAX_EPISODE_STEPS, "longest episode of an evaluation", unit="steps",
         minimum=1, group=WATCHING,
     )  # fmt: skip
     checkpoint_interval_s: float = option(
@@ -174,14 +174,14 @@ class ReplayConfig(RecipeConfig):
     replay_dir: str | None = option(
         None,
         "folder of the replay buffer, e.g. in /dev/shm (default: OUTPUT_DIR/replay); if there are "
-        "several nodes, each keeps a part in its own folder, by default in memory, where "
-        "--resume does not find it; a copy of a run needs a folder of its own",
+        "several nodes, each keeps a part in its own folder, by default in memory, where --resume "
+        "does not find that part; a copied run needs its own folder",
         group=JOB,
     )
     learning_starts: int = option(
         2_000, "rows in the buffer before the first update", minimum=1, group=LEARNING
     )
-    capacity: int = option(50_000, "rows the buffer holds", minimum=1, group=REPLAY)
+    capacity: int = option(50_000, "maximum number of rows in the buffer", minimum=1, group=REPLAY)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -134,7 +134,7 @@ def read_options(path: str | os.PathLike[str], config_class: type) -> dict[str, 
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigurationError(f"--config: {path} holds no mapping of options to values")
+        raise ConfigurationError(f"--config: {path} contains no mapping of options to values")
     given = [key.value for key, _ in node.value]
     for name in content:
         if given.count(name) > 1:  # YAML would take the last

@@ -112,7 +112,7 @@ def check_rows(output: Path, replay: Path | None) -> None:
         raise ConfigurationError(
             f"--replay-dir: {replay} has the rows of the run in {other}, not in {output}; "
             f"give this run its own folder, such as --replay-dir {replay}-2, where its buffer "
-            "starts empty, or a copy of the other's that was made while no run used it"
+            "starts empty, or a copy of that folder, made while no run used it"
         )
 
 
@@ -166,8 +166,8 @@ def _hold(output: Path, held: contextlib.ExitStack) -> None:
     held.callback(os.close, folder)
     if not own_files.lock_folder(folder):
         raise ConfigurationError(
-            f"--output-dir: another run is going on in {output}; choose another folder, or wait "
-            "for its end"
+            f"--output-dir: another run uses {output}; choose another folder, or wait until that "
+            "run ends"
         )
 
 

@@ -1,12 +1,12 @@
 """Batches of rows of other nodes, drawn ahead of their use.
 
-With one shard, the law is that of the plain sampler. With several shards, each batch is an exact
-draw by the masses in the shards' replies to it (``shard_law``).
+With one shard, the law is that of the plain sampler. With several shards, each batch is drawn
+exactly by the masses in the shards' replies for that batch (``shard_law``).
 
-Rows of a redraw come from a later state of their shard than the masses by which they were assigned
-to it. Their weight corrects this. Such a row was drawn with probability ``r / R * p / r2``, where
-``r`` and ``R`` are the masses of its shard and of all shards in the first replies, and ``p`` and
-``r2`` are the row's leaf and its shard's mass in the later reply. It therefore has the weight of a
+Redrawn rows come from a later state of their shard than the masses by which this shard was chosen.
+Their weights correct this. Such a row was drawn with probability ``r / R * p / r2``, where ``r``
+and ``R`` are the masses of its shard and of all shards in the first replies, and ``p`` and ``r2``
+are the row's leaf and its shard's mass in the later reply. The row therefore gets the weight of a
 row with the leaf ``p * r / r2`` in the first state, and weighted estimates have no bias.
 """
 
@@ -42,7 +42,7 @@ from torchrl_dist.runtime.awake import awake
 # A shorter round trip, as in a local network, costs less than older rows would.
 _LONG_ROUND_TRIP_S = 2e-3
 _FEWEST_AHEAD, _MOST_AHEAD, _MOST_BYTES_AHEAD = 2, 256, 2**24
-# The shortest time per batch, and the number of batches that a pause of the learner counts as.
+# The shortest time per batch, and the most batches that a pause of the learner counts as.
 _SHORTEST_USE_S, _LONGEST_PAUSE = 1e-4, 4.0
 _USES = 8  # over which the learner's pace is averaged
 
@@ -61,14 +61,14 @@ class BatchSource:
 
     A prefetched batch does not reflect later operations of this process. With ``prefetch=n`` and
     ``batches_per_call=b``, an operation takes effect at most ``n + b`` batches later. With
-    ``prefetch=0``, the next batch reflects all of them.
+    ``prefetch=0``, the next batch reflects all earlier operations.
 
-    Without a number, it draws two batches ahead. If the round trip is long, it draws twice as many
-    as the learner uses in a round trip, because one call at a time is in flight and brings half of
+    With ``prefetch=None``, two batches are drawn ahead or, if the round trip is long, twice as many
+    as the learner uses in it, because only one call at a time is in flight, which brings half of
     them. More would make rows older and save no waiting. ``batches_ahead`` is the present number.
 
     Args:
-        law: returns the law of a batch of that many rows, and its number of units.
+        law: a function of a batch's number of rows. Returns its law and its number of units.
         uniforms: random numbers for the choice of shards.
     """
 
@@ -90,7 +90,7 @@ class BatchSource:
         self._per_call = min(batches_per_call, max(1, fewest))
         self._uses = 0
         self._use_s = 0.0
-        """Seconds per batch, from one call of ``next`` to the next without waiting, on average."""
+        """Average seconds between two calls of ``next``, without the time spent waiting in them."""
         self._returned_at: float | None = None
         self._waited_s = 0.0
         self._uniforms = uniforms
@@ -100,15 +100,14 @@ class BatchSource:
 
     def _renew(self) -> None:
         self._lock = threading.RLock()  # it knows whether this thread holds it
-        # The batches drawn ahead are the parent's, and its threads may hold locks of their futures.
+        # Batches drawn ahead are the parent's, whose threads may hold locks of the futures.
         self._ready: deque[Drawn] = deque()
         self._rounds: deque[_Round] = deque()
 
     def next(self, batch_size: int) -> Drawn:
         """Return the next batch. Blocks until it arrives.
 
-        It waits at most the client's deadline for each exchange of messages. A second exchange is
-        rare.
+        Each exchange of messages takes at most the client's deadline. A second exchange is rare.
 
         Raises:
             RuntimeError: no row is published.
@@ -177,7 +176,7 @@ class BatchSource:
         return answers
 
     def _give_up(self, futures: Iterable[Any]) -> None:
-        """Drop requests, one per shard. Requests that were not sent yet are not drawn."""
+        """Drop requests, one per shard. Requests that were not sent yet are cancelled."""
         for shard, future in enumerate(futures):
             if future is not None and not future.cancel() and self._client.counts_draws:
                 future.add_done_callback(functools.partial(self._return_late, shard))
@@ -215,7 +214,7 @@ class BatchSource:
         self.batches_ahead = ahead
 
     def _top_up(self, about_to_use: int) -> None:
-        """Request more once less than half is left, so that one call brings several batches."""
+        """Request more once less than half are left, so that one call brings several batches."""
         ahead = len(self._ready) - about_to_use
         ahead += sum(round_.count for round_ in self._rounds) // self._units
         if 2 * ahead < self.batches_ahead:
@@ -269,9 +268,9 @@ class BatchSource:
     def _gather(
         self, shards: np.ndarray, masses: np.ndarray, answers: list[Answer | None]
     ) -> Drawn | None:
-        """Return a unit for each draw. If the spare ones do not suffice, ask for more.
+        """Return a unit for each draw. If spare units do not suffice, ask for more.
 
-        There are fewer, or None, if the rows do not have that many draws left."""
+        Return fewer units, or None, if the rows have too few draws left."""
         client = self._client
         gathering = _Gathering(client, shards, masses)
         gathering.add(answers)
@@ -282,7 +281,7 @@ class BatchSource:
                 shard
                 for shard in np.flatnonzero(missing).tolist()
                 if (answer := answers[shard]) is None or answer.rows is None
-            ]  # lost or emptied at this moment
+            ]  # shards lost or emptied just now
             if not gathering.reassign(gone, self._uniforms):
                 if not client.counts_draws:
                     raise self._nothing(answers)
@@ -332,7 +331,7 @@ class _Gathering:
         self._found: list[list[Drawn]] = [[] for _ in masses]
 
     def add(self, answers: Sequence[Answer | None]) -> None:
-        """Take over the answers of a round, one per shard."""
+        """Add the units in a round's answers, one answer per shard."""
         for shard, answer in enumerate(answers):
             if answer is not None:
                 mass, rows = answer.state.mass, answer.rows
@@ -349,7 +348,7 @@ class _Gathering:
         return missing
 
     def reassign(self, gone: Sequence[int], uniforms: Uniforms) -> bool:
-        """Give the draws without a unit of shards that are gone to the other shards.
+        """Assign draws without a unit, whose shards are gone, to other shards.
 
         Return whether there is another shard."""
         self._masses = self._masses.copy()
@@ -363,7 +362,7 @@ class _Gathering:
         return True
 
     def rows(self) -> Drawn | None:
-        """Return the units in the order of the draws. Those that are left over are returned."""
+        """Return the units in the order of the draws. Unused units go back to the hosts."""
         if not self._received.any():
             return None
         rows = joined([each for part in self._found for each in part])

@@ -26,8 +26,8 @@ class HostedReplayBuffer(SharedReplayBuffer):
     """A ``SharedReplayBuffer`` with a :class:`RemoteStorage`. :func:`replay_buffer` returns it.
 
     ``extend``, ``add`` and ``update_priority`` queue their work and return. They wait neither for
-    the host nor for another thread that samples. Used as a context manager, the buffer is closed at
-    the end of the block.
+    the host nor for another thread that samples. A ``with`` statement closes the buffer at the end
+    of its block.
 
     Example:
         >>> with session() as me:
@@ -60,8 +60,8 @@ class HostedReplayBuffer(SharedReplayBuffer):
         """Close the buffer, and let the hosts release it and its memory now, for all processes.
 
         The end of the session does this, too. Afterwards, calls of other processes raise, and the
-        name may be used for another buffer. If a process of a host's node has used the memory
-        directly, it keeps the memory until it has closed and dropped the buffer.
+        name may be used for another buffer. A process on a host's node that used the memory
+        directly keeps it until the process has closed and dropped the buffer.
 
         Warns:
             UserWarning: a process of a host's node still has the directory open.
@@ -126,7 +126,7 @@ def replay_buffer(
         alpha, beta, eps, prefetch, batches_per_call: see :class:`RPCPrioritizedSampler`.
         uniform: whether to sample uniformly instead of by priority.
         slices: options of :class:`RPCSliceSampler`, such as ``{"slice_len": 8}``, to sample slices
-            of trajectories. They are sampled by priority unless ``uniform`` is true.
+            of trajectories. Slices are sampled by priority unless ``uniform`` is true.
         options: options of ``TensorDictReplayBuffer``: ``priority_key``, ``transform``,
             ``pin_memory``, ...
 

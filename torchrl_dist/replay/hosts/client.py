@@ -61,8 +61,8 @@ class _PendingWrite:
     generations: np.ndarray | None = None
 
     def with_priorities(self, priority: np.ndarray) -> Operation:
-        """Return the operation that sets the rows' priorities. Call it when all earlier ones were
-        sent."""
+        """Return the operation that sets the rows' priorities. Call it when all earlier operations
+        were sent."""
         if self.slots is None:  # the rows are in the same message
             return SetWrittenPriorities(self.number, priority)
         return SetPriorities(self.slots, self.generations, priority)
@@ -153,7 +153,7 @@ class ReplayClient:
                 continue
             problem = link.problem
             if problem is not None:
-                if len(self.links) > 1:  # perhaps no call of this client has noticed it
+                if len(self.links) > 1:  # perhaps no call has reported it yet
                     self.note_trouble(shard, problem)
             elif link.replies > self._reported.get(shard, link.replies):
                 with self._lock:
@@ -200,8 +200,8 @@ class ReplayClient:
         return found
 
     def ask(self, counts: Sequence[int | None], law: Law | None) -> list[Any]:
-        """Ask the shards. Return a future for each, or None if its count is None or it does not
-        answer."""
+        """Ask the shards. Return a future for each; None for a shard whose count is None or that
+        does not answer."""
         futures: list[Any] = []
         for shard, (link, count) in enumerate(zip(self.links, counts, strict=True)):
             future = None
@@ -277,7 +277,7 @@ class ReplayClient:
         shards = index.numpy() // self.shard_capacity
         for shard, count in enumerate(np.bincount(shards).tolist()):
             if count and self.answers_now(shard):
-                with contextlib.suppress(PeerLostError):  # then its counts stay as they are
+                with contextlib.suppress(PeerLostError):  # a lost host's counts stay
                     self.links[shard].put(CountSamples(count), urgent=False)
 
     def in_buffer(self, shard: int, rows: Drawn) -> Drawn:
@@ -297,7 +297,7 @@ class ReplayClient:
                 stamps, leaf = rows.generation.numpy()[which][part], rows.leaf[which][part]
                 drawn = ReturnDraws(slots[part], stamps, leaf)
                 size = _FEW_BYTES + 3 * drawn.leaf.nbytes
-                with contextlib.suppress(PeerLostError, DeadlineError):  # then no such row exists
+                with contextlib.suppress(PeerLostError, DeadlineError):  # lost or silent host
                     self.links[shard].put(drawn, size=size, urgent=False)
 
     def counts(self) -> Counts | None:
@@ -305,7 +305,7 @@ class ReplayClient:
         limiter.
 
         Returns:
-            The sums, or None if no shard answers, or one of those that do has not answered yet."""
+            The sums; None if no shard answers, or if an answering shard's counts are unknown."""
         known = []
         for shard, link in enumerate(self.links):
             counts = link.counts()
@@ -343,7 +343,7 @@ class ReplayClient:
     def call_those_that_answer(
         self, method: str, calls: Sequence[tuple[int, tuple[Any, ...]]]
     ) -> list[Any]:
-        """Like ``call_each``, with None for a host that does not answer, which is reported.
+        """Like ``call_each``, but report hosts that do not answer, and return None for them.
 
         Raises if too few answer."""
         return self._call_each(method, calls, self.note_trouble)
@@ -377,7 +377,7 @@ class ReplayClient:
         sent = each(
             lambda shard, _: links[shard].submit(method, *arguments[shard], timeout_s=left), applied
         )
-        # the transport raises at the deadline itself
+        # longer than the transport's own deadline, so that the transport raises
         found = answers(sent, left + SHORTEST_CALL_S)
         return [found.get(shard) for shard in arguments]
 
@@ -413,7 +413,7 @@ class ReplayClient:
     def order_those_that_answer(
         self, method: str, calls: Sequence[tuple[int, tuple[Any, ...]]]
     ) -> list[Any]:
-        """Like ``order_each``, with None for a host that does not answer, which is reported.
+        """Like ``order_each``, but report hosts that do not answer, and return None for them.
 
         Raises if too few answer."""
         begin = awake()
@@ -438,7 +438,7 @@ class ReplayClient:
     def apply_everywhere(self, operation: Operation) -> None:
         """Let every host apply an operation. Blocks only if a queue is full.
 
-        When a host that does not answer returns, it first applies the operation.
+        A host that does not answer now applies the operation first when it answers again.
 
         Raises:
             DeadlineError, PeerLostError: as ``flush``.
@@ -462,8 +462,7 @@ class ReplayClient:
     # --- writing -----------------------------------------------------------------------------
 
     def learn_spec(self, spec: RowSpec) -> None:
-        """Note the spec of the hosts' rows, so that the call that writes other rows refuses
-        them."""
+        """Note the spec of the hosts' rows, so that a call that writes other rows raises."""
         self._spec = spec
 
     @property
@@ -525,10 +524,10 @@ class ReplayClient:
         """Return the spec of the buffer's rows. If there are no rows yet, that is the spec of
         ``data``.
 
-        With several hosts, this blocks for two calls, until this process knows the spec. Afterwards
-        all hosts that answer have the same spec, even if several processes write first rows at the
-        same time, because all of them ask the first host first. A single host decides when the rows
-        arrive.
+        With several hosts, this blocks for two calls unless this process already knows the spec.
+        Afterwards all hosts that answer have the same spec. If several processes write first rows
+        at the same time, the first host decides, because all of them ask it first. A single host
+        decides when the rows arrive.
 
         Raises:
             ConfigurationError: hosts have different specs, because processes that wrote first rows
@@ -566,7 +565,7 @@ class ReplayClient:
         return self.order_those_that_answer("agree_on_rows", calls)
 
     def _is_left_out(self, shard: int, error: BaseException) -> bool:
-        """Return whether the other shards continue without one that has not taken an operation."""
+        """Return whether the others continue without a shard that has not taken an operation."""
         if not isinstance(error, (DeadlineError, PeerLostError)) or self.answers_now(shard):
             return False
         self.note_trouble(shard, error)
@@ -622,7 +621,7 @@ class ReplayClient:
         pending = self._pending.get(id(index))
         if pending is not None and pending.index is index:
             return pending
-        # by its memory, which no other tensor has while the index is pending
+        # found by its memory, which no other tensor has while the index is pending
         return self._pending.get(-index.data_ptr()) if index.numel() == 1 else None
 
     def _forget_pending(self, keys: Sequence[int]) -> None:
@@ -644,8 +643,8 @@ class ReplayClient:
                 raise
 
     def _note_max_priority(self, seen: float | np.ndarray, era: int) -> None:
-        """Note the largest priority, which new rows get in all shards of this era. A single host
-        knows it."""
+        """Note the largest priority, which new rows get in all shards of this era. Not needed for a
+        single host, which knows it."""
         if len(self.links) == 1 or era < 0:
             return
         known = self._largest.get(era, math.nan)

@@ -150,7 +150,7 @@ class ReplayHost:
         with _listed(failures, position):
             try:
                 return self._apply(operation, known)
-            except ConfigurationError:  # nothing was applied; one part may be the reason
+            except ConfigurationError:  # nothing was applied, perhaps because of one part
                 parts = parts_of(operation)
                 if len(parts) == 1:
                     raise
@@ -231,7 +231,7 @@ class ReplayHost:
 
     @contextlib.contextmanager
     def _new_era(self, era: int) -> Iterator[None]:
-        """Begin a new era. In the block, which drops the rows, largest priorities are not
+        """Begin a new era. While the ``with`` block drops the rows, largest priorities are not
         exchanged."""
         words = self._storage.directory.words
         words[Word.ERA] = -1
@@ -255,7 +255,7 @@ class ReplayHost:
         """Draw ``count`` rows or slices for a client in this process. Return the host's state, and
         the rows.
 
-        There may be fewer than ``count``, or None, as in a :class:`Reply`."""
+        There may be fewer rows than ``count``, or None, as in a :class:`Reply`."""
         if not math.isnan(max_priority):
             self._raise_max_priority(max_priority, era)
         return self._draw(count, law)
@@ -421,8 +421,7 @@ class ReplayHost:
         """Return whether this process can access a shard's files in that folder, and may write to
         them.
 
-        It cannot be another folder of this name on another disk, because a part of the name is
-        random."""
+        No other disk has a folder of this name, because a part of the name is random."""
         with contextlib.ExitStack() as steps:
             try:
                 RowFiles(Path(folder), self._storage.directory.rows, steps)

@@ -59,8 +59,8 @@ class KeptHost(ReplayHost):
     """A host that knows where its directory is, and can be released.
 
     Args:
-        key: its session and name.
-        asked: the arguments with which :func:`open_host` created it, by name.
+        key: the host's session and name.
+        asked: the arguments with which :func:`open_host` created the host, by name.
     """
 
     def __init__(
@@ -123,11 +123,11 @@ class KeptHost(ReplayHost):
             try:
                 _close_host(self._key, clean)
             except BaseException:
-                with LOCKS.hosts:  # the next attempt, or the end of the session, finds it
+                with LOCKS.hosts:  # for the next attempt, or the end of the session
                     _hosts.setdefault(self._key, self)
                 raise
             self._released = True
-            # the session refers to this object, so the storage would keep its memory
+            # the session keeps this object, and the storage would keep its memory
             del self._storage, self._shard, self._prioritized, self._slicers, self._passes
         return not stays and path.exists()
 
@@ -213,9 +213,9 @@ def _prefix() -> str:
 def _job_here(world: World) -> str:
     """Return the job id that the job's directories on this machine carry.
 
-    If the job's id is the stamp of a process of another machine, it has no meaning here, and it
-    changes if rank 0 moves. Instead, this machine's launcher names the job, because it stays the
-    same process in all restarts."""
+    If the job's id is the stamp of a process of another machine, it cannot be checked here, and
+    changes if rank 0 moves. Instead, the stamp of this machine's launcher is returned, because the
+    launcher stays the same process in all restarts."""
     return (is_stamp(world.job_id) and world.starter) or world.job_id
 
 

@@ -41,7 +41,7 @@ class _Clients:
     """The clients of this process in one session.
 
     Each copy of a buffer that is unpickled here has a client. Clients to which nothing refers are
-    closed when the next client is opened, because this blocks for calls anyway, and garbage
+    closed when the next client is opened, because opening blocks for calls anyway, and garbage
     collection must not block.
     """
 

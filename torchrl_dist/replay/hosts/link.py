@@ -34,7 +34,7 @@ class Link(Protocol):
 
     name: str
     max_priority: float
-    """The largest priority of the buffer, as far as its client knows; NaN before the first."""
+    """The largest priority of the buffer, as far as its client knows; NaN if there is none."""
     era: int
     """The era of the host and of ``max_priority``, as far as its client knows."""
     replies: int
@@ -42,7 +42,7 @@ class Link(Protocol):
     answered_at: float
     """The time of the host's last answer, by the clock ``awake()``."""
     round_trip_s: float
-    """The shortest duration of recent short calls; 0 before the first."""
+    """The shortest duration of recent short calls; 0 if there was none."""
 
     limited: bool
     """Whether the buffer has a rate limiter, so that every reply must have the host's state."""
@@ -67,8 +67,8 @@ class Link(Protocol):
         If the future is cancelled before the call is sent, the call is not made."""
 
     def ask(self, count: int | None, law: Law | None) -> Future[Answer | None]:
-        """Draw ``count`` rows or slices after all earlier operations. If it is None, only wait for
-        these.
+        """Draw ``count`` rows or slices after all earlier operations. If ``count`` is None, only
+        wait for these operations.
 
         ``law`` also defines the masses of the answer. It may be None if these do not matter.
         """
@@ -85,8 +85,7 @@ class Link(Protocol):
     def check_entry(self) -> None:
         """Raise DirectoryError if this is a signal handler that interrupted a use of this link.
 
-        Other threads may hold a lock that the handler needs, while they wait for the interrupted
-        use."""
+        Other threads that wait for the interrupted use may hold a lock that the handler needs."""
 
     def failure(self) -> Exception | None:
         """Return an error that has not been raised yet, or None."""
@@ -102,7 +101,7 @@ class Link(Protocol):
     def close(self, flush_s: float) -> None:
         """Flush the link, which cannot be used afterwards.
 
-        Operations that are still queued after ``flush_s`` are sent as long as the session lasts."""
+        Operations still queued after ``flush_s`` may be sent until the session ends."""
 
 
 def await_answer(future: Future[Any], link: Link, begin: float, timeout_s: float) -> Any:

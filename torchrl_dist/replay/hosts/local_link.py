@@ -57,7 +57,7 @@ class LocalLink:
 
     def ask(self, count: int | None, law: Law | None) -> Future[Answer | None]:
         future: Future[Answer | None] = Future()
-        if count is None:  # operations are applied at once
+        if count is None:  # operations are applied immediately
             future.set_result(None)
             return future
         try:
@@ -85,7 +85,7 @@ class LocalLink:
     def close(self, flush_s: float) -> None:
         """Close the storage, which was opened for this link, and release its memory.
 
-        No operations are queued, because they are applied at once."""
+        No operations are queued, because they are applied immediately."""
         host = self.__dict__.pop("_host", None)
         if host is not None:
             host.close()

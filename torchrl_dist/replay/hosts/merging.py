@@ -1,4 +1,4 @@
-"""Merge small operations of a client, because each operation costs bytes and time of the host.
+"""Merge small operations of a client, because each operation costs bytes, and time of the host.
 
 Pure functions. Operations are merged only if they are neighbours, so that their order stays, and
 only if the merged operation has the same effect.
@@ -40,7 +40,7 @@ def merged(operations: Sequence[Operation], most_rows: int) -> list[tuple[Operat
             or own_kind is None
             or own_kind != kind
             or entries + size > (most_rows if isinstance(operation, Write) else _MOST_ENTRIES)
-            # the later of two priorities of a row must win, but one update would use both
+            # of two priorities of a row, the later must win; one update might store either
             or not slots.isdisjoint(own_slots)
         ):
             if run:
@@ -54,8 +54,8 @@ def merged(operations: Sequence[Operation], most_rows: int) -> list[tuple[Operat
 
 
 def _kind(operation: Operation) -> tuple[Hashable, int]:
-    """Return a key, equal for operations that may be merged, or None, and the operation's
-    entries."""
+    """Return a key, which is equal for operations that may be merged (None: never merged), and the
+    number of entries."""
     if isinstance(operation, Write):
         return (operation.spec, operation.priority is None), operation.count
     if isinstance(operation, SetPriorities):

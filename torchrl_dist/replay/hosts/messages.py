@@ -24,9 +24,9 @@ class Write:
         spec: the row spec as text, see ``packing``.
         count: number of rows.
         packed: their columns.
-        priority: float64 [count], before alpha and eps. None: the largest priority seen.
-        parts: number and rows of each ``extend``. The number is unique in a request;
-            ``SetWrittenPriorities`` refers to it.
+        priority: float64 [count], without alpha and eps. None: the largest priority seen.
+        parts: for each ``extend``, a number that is unique in the request, to which
+            ``SetWrittenPriorities`` refers, and how many rows it has.
     """
 
     spec: str
@@ -53,7 +53,7 @@ class SetPriorities:
 class SetWrittenPriorities:
     """Set priorities of an earlier ``extend`` in the same request.
 
-    The client does not know its slots yet."""
+    The client does not know the slots of these rows yet."""
 
     number: int
     priority: np.ndarray
@@ -93,7 +93,7 @@ class CountSamples:
 class ReturnDraws:
     """Return drawn rows that will not be used, with the leaves of their draw, [n] each.
 
-    They must not count for ``max_times_sampled``."""
+    These draws must not count for ``max_times_sampled``."""
 
     slot: np.ndarray
     generation: np.ndarray
@@ -160,8 +160,8 @@ class Request:
         operations: applied in this order, even if some of them fail.
         draw: number of rows or slices; 0 for the state only, None for neither.
         law: the law of the draw.
-        max_priority: the largest priority that the client knows, or NaN, because in a sharded
-            buffer the rows of other shards count too.
+        max_priority: the largest priority that the client knows, or NaN. In a sharded buffer, it
+            may be of a row in another shard.
         era: era of that priority. In another era, the host ignores it.
     """
 
@@ -179,7 +179,7 @@ class HostState(NamedTuple):
     ``minimum``: the smallest mass of a row, inf without rows. ``max_priority``: without alpha; NaN
     if there is none. ``era``: changes with each emptying and restore of the buffer, is equal in all
     its shards, and is -1 during an emptying. Largest priorities go from shard to shard only within
-    an era, so a client cannot bring back an earlier one.
+    an era, so that a client cannot bring back one of an earlier era.
     """
 
     length: int
@@ -199,8 +199,8 @@ class HostState(NamedTuple):
 class Failure(NamedTuple):
     """A part of a request that raised. The other parts were done.
 
-    ``position``: the position of the operation; -1 for the largest priority, which comes first, and
-    the number of operations for the draw."""
+    ``position``: the position of the operation. -1 stands for the largest priority, which is set
+    first, and the number of operations for the draw."""
 
     position: int
     message: str
@@ -216,7 +216,7 @@ class Reply:
             rows that were not kept.
         results: results of every ``Invoke`` in the request; None for a failed one.
         failures: failures of the largest priority and of the operations.
-        draw_failure: failure of the draw, which then has no state and no rows.
+        draw_failure: failure of the draw; the reply then has no state and no rows.
         state: the state at the draw; None if none was requested.
         count: number of rows or slices drawn. It is smaller than requested if the rows that may be
             sampled have too few draws left, and 0 if the buffer is empty or has no slice.
@@ -246,7 +246,7 @@ class Reply:
 
 
 class Answer(NamedTuple):
-    """The answer to one draw: the host's state, and the units, perhaps fewer or None."""
+    """The answer to one draw: the host's state, and units: perhaps fewer, or None."""
 
     state: HostState
     rows: Drawn | None

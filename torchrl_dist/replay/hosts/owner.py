@@ -180,8 +180,8 @@ def host_replay(
         name: distinguishes the buffers of one job.
         scratch_dir: folder on each host's node in which the host makes its directory. Default: this
             user's folder in ``/dev/shm``, or in the folder for temporary files.
-        resume, keep: as in :class:`SharedMemmapStorage`. If the launcher restarts a job, it finds
-            its rows without these arguments. With one of them, or with a ``scratch_dir``, the
+        resume, keep: as in :class:`SharedMemmapStorage`. If the launcher restarts a job, the job
+            finds its rows without these arguments. With one of them, or with a ``scratch_dir``, the
             directory is named after the buffer only. A later job then finds it with ``resume``, and
             two jobs cannot use it at the same time. Otherwise each job has its own directory, and
             the next buffer removes the directories of jobs that cannot be restarted.
@@ -202,8 +202,8 @@ def host_replay(
 
     Raises:
         ConfigurationError: arguments are invalid, or differ from those of another process.
-        RemoteError: a host could not open its directory, or still has one of this name with other
-            arguments.
+        RemoteError: a host could not open its directory, or still has a buffer of this name with
+            other arguments.
         DeadlineError, PeerLostError: a host did not answer.
 
     Example:
@@ -316,9 +316,9 @@ def _settle(
     """Let the shards continue together after a restart, although some may be new or lost.
 
     All get the same era, because largest priorities are not passed between shards of different
-    eras. The inserts and samples of a lost shard are unknown. If this takes the limiter's
-    difference out of its range, writes or samples would wait indefinitely. The number of samples is
-    therefore changed so that the difference is at the nearer end of the range.
+    eras. The inserts and samples of a lost shard are unknown. Without them, the limiter's
+    difference may be out of its range, and writes or samples would wait indefinitely. Therefore the
+    number of samples is changed, so that the difference is at the nearer end of the range.
     """
     standings = [remote.call("standing", timeout_s=timeout_s) for remote in remotes]
     eras = [era for era, _ in standings]

@@ -2,8 +2,9 @@
 
 Each shard has the pass of its own rows (``parts/passes.py``), so no process draws a row twice in
 one pass. A pass of the buffer has the same number in all shards. A process asks for rows of the
-pass that it knows. A shard in an earlier pass begins this one, and a shard in a later pass returns
-no rows. The next pass begins with the first draw that finds nothing left in any shard that answers.
+pass that it knows. A shard in an earlier pass begins the requested one, and a shard in a later pass
+returns no rows. The next pass begins with the first draw that finds nothing left in any shard that
+answers.
 
 The shards of a batch are drawn by the rows left in each, without replacement, like the rows of one
 buffer. Other processes also draw, so a shard may have fewer rows than its last answer said. The
@@ -71,7 +72,7 @@ class PassSource:
         return int(self._left.sum())
 
     def drop(self) -> None:
-        """Ask for the remaining rows again, because the rows have been replaced."""
+        """Ask again how many rows remain, because the rows have been replaced."""
         self._left = np.zeros_like(self._left)
 
     def rows_ahead(self) -> int:

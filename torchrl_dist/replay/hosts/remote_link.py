@@ -56,17 +56,17 @@ from torchrl_dist.runtime.awake import awake
 # often than this, it sends one message per batch instead of two.
 _COMPANY_S = 0.02
 
-# The most operations that one request may hold. A large one counts once per 32 KiB, so a request
-# has at most 16 MiB, or a single larger operation. Each takes 100 us of the host's time, all
-# together a twentieth of a second.
+# The most operations that one request may hold. A large operation counts once per 32 KiB, so a
+# request has at most 16 MiB, or a single larger operation. The host needs about 100 us for each
+# count, so a twentieth of a second for a full request.
 _MOST_OPERATIONS = 512
 _BYTES_PER_OPERATION = 2**15
 # The most operations of the first request. It is small, because the connection may be slow.
 _FIRST_OPERATIONS = 8
-# As a part of the deadline. If a request takes longer, the next ones are smaller.
+# A part of the deadline. If a request takes longer than this, the next ones are smaller.
 _LONG_CALL = 0.25
-# Calls with at most this many bytes measure the round trip. The fastest of the latest ones counts,
-# because the other calls had to wait for the host or the connection.
+# Calls with at most this many bytes measure the round trip. The fastest of the latest such calls
+# counts, because the others had to wait for the host or the connection.
 _SHORT_CALL_BYTES = 2**14
 _LATELY = 16
 
@@ -115,8 +115,8 @@ class _Call:
 class RemoteLink:
     """A link to a host in another process.
 
-    ``put``, ``order`` and ``ask`` return at once while the queue has room. If a host answers late,
-    no operation is lost. Once the host is lost, all calls raise PeerLostError.
+    ``put``, ``order`` and ``ask`` do not wait while the queue has room. If a host answers late, no
+    operation is lost. Once the host is lost, all calls raise PeerLostError.
 
     Args:
         host: a handle to a ``ReplayHost``.
@@ -141,13 +141,13 @@ class RemoteLink:
         self._merged_rows = merged_rows
         self._queue: deque[_Queued | _Ask] = deque()
         self._bytes = 0  # queued and in flight
-        # callers that wait for room, in their order, so that none starves
+        # callers that wait for room, in order of arrival, so that none starves
         self._line: deque[object] = deque()
         self._under_way: _Call | None = None
         self._most = _FIRST_OPERATIONS
         self._since: float | None = None
         """The time since which the host owes an answer."""
-        self._due = False  # whether to send the queue at once
+        self._due = False  # whether to send the queue now
         self._errors: deque[Exception] = deque(maxlen=8)
         self._lost: PeerLostError | None = None
         self._closed = False
@@ -184,7 +184,7 @@ class RemoteLink:
             operation: the operation, or a function that returns it when it is sent. At that time,
                 all earlier operations have been answered or are in the same message.
             size: the operation's bytes. With 0, this call never waits for room.
-            urgent: whether to send it at once. Otherwise it may wait 20 ms, to be sent together
+            urgent: whether to send it immediately. Otherwise it may wait 20 ms, to be sent together
                 with a draw.
             written: called in another thread when a ``Write`` has been applied.
 
@@ -338,7 +338,7 @@ class RemoteLink:
             wait_s = self._wait_s()
             if wait_s is None or wait_s > 0:
                 if self._queue and self._under_way is None:
-                    self._work.notify()  # because the next request may come late
+                    self._work.notify()  # the link's thread then sends at the right time
                 return
             call = self._take()
             if call is None:
@@ -347,8 +347,8 @@ class RemoteLink:
         self._send(call)
 
     def _take(self) -> _Call | None:
-        """Take as much from the head of the queue as one request may hold. This includes only draws
-        with the same law, because a request has one."""
+        """Take as much from the head of the queue as one request may hold. A request has one law,
+        so only draws with the same law are taken."""
         queued: list[_Queued] = []
         asks: list[_Ask] = []
         law, left = None, self._most
@@ -457,7 +457,7 @@ class RemoteLink:
 
     def _hand_out(self, call: _Call, reply: Reply) -> set[int]:
         """Deliver the results of operations. Return the positions of operations for whose results a
-        caller waits. This caller also gets their failures."""
+        caller waits; their failures go to that caller, too."""
         failures = {failure.position: failure for failure in reply.failures}
         told = set()
         queued, written, results = iter(call.queued), iter(reply.written), iter(reply.results)

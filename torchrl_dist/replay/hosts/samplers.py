@@ -1,7 +1,7 @@
 """Samplers for rows in other processes.
 
 Each is a sampler of one node whose batches come from a client of the hosts. On the node of a single
-host, whose storage is a directory, it draws from the directory like its base class.
+host, the storage is a directory, and the sampler draws from it like its base class.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from torchrl_dist.replay.row.spec import RowSpec
 
 
 class _SamplerOfOwner(SharedSampler):
-    """The base of these samplers. Another process rebuilds it there.
+    """The base of these samplers. A process that unpickles one builds it anew.
 
     It is bound either to a directory, like its base class, or to a client."""
 
@@ -60,7 +60,7 @@ class _SamplerOfOwner(SharedSampler):
         batches_per_call: int = 1,
         **options: Any,
     ) -> None:
-        """Note the owner, and the options of the class that its signature does not name."""
+        """Note the owner, and the options that the signature of the class does not name."""
         if (prefetch is not None and prefetch < 0) or batches_per_call < 1:
             raise ConfigurationError(
                 f"prefetch={prefetch}, batches_per_call={batches_per_call}: expected at least 0 "
@@ -160,7 +160,7 @@ class _SamplerOfOwner(SharedSampler):
         return batch
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Return whether ``sample`` would begin at once. Over hosts, it blocks for one call."""
+        """Return whether ``sample`` could begin now. Over hosts, this blocks for one call."""
         remote = self.attach(storage)
         if self._source is None:
             return super().can_sample(storage, batch_size)
@@ -209,12 +209,12 @@ class RPCRandomSampler(_SamplerOfOwner, SharedRandomSampler):
 class RPCPrioritizedSampler(_SamplerOfOwner, SharedPrioritizedSampler):
     """Sample rows of other processes in proportion to their priorities.
 
-    Law, weights and defaults are those of :class:`SharedPrioritizedSampler`. With several shards
-    they are those of one buffer that holds all rows. Row ``i`` is drawn with probability exactly
-    ``p_i / sum(p)`` over all shards, for the sums in the shards' replies to that batch, and has the
-    weight ``(p_i / min(p)) ** -beta`` with the minimum over all shards (``shard_law`` has the
-    proof). On the node of a single host this is a :class:`SharedPrioritizedSampler` over the host's
-    directory.
+    Law, weights and defaults are those of :class:`SharedPrioritizedSampler`. With several shards,
+    law and weights are those of one buffer that holds all rows. Row ``i`` is drawn with probability
+    exactly ``p_i / sum(p)`` over all shards, given the sums in the shards' replies for that batch,
+    and has the weight ``(p_i / min(p)) ** -beta`` with the minimum over all shards (``shard_law``
+    has the proof). On the node of a single host this is a :class:`SharedPrioritizedSampler` over
+    the host's directory.
 
     One call per batch returns rows, indices and weights, and carries this process's priorities.
     With ``prefetch=0``, a batch reflects everything that this process wrote before. Otherwise an
@@ -229,11 +229,11 @@ class RPCPrioritizedSampler(_SamplerOfOwner, SharedPrioritizedSampler):
         eps, dtype, reduction: as in :class:`SharedPrioritizedSampler`.
         owner: the storage's owner.
         prefetch: number of batches to draw ahead, which hides the round trip. Once less than half
-            of them are left, one call asks for the rest. None: two, or for a round trip of 2 ms or
-            more as many as hide it, up to 256 and 16 MiB. With a rate limiter always two.
-            ``batches_ahead`` is the present number.
-        batches_per_call: the smallest number in such a call, at most ``prefetch``. A larger number
-            means fewer messages and older rows.
+            of them are left, one call asks for the rest. None: two, or if the round trip takes 2 ms
+            or more, as many as hide it, up to 256 and 16 MiB. With a rate limiter, None is always
+            two. ``batches_ahead`` is the present number.
+        batches_per_call: the fewest batches per call, at most ``prefetch``. A larger number saves
+            messages, but makes rows older.
 
     Raises:
         ConfigurationError: as :class:`SharedPrioritizedSampler`.
@@ -397,9 +397,9 @@ class RPCSliceSampler(_SlicesOfOwner):
 
     It replaces TorchRL's ``SliceSampler``, and draws as :class:`SharedSliceSampler` does. With
     several shards the law is that of one buffer that holds all rows. Every run of rows that is long
-    enough has exactly the same probability over all shards, for the numbers of runs in the shards'
-    replies to that batch. A slice is in one shard, and is read as a whole or not at all. On the
-    node of a single host this is a :class:`SharedSliceSampler`.
+    enough has exactly the same probability over all shards, given the numbers of runs in the
+    shards' replies for that batch. A slice is in one shard, and is read as a whole or not at all.
+    On the node of a single host this is a :class:`SharedSliceSampler`.
 
     With several hosts, rows must number the steps of their trajectory (``step_key``), as TorchRL's
     ``StepCounter`` does. Rows of a trajectory may be in several shards, for example because a host
@@ -453,9 +453,9 @@ class RPCPrioritizedSliceSampler(
     """Sample slices from rows of other processes, with first rows drawn by priority.
 
     It replaces TorchRL's ``PrioritizedSliceSampler``. Law and weights are those of
-    :class:`SharedPrioritizedSliceSampler`; with several shards they are those of one buffer that
-    holds all rows. A row that may begin a slice is drawn with probability exactly ``p_i / sum(p)``
-    over such rows of all shards, for the sums in the shards' replies to that batch. See
+    :class:`SharedPrioritizedSliceSampler`, with several shards over one buffer that holds all rows.
+    A row that may begin a slice is drawn with probability exactly ``p_i / sum(p)`` over such rows
+    of all shards, given the sums in the shards' replies for that batch. See
     :class:`RPCSliceSampler` for hosts, and :class:`RPCPrioritizedSampler` for priorities.
 
     Args:
@@ -502,12 +502,12 @@ class RPCPrioritizedSliceSampler(
 class RPCSamplerWithoutReplacement(_SamplerOfOwner, SharedSamplerWithoutReplacement):
     """Sample rows of other processes uniformly without replacement, over the whole job.
 
-    It replaces TorchRL's ``SamplerWithoutReplacement``, and means the same as
-    :class:`SharedSamplerWithoutReplacement`. In a pass over all shards, each row is drawn at most
-    once, by any of the processes. The next pass begins with the first sample that finds nothing
-    left in any shard that answers. Rows that are left in a shard that does not answer then are
-    omitted. A sample is one call, because nothing is drawn ahead. Rows of a batch come shard by
-    shard. On the node of a single host this is a :class:`SharedSamplerWithoutReplacement`.
+    It replaces TorchRL's ``SamplerWithoutReplacement``, and draws as
+    :class:`SharedSamplerWithoutReplacement` does. In a pass over all shards, each row is drawn at
+    most once, by any of the processes. The next pass begins with the first sample that finds
+    nothing left in any shard that answers. If a shard does not answer at that moment, its remaining
+    rows are omitted. A sample is one call, because nothing is drawn ahead. Rows of a batch come
+    shard by shard. On the node of a single host this is a :class:`SharedSamplerWithoutReplacement`.
 
     Args:
         drop_last: omit the last batch of a pass if it is not full.
@@ -563,6 +563,6 @@ class RPCSamplerWithoutReplacement(_SamplerOfOwner, SharedSamplerWithoutReplacem
         return super()._next(storage, batch_size)
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Return whether ``sample`` would begin at once. Over hosts, it blocks for one call."""
+        """Return whether ``sample`` could begin now. Over hosts, this blocks for one call."""
         enough = not self.drop_last or len(storage) >= batch_size
         return enough and super().can_sample(storage, batch_size)

@@ -25,12 +25,12 @@ from torchrl_dist.replay.saving.snapshot import CHUNK_BYTES, Chunk, Head
 _CHUNKS_AHEAD = 2
 _CHUNKS_WRITTEN = 16  # the most chunks that one call writes to the disk
 _FIRST_BYTES, _LEAST_BYTES = 2**18, 2**14
-# As a part of the deadline. If a call takes longer, the next ones are smaller.
+# A part of the deadline. If a call takes longer than this, the next ones are smaller.
 _LONG_CALL = 0.25
 
 
 class Pace:
-    """The bytes of rows per call, so that a call takes a small part of its deadline."""
+    """Chooses the bytes of rows per call, so that a call takes a small part of its deadline."""
 
     def __init__(self, deadline_s: float, most: int) -> None:
         self.bytes = min(_FIRST_BYTES, most)
@@ -75,7 +75,7 @@ class RemoteShard:
         self._shard = shard
         self._era = era
         self._host_writes = host_writes
-        self._pace: Pace | None = None  # of a restore
+        self._pace: Pace | None = None  # the pace of a restore
 
     def _call(self, method: str, *args: Any) -> Any:
         return self._client.call(self._shard, method, *args)

@@ -39,7 +39,7 @@ from torchrl_dist.replay.saving.snapshot import CHUNK_BYTES, SavedShard
 
 class _StorageOfOwner(Storage):
     """A storage whose pickle has only its owner. The receiving process builds its own storage from
-    it."""
+    the owner."""
 
     owner: ReplayOwner
 
@@ -125,7 +125,7 @@ class RemoteStorage(
             return storage
         return super().__new__(cls)
 
-    _pace: Pace | None = None  # of reads
+    _pace: Pace | None = None  # the pace of reads
 
     def __init__(self, owner: ReplayOwner) -> None:
         # not the base classes' __init__, which would count rows and revisions in this process
@@ -137,7 +137,7 @@ class RemoteStorage(
         self._attached_entities_list: list[Any] = []
         self.device = torch.device("cpu")
         self._handed = threading.local()
-        self.emptied = 0  # how often this process did it, see :attr:`SharedMemmapStorage.emptied`
+        self.emptied = 0  # counts this process's calls, see :attr:`SharedMemmapStorage.emptied`
         self._samplers: weakref.WeakSet[SharedSampler] = weakref.WeakSet()
         """The samplers that draw ahead from this storage."""
         self.client = owner.connect()
@@ -356,15 +356,15 @@ class RemoteStorage(
         self._handed.batch = batch
 
     def handed_generation(self, index: Any) -> torch.Tensor | None:
-        """Return the generations of the kept batch if this is its index tensor, otherwise None."""
+        """Return the generations of the kept batch if ``index`` is its index tensor, else None."""
         batch = getattr(self._handed, "batch", None)
         return batch.generation if batch is not None and batch.index is single(index) else None
 
     def generations_of(self, index: torch.Tensor) -> torch.Tensor:
         """Return the generation in each slot. Blocks.
 
-        It is -1 for a slot of -1, for a slot without a published row, and at a shard that does not
-        answer."""
+        It is -1 for an index of -1, for a slot without a published row, and in a shard that does
+        not answer."""
         found = np.full(index.numel(), -1, dtype=np.int64)
         parts = self._by_shard(index.reshape(-1).numpy())
         parts = [part for part in parts if self.client.answers_now(part[0])]
@@ -379,8 +379,8 @@ class RemoteStorage(
     def get(self, index: Any) -> TensorDictBase:
         """Return whole rows at the given indices. Blocks unless the rows were just drawn.
 
-        A slice leaves out rows that are not published. Its bounds mean the same as in
-        :class:`SharedMemmapStorage`, for the slots of all shards. A key, or a tuple of keys,
+        A slice leaves out rows that are not published. Its bounds are those of
+        :class:`SharedMemmapStorage`, over the slots of all shards. A key, or a tuple of keys,
         returns that entry of all rows.
 
         Raises:

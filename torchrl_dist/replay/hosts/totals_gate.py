@@ -2,25 +2,26 @@
 
 *One definition for one host and for many shards.* Inserts, samples and size are sums over the
 shards. Each shard counts the rows published there. The rows of a batch count at their shards when
-the batch is returned to its caller, not when it is drawn ahead. Every reply has the counts, and the
-processes that sample and write decide by them. The shards delay nothing, so none of their threads
-ever waits.
+the batch is returned to its caller, not when it is drawn ahead. Every reply has the counts, by
+which the processes that sample and write decide whether to wait. Shards never delay a request, so
+none of their threads ever waits.
 
-*How fresh the counts are.* A process adds its own operations since a shard's last reply, so the
-limiter is exact for one process that samples and one that writes. Of other processes, it knows the
-operations up to the shards' last answers. The difference may therefore leave its range: downwards
-by the batches that each other process has returned since, at most ``prefetch + batches_per_call +
-1`` of them, and upwards by one ``extend`` of each other process. A waiting process asks the shards
-again after 2 ms, then with pauses of up to 50 ms, so it never waits for an outdated reason.
+*How fresh the counts are.* To the counts in a shard's last reply, a process adds its own operations
+since then, so the limiter is exact for one process that samples and one that writes. The process
+knows operations of others only up to the shards' last replies. The difference may therefore leave
+its range: downwards by the batches that each other process has returned since, at most ``prefetch +
+batches_per_call + 1`` of them, and upwards by one ``extend`` of each other process. A waiting
+process asks the shards again after 2 ms, then with pauses of up to 50 ms, so it never waits for an
+outdated reason.
 
 Each shard enforces ``max_times_sampled`` exactly. A row counts when it is drawn, so all processes
-together never return it more often. A process may still return rows that it has drawn ahead, so
-these are part of the size that it uses. Spare draws, and draws that were dropped, are returned with
+together never return it more often. Rows that a process has drawn ahead may still be returned, so
+they are part of the size that it uses. Spare draws, and draws that were dropped, are returned with
 the next message to the shard. A row is returned less often than allowed only if a process died or
-ended with draws in hand: those of at most ``prefetch + batches_per_call`` batches, and spare ones.
+ended with unused draws: those of at most ``prefetch + batches_per_call`` batches, and spare ones.
 
 The last known counts of a lost shard stay in the totals. After a restart, and in a process that
-starts after the loss, they are unknown. If the counts of the others are then outside the range, the
+starts after the loss, they are unknown. If the other shards' counts are then outside the range, the
 limiter continues at the nearer end of the range.
 """
 
@@ -74,13 +75,13 @@ class TotalsGate:
             return counts._replace(samples=samples)
 
     def can_sample(self, count: int, source: BatchSource) -> bool:
-        """Return whether a sample of that many rows would begin at once. Blocks for one call."""
+        """Return whether a sample of that many rows could begin now. Blocks for one call."""
         self._client.states()
         with self._lock:
             return self._missing_inserts(count, source) is None
 
     def sample(self, count: int, source: BatchSource, storage: Storage) -> Drawn:
-        """Return the next batch of that many rows, once it is admitted.
+        """Return the next batch of that many rows, once the limiter admits it.
 
         Raises:
             RateLimitError: it was not admitted within the client's deadline, or other processes
@@ -172,6 +173,6 @@ class TotalsGate:
         return RateLimitError(
             f"waited {self._client.timeout_s:g} s for {missing} in the buffer of "
             f"{', '.join(link.name for link in self._client.links)}: {self.counts()}; "
-            f"{self.limiter}. Are the processes gone that do so, or do they wait, too? "
-            "A thread that does both itself asks can_sample() first"
+            f"{self.limiter}. Are the processes that do so gone, or do they wait, too? "
+            "A thread that both writes and samples must ask can_sample() first"
         )

@@ -1,1 +1,1 @@
-"""The arithmetic of replay: slots of rows, draws and weights. It knows nothing of processes."""
+"""The arithmetic of replay: slots of rows, draws and weights. It does not depend on processes."""

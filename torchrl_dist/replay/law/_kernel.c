@@ -284,8 +284,8 @@ static uint64_t load(const uint8_t *bytes, int64_t count) {
     return word;
 }
 
-/* Equal frames have equal hashes; whether frames with equal hashes are equal is compared. Four lanes,
- * since a multiplication waits for the one before it. */
+/* Equal frames have equal hashes; frames with equal hashes are then compared. Four lanes, since a
+ * multiplication waits for the one before it. */
 static int64_t hash_of(const uint8_t *frame, int64_t bytes) {
     const uint64_t prime = 0x9E3779B97F4A7C15u;
     uint64_t lanes[4] = {prime, prime ^ 1, prime ^ 2, prime ^ 3};
@@ -314,7 +314,7 @@ static int64_t hash_of(const uint8_t *frame, int64_t bytes) {
  * zeros. Returns the number of new frames.
  *
  * In the next row, or in the next value, a frame has moved by one place. So the distance at which its
- * neighbour was found is tried first: comparing costs a third of hashing and looking it up. */
+ * neighbour was found is tried first: comparing costs a third of hashing and a look-up. */
 int64_t replay_find_frames(const int64_t *columns, int64_t column_count, int64_t bytes,
                            const uint8_t *ring, int64_t size, const volatile int64_t *table,
                            int64_t entries, int64_t oldest, int64_t *batch, int64_t batch_entries,

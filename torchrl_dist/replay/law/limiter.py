@@ -12,19 +12,19 @@ The terms are Reverb's (Cassirer et al. 2021, "Reverb: A Framework For Experienc
 
 A sample of ``k`` rows waits until ``size >= min_size_to_sample`` and ``difference - k`` is not
 below the range. A write waits while ``difference`` is above the range, unless ``size <
-min_size_to_sample``. Once it need not wait, all its rows are written. The difference therefore
-stays in the range, except that writes in progress may exceed its upper end.
+min_size_to_sample``. Once a write need not wait, all its rows are written. The difference therefore
+stays in the range, except that writes in progress may take it above the upper end.
 
-*No process waits indefinitely* as long as some process samples and some process writes. The reason
-is that a sample and a write never wait at the same moment if ``k <= 2 * error_buffer``. There are
-two cases in which the sample waits:
+*No process waits indefinitely* as long as some process samples and some process writes. This holds
+because a sample and a write never wait at the same time if ``k <= 2 * error_buffer``. A sample
+waits in two cases:
 
 - ``size < min_size_to_sample``. Then writes do not wait.
 - ``difference < lower + k``. Then ``difference < lower + 2 * error_buffer = upper``, and writes do
   not wait either.
 
-With ``max_times_sampled``, a batch of ``k`` rows also needs ``k`` draws that rows have left. ``size
->= k`` suffices for this, so ``k <= min_size_to_sample`` is required.
+With ``max_times_sampled``, a batch of ``k`` rows also needs rows with ``k`` draws left in total.
+``size >= k`` suffices for this, so ``k <= min_size_to_sample`` is required.
 :meth:`RateLimiter.check_batch` refuses batches that break these conditions.
 """
 

@@ -13,8 +13,8 @@ import torch
 
 
 def as_slots(index: Any) -> torch.Tensor:
-    """Return an index of any shape as int64 on the CPU. A tensor that is so already is returned
-    itself.
+    """Return an index of any shape as int64 on the CPU. A tensor that already has this form is
+    returned itself.
 
     Raises:
         IndexError: the index does not consist of whole numbers. Otherwise 1.9 would silently name
@@ -42,7 +42,7 @@ def largest_reservation(capacity: int) -> int:
     """Return the largest number of rows of one reservation.
 
     It is an eighth of the ring. ``len`` therefore stays high, although it omits rows that are being
-    rewritten, and several writers find room at once.
+    rewritten, and several writers find room at the same time.
     """
     return max(1, capacity // 8)
 

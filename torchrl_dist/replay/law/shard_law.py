@@ -21,14 +21,14 @@ from ``(Q - P)+``, normalized. Then
     Pr(shard = s) = P[s] * min(1, Q[s] / P[s]) + d * (Q[s] - P[s])+ / d
                   = min(P[s], Q[s]) + (Q[s] - P[s])+ = Q[s],
 
-where ``d = sum((P - Q)+) = sum((Q - P)+)`` is the probability of a new shard. It is the total
-variation distance of ``P`` and ``Q``, and no correction can have a smaller one. Each draw uses
-random numbers of its own, so the shards of a batch stay independent. The ``k``-th draw of a shard
-takes the ``k``-th row of its reply. This choice does not depend on the contents of the rows, so
-given the shards, the rows are independent draws from their shards. Therefore the batch consists of
-independent draws by the law of ``r_new``, exactly, however old ``r_old`` is. Only the number of
-rows that a reply lacks depends on that age: a request asks for spare rows, and a redraw fetches the
-rows that are still missing.
+where ``d = sum((P - Q)+) = sum((Q - P)+)`` is the probability of a new shard. This probability is
+the total variation distance of ``P`` and ``Q``. No correction can have a smaller one. Each draw
+uses random numbers of its own, so the shards of a batch stay independent. The ``k``-th draw of a
+shard takes the ``k``-th row of its reply. This choice does not depend on the contents of the rows,
+so given the shards, the rows are independent draws from their shards. Therefore the batch consists
+of independent draws by the law of ``r_new``, exactly, however old ``r_old`` is. Only the number of
+rows that a reply lacks depends on the age of ``r_old``: a request asks for spare rows, and a redraw
+fetches the rows that are still missing.
 
 (Keeping all shards and correcting the weights for the old shares would be right at ``beta = 1``
 only, and would give weights above 1.)
@@ -58,10 +58,10 @@ Uniforms = Callable[[int], np.ndarray]
 
 # The number of spare rows follows from the largest recent rise of a shard's share. Each batch
 # multiplies that rise by this factor. If masses change at random by 2 % per batch, 0.4 % of the
-# batches of 256 need a redraw, and 8 shards send 13 % more rows. With a factor of 0.9 it would be
-# 0.9 % and 12 %.
+# batches of 256 need a redraw, and 8 shards send 13 % more rows. With a factor of 0.9, these
+# figures would be 0.9 % and 12 %.
 _FADE = 0.95
-# The rise before any change was seen: a twentieth of the share.
+# The rise that is assumed until a change was seen: a twentieth of the share.
 _FIRST_RISE = 0.05
 
 
@@ -101,7 +101,7 @@ def correct_shards(
 ) -> np.ndarray:
     """Turn independent shards by ``old_masses`` into independent shards by ``new_masses``.
 
-    As few as possible change (maximal coupling, see the module's docstring).
+    As few draws as possible get another shard (maximal coupling, see the module's docstring).
 
     Args:
         shards: int64 [n], from ``choose_shards(old_masses, ...)``.
@@ -153,12 +153,13 @@ def number_rows(shards: np.ndarray, received: np.ndarray) -> tuple[np.ndarray, n
 
 
 def spare_rows(expected: np.ndarray) -> np.ndarray:
-    """Return the spare rows that suffice in all but 1 of 1,000 batches, if ``expected`` are needed.
+    """Return the spare rows that suffice in all but 1 of 1,000 batches, if ``expected`` are needed
+    on average.
 
     A shard whose share rises from ``P`` to ``Q`` gets Binomial(n, Q - P) further draws in a batch
     of ``n``. The result is the mean of this distribution, plus 3.3 standard deviations of the
-    Poisson distribution, which has heavier tails, plus a half for means below 1. It is 0 if the
-    mean is 0.
+    Poisson distribution, which has heavier tails, plus a half for means below 1. The result is 0 if
+    the mean is 0.
 
     Args:
         expected: float64 [shards], the means.
@@ -175,8 +176,8 @@ class ShardRequest:
     """The first request to each shard for one batch.
 
     Attributes:
-        shards: int64 [batch_size], the shard of each draw, by the masses known before the request.
-        masses: float64 [shards], those masses.
+        shards: int64 [batch_size], the shard of each draw, by ``masses``.
+        masses: float64 [shards], the masses known before the request.
         rows: int64 [shards], rows to ask of each shard, including spare ones. Ask all shards, also
             for 0 rows, because every reply has the shard's mass.
     """
@@ -197,8 +198,8 @@ class ShardRequest:
 class KnownMasses:
     """The masses that a client saw last, and how fast they change.
 
-    Several requests may be on their way at once, because each remembers the masses that it was made
-    with. Calls must not overlap, so the caller must hold a lock.
+    Several requests may be in flight at the same time, because each remembers the masses that it
+    was made with. Calls must not overlap, so the caller must hold a lock.
 
     Args:
         shard_count: number of shards, lost ones included.

@@ -162,7 +162,7 @@ class PriorityTree:
         for level in range(len(self._sums) - 2, -1, -1):
             children = _children(self._sums[level], node)
             running = _cumulative(children)
-            running[:, -1] = np.inf  # take the last child if rounding left more mass than all have
+            running[:, -1] = np.inf  # the last child, if rounding left more mass than they have
             child = (running > mass[:, None]).argmax(1)
             mass -= np.where(child > 0, running[row, child - 1], 0.0)
             node = (node << _SHIFT) + child

@@ -50,7 +50,7 @@ from torchrl_dist.replay.node.times_sampled import exhausted, set_times_sampled
 
 _RETRY_S = 1e-3
 _T = TypeVar("_T")
-# their functions return before the rows have arrived
+# reservations return through functions of these modules before the rows are written
 _MODULES = (__name__, "torchrl_dist.replay.node.gate")
 
 
@@ -72,7 +72,7 @@ class Reservation(NamedTuple):
 class SharedCursor:
     """The shared write position of a replay directory.
 
-    Any process and thread may call all methods. They block only for the directory's lock
+    Every process and thread may call all methods. These block only for the directory's lock
     (``DeadlineError`` after its timeout).
     """
 
@@ -97,24 +97,25 @@ class SharedCursor:
         Args:
             source: [n, ...] per column.
             reserve: a method that reserves the slots, called with ``arguments`` and ``plan=``. It
-                must be of a module in ``_MODULES``: the write ends with its caller's frame.
+                must be in a module of ``_MODULES``, because the write ends with their caller's
+                frame.
 
         Returns:
-            Its result, and the plan; None if no frames are stored once.
+            The result of ``reserve``, and the plan, which is None if no frames are stored once.
         """
         frames = self._directory.frames
         while True:
             plan = None if frames is None else frames.plan(source, start, stop)
             try:
                 return reserve(*arguments, plan=plan), plan
-            except StalePlanError:  # the others wrote many frames in between
+            except StalePlanError:  # others wrote many frames since the plan
                 continue
 
     def reserve(self, count: int, plan: Plan | None = None) -> Reservation:
         """Take the next ``count`` slots that no live process is writing.
 
-        Rows that were published in them cease to exist. Slots that a live process is still writing
-        are skipped, and slots of a dead process are taken.
+        Rows published there are dropped. Slots that a live process is still writing are skipped,
+        and slots of a dead process are taken.
 
         Raises:
             DeadlineError: live writers hold so many slots that no run of ``count`` is free.
@@ -181,11 +182,11 @@ class SharedCursor:
         return None
 
     def publish(self, reservation: Reservation, priority: np.ndarray | None = None) -> np.ndarray:
-        """Make the written rows visible to every process, all of them or (for a lost claim) none.
+        """Make the written rows visible to every process: all, or none if the claim was lost.
 
         Args:
             reservation: from :meth:`reserve`. Its rows have been written.
-            priority: float64 [count], checked, before alpha and eps. Default: the largest priority
+            priority: float64 [count], checked, without alpha and eps. Default: the largest priority
                 seen.
 
         Returns:
@@ -219,13 +220,14 @@ class SharedCursor:
         words = directory.words
         with directory.lock():
             directory.begin()
-            # inserts are counted from there, because these rows can never be sampled
+            # INSERT_BASE moves too, because these rows can never be sampled
             moved = (Word.CURSOR, Word.WRITE_COUNT, Word.INSERT_BASE)
             directory.store_all({word: words[word] + count for word in moved})
             directory.commit()
 
     def abandon(self, reservation: Reservation) -> None:
-        """Release the slots unwritten. They stay unpublished until the ring reaches them again."""
+        """Release the slots without publishing them. They stay unpublished until the ring reaches
+        them again."""
         directory = self._directory
         with directory.lock():
             if self._owns(reservation) and not directory.holds_its_equal(reservation):
@@ -242,7 +244,7 @@ class SharedCursor:
             self.abandon(reservation)
 
     def _hold(self, reservation: Reservation) -> None:
-        """Note that this thread writes, before the claim: an interrupt may come between."""
+        """Note before the claim that this thread writes, so that no claim is without a note."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_globals["__name__"] in _MODULES:
             frame = frame.f_back
@@ -256,15 +258,15 @@ class SharedCursor:
         """Reserve given slots to write them in place. They keep their position in the ring.
 
         Args:
-            slots: distinct slots, int64 [n]. Published ones become unpublished until the write is
+            slots: distinct slots, int64 [n]. Their rows are unpublished until the write is
                 published, as in any write.
-            plan: the frames of their rows, if the slots are one run.
+            plan: the frames of the rows, if the slots are neighbours.
 
         Returns:
             One reservation per run of neighbouring slots.
 
         Raises:
-            DeadlineError: other processes keep writing one of them.
+            DeadlineError: other processes keep writing one of the slots.
         """
         directory = self._directory
         runs = np.split(slots, np.flatnonzero(np.diff(slots) != 1) + 1)
@@ -291,7 +293,7 @@ class SharedCursor:
             return self._try_claim_run(start, count, plan)
 
     def _await_slots(self, first: int, last: int, deadline: float) -> None:
-        """Pause before another attempt to claim them."""
+        """Pause before another attempt to claim the slots."""
         directory = self._directory
         if time.monotonic() > deadline:
             raise DeadlineError(
@@ -306,7 +308,7 @@ class SharedCursor:
         row, words = self._free_row(), self._directory.words
         if row is None or self._live_claims(start, count) or not self._frames_admit(row, plan):
             return None
-        high = max(words[Word.IN_PLACE], start + count)  # the ring may not have reached it
+        high = max(words[Word.IN_PLACE], start + count)  # the ring may not have reached the slots
         return self._take(row, start, count, Word.IN_PLACE, high, plan)
 
     def wait_for_rows(self, deadline: float, least: int = 1) -> bool:
@@ -356,8 +358,8 @@ class SharedCursor:
         """Empty the directory, then set words and the cursor.
 
         Args:
-            cursor: a ticket of the saved directory. Tickets never decrease, so the next one is the
-                first beyond both that has the same slot.
+            cursor: a ticket of the saved directory. Tickets never decrease, so the next ticket is
+                the first with the same slot that is beyond this one and the present cursor.
             high: slots in use.
             values: other words to set.
             limiter: the limiter's counts, see ``Gate.set_state``.
@@ -394,11 +396,11 @@ class SharedCursor:
     ) -> Reservation | None:
         """Reserve the slots from ``slot`` on, except those reserved since the ticket ``since``.
 
-        The latter are the first slots of the run. Returns ``None`` if these are all. Blocks while
-        other processes write the other slots.
+        Slots reserved since then are the first of the run. Returns ``None`` if all of them are.
+        Blocks while other processes write the other slots.
 
         Raises:
-            DeadlineError: other processes kept writing them.
+            DeadlineError: other processes kept writing the slots.
         """
         directory = self._directory
         position = (slot - since) % directory.capacity
@@ -419,7 +421,8 @@ class SharedCursor:
         """Make written rows visible, with leaves ``leaf``, float64 [count].
 
         Their version is ``version``, or the next version of their slot if that is larger. If
-        ``alpha`` is not None, the leaves belong to it; another process may have set another alpha.
+        ``alpha`` is not None, it is the exponent of the leaves, which are converted if another
+        process has set another alpha.
         """
         directory = self._directory
         words = directory.words
@@ -432,8 +435,8 @@ class SharedCursor:
             versions = directory.versions[start:stop]
             if alpha is not None:
                 leaf = under_alpha_now(directory, leaf, alpha)
-            # Rows that the saved limiter no longer let be sampled, see ``times_sampled``. The
-            # counts of the others start again.
+            # Rows with a leaf of 0 had reached the saved ``max_times_sampled``. They may be sampled
+            # again if the present limit is higher; the counts of all other rows restart.
             used_up = np.flatnonzero(leaf == 0)
             times = words[Word.RESTORED_TIMES]
             if directory.times_sampled is None or times < words[Word.MAX_TIMES_SAMPLED]:
@@ -441,7 +444,7 @@ class SharedCursor:
                 leaf[used_up] = default_leaf(directory)
             directory.tree.set_range(start, stop, leaf)
             words[Word.NEXT_WRITE_COUNT] = words[Word.WRITE_COUNT]
-            # still odd: repair can continue from here, because the leaves are stored
+            # odd, so not published yet; repair can publish them, because the leaves are stored
             versions[:] = np.maximum(versions, version - 1)
             claim[CLAIM_STATE] = CLAIM_PUBLISHING
             if directory.times_sampled is not None:
@@ -475,8 +478,8 @@ class SharedCursor:
     def _live_claims(self, first: int = 0, count: int | None = None) -> list[tuple[int, int]]:
         """Return ``(first ticket, count)`` of the live claims on the slots of some tickets.
 
-        These are ``count`` tickets from ``first`` on, or all. Claims of dead members end here,
-        because their slots are unpublished, and free without a claim. Called under the lock.
+        The tickets are ``count`` from ``first`` on, or all. This ends claims of dead members: their
+        slots are unpublished, and without a claim they are free. Called under the lock.
         """
         directory = self._directory
         claims = directory.claims[: directory.words[Word.CLAIM_ROWS]]
@@ -510,7 +513,7 @@ class SharedCursor:
     def _still_ours(self, reservation: Reservation) -> bool:
         """Return whether the reservation may be published. Called under the lock.
 
-        It is False if the buffer was emptied in between, which ends the reservation.
+        It is False if the buffer was emptied after the reservation, which ends with that.
 
         Raises:
             RuntimeError: other processes took it over although this process lives.
@@ -540,7 +543,7 @@ class SharedCursor:
 
 
 def empty(directory: ReplayDirectory, *, reset_write_count: bool = True) -> None:
-    """Unpublish every row. Generations continue, so earlier handles stay stale permanently."""
+    """Unpublish every row. Generations continue, so earlier handles name no row any more."""
     with directory.lock():
         directory.begin()
         directory.words[Word.EMPTYING] = _WITH_COUNTS if reset_write_count else _ROWS_ONLY
@@ -556,7 +559,7 @@ _ROWS_ONLY, _WITH_COUNTS = 1, 2  # values of Word.EMPTYING
 def finish_emptying(directory: ReplayDirectory) -> None:
     """Empty the buffer as EMPTYING says. Called under the lock.
 
-    It also continues after a process was killed between any two of its stores."""
+    It also completes the work of a process that was killed between two of its stores."""
     words = directory.words
     empty_locked(directory)
     if words[Word.EMPTYING] == _WITH_COUNTS:
@@ -585,9 +588,9 @@ def empty_locked(directory: ReplayDirectory) -> None:
 def repair(directory: ReplayDirectory) -> None:
     """Repair the state after a holder of the lock was killed. Called under the lock.
 
-    First, a change in the journal is completed. A publication that had begun is completed because
-    its rows are whole, including one of a live process that was interrupted. Other claims of dead
-    members lapse. Leaves and length then follow from the versions, and the tree from the leaves.
+    First, a change in the journal is completed. Publications that had begun are completed, because
+    their rows are whole, even if their process lives and was interrupted. Other claims of dead
+    members lapse. Then leaves and length are corrected by the versions, and the tree by the leaves.
     """
     claims, versions, tree = directory.claims, directory.versions, directory.tree
     if directory.words[Word.JOURNAL]:

@@ -8,23 +8,23 @@ Files::
     versions.bin    int64 [capacity]; odd while a row is absent or being written
     tree.bin        priority tree
     rows.json       spec of a row; written when the first rows come, before the data files, so
-                    that a process that removes them knows their names
+                    that a process that removes these knows their names
     data/*.bin      one file per column of a row, [capacity, ...]
     limiter.bin     with a rate limiter: waiting processes, and how often rows were sampled; see
                     ``gate``
     pass.bin        with sampling without replacement: the rows left in the pass; see ``passes``
     frames.json     with ``frames=``: the keys whose frames are stored once; see ``frames``
 
-``files`` knows when each of them is created, adopted and removed.
+``files`` defines when each of them is created, adopted and removed.
 
 Invariants at every instant, even if processes are killed:
 
 1. A slot is *published* exactly when its version is even and above 0. Only published slots have a
-   leaf above 0 in the tree, so only they are drawn. All of them have one, except those whose row
-   was sampled as often as the limiter allows.
+   leaf above 0 in the tree, so only they are drawn. Every published slot has such a leaf, unless
+   its row was sampled as often as the limiter allows.
 2. Shared state changes only under the lock, and ``DIRTY`` is set before the first store and cleared
-   after the last one. A process that enters and finds it set repairs the state of the killed holder
-   (:meth:`ReplayDirectory.lock`, ``cursor.repair``).
+   after the last one. A process that enters and finds ``DIRTY`` set repairs what the killed holder
+   left (:meth:`ReplayDirectory.lock`, ``cursor.repair``).
 3. Rows are written outside the lock, only by the member whose claim covers their slots, while
    their versions are odd. Claims of live members never share a slot. Claims of dead ones lapse.
 4. Versions and tickets never decrease, so (slot, version // 2) permanently names one row.
@@ -127,7 +127,7 @@ class ReplayDirectory:
         tree: the priority tree.
         kernel: makes the changes to the tables, see ``kernel``.
         member: id of this process, ``serial * MAX_MEMBERS + index``; unique in the directory.
-        sharers: storages of this process that share the view.
+        sharers: number of storages of this process that share the view.
         pid: process of this member. After a fork, it is the parent's until the first use.
         fair_lock: the lock without repair, on bytes of the file ``lock_fd``.
         repair: repairs the state after a killed holder.
@@ -169,7 +169,7 @@ class ReplayDirectory:
     def lock(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager for exclusive use of the shared state.
 
-        On entry it repairs the state if a holder was killed. It must not be entered again inside.
+        On entry it repairs the state if a holder was killed. Its holder must not enter it again.
         Changes belong between :meth:`begin` and :meth:`commit`.
 
         Raises:
@@ -203,7 +203,7 @@ class ReplayDirectory:
             raise
 
     def check_entry(self) -> None:
-        """Check that this thread may wait for a lock whose holders may wait for this directory's.
+        """Check that this thread may wait for a lock whose holders may wait for :meth:`lock`.
 
         Raises:
             DirectoryError: this thread holds the directory's lock, so it is in a signal handler
@@ -223,7 +223,7 @@ class ReplayDirectory:
         self.words[Word.DIRTY] = 0
 
     def store_all(self, values: Mapping[int, int]) -> None:
-        """Store several words between :meth:`begin` and :meth:`commit`, all or none after a kill.
+        """Store several words between :meth:`begin` and :meth:`commit`. A kill leaves all or none.
 
         Args:
             values: values by :class:`Word`, or by :meth:`cell` of the user table.
@@ -238,7 +238,7 @@ class ReplayDirectory:
         self.finish_storing()
 
     def finish_storing(self) -> None:
-        """Make the stores in the journal of :meth:`store_all`. Repeated after a kill."""
+        """Make the stores that :meth:`store_all` put into the journal. Repair repeats this."""
         words = self.words
         for at in range(words[Word.JOURNAL]):
             where, value = words[Word.JOURNAL + 1 + 2 * at], words[Word.JOURNAL + 2 + 2 * at]
@@ -284,7 +284,7 @@ class ReplayDirectory:
         return [member for member in ids if self.is_alive(member)]
 
     def pid_of(self, member: int) -> int:
-        """Return the process id of a member when it joined."""
+        """Return the process id that a member had when it joined."""
         return int(self.members[member % MAX_MEMBERS, MEMBER_PID])
 
     # --- writes of this process --------------------------------------------------------------
@@ -311,7 +311,7 @@ class ReplayDirectory:
     def holds_its_equal(self, reservation: Any) -> bool:
         """Return whether another write has the same slots. Called under the lock.
 
-        This write was then interrupted before it claimed them."""
+        If so, this write was interrupted before it claimed them."""
         return any(
             held.reservation == reservation and held.reservation is not reservation
             for held in list(self._held.values())
@@ -332,7 +332,7 @@ class ReplayDirectory:
         ]
 
     def _threads_that_write(self) -> set[int]:
-        """Return the threads that write. Writes that an interrupt ended do not count."""
+        """Return the threads that write. Writes that an interrupt cut off do not count."""
         tops = sys._current_frames()
         try:
             return {
@@ -368,7 +368,8 @@ class ReplayDirectory:
     def count(self, word: Word, amount: int = 1) -> None:
         """Add to a counter, with or without the lock.
 
-        Without the lock, one of two simultaneous additions may get lost. These are statistics."""
+        Without the lock, one of two simultaneous additions may get lost, which is harmless in
+        statistics."""
         self.words[word] += amount
 
     @property
@@ -389,7 +390,7 @@ class ReplayDirectory:
     def tensors(self) -> list[torch.Tensor]:
         """The shared rows, one tensor [capacity, ...] per column of :attr:`rows`.
 
-        Values with frames are zeros without memory, see :meth:`read`."""
+        For values with frames, these are zeros that take no memory, see :meth:`read`."""
         if self._rows is None and self.rows is None:
             return []
         return self._tensors
@@ -398,14 +399,14 @@ class ReplayDirectory:
     def arrays(self) -> list[np.ndarray]:
         """:attr:`tensors` as arrays, see :func:`array_of`.
 
-        For values with frames, the cells of these, int32 [capacity, stack]."""
+        For values with frames, the cells of the frames, int32 [capacity, stack]."""
         if self._rows is None and self.rows is None:
             return []
         return self._arrays
 
     @property
     def frames(self) -> Frames | None:
-        """The frames that are stored once, or None if no rows with such frames have come."""
+        """The frames that are stored once, or None if no such rows were written."""
         if self._rows is None and self.rows is None:
             return None
         return self._frames
@@ -429,7 +430,7 @@ class ReplayDirectory:
             stacks: number of frames per value, by key.
 
         Raises:
-            ConfigurationError: the directory has other keys, or rows without any.
+            ConfigurationError: other keys are set, or there are rows without stored frames.
         """
         with self.lock():
             known = self._stacks()
@@ -455,7 +456,7 @@ class ReplayDirectory:
             raise damaged(self.path, f"{files.FRAMES} cannot be read ({error})") from error
 
     def spec_for(self, spec: RowSpec) -> RowSpec:
-        """Return the spec of the present rows, or of rows with ``spec`` once they have come."""
+        """Return the rows' spec. Without rows, it is the spec that rows with ``spec`` would get."""
         if self.rows is not None:
             return self.rows
         spec = with_stacks(spec, self._stacks())
@@ -655,10 +656,11 @@ class ReplayDirectory:
         return (status.st_dev, status.st_ino) == self._identity
 
     def leave(self, clean: bool) -> None:
-        """End this process's membership. The last one to leave at a clean end removes all files.
+        """End this process's membership. The last process that leaves at a clean end removes all
+        files.
 
-        Other processes may take the slots of a process that is not a member, so this process's
-        writes end first, and no new write can begin.
+        Other processes may take the slots of a process that is not a member. So this waits until
+        the writes of this process have ended, and no new write can begin.
 
         Raises:
             DeadlineError: a write of another thread did not end within ``timeout_s``, or the lock
@@ -709,7 +711,7 @@ class ReplayDirectory:
         unlock_byte(self.lock_fd, MEMBER_BYTES + index)
         self.member = -1
         if not clean or stop_requested_since(self._opened_at):
-            self.words[Word.INTERRUPTED] = 1  # processes that leave later did not see it
+            self.words[Word.INTERRUPTED] = 1  # processes that leave later must know it
         if self.stays or self.live_members() or not self.is_at_path():
             return None
         # under the lock, so a process that opens the path now creates a new directory

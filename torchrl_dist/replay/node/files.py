@@ -1,8 +1,8 @@
 """The files in a folder: which folder may become a replay directory, and what is removed.
 
-Only files of this project are removed, each by its name, and a folder only once it is empty. They
-are removed only if a header, which is removed last, marks them as this project's. No file is
-created in a folder that holds something else.
+Only files of this project are removed, each by its name, and only if a header marks them as this
+project's. The header is removed last, and a folder only once it is empty. No file is created in a
+folder that holds something else.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ class Header:
 
 
 def ring_file(key: Sequence[str]) -> str:
-    """Name of the file with the frames of a key and of its next values."""
+    """Name of the file with the frames of a key and of ``("next", key)``."""
     return f"frames={hashlib.blake2b(data_file(key).encode(), digest_size=16).hexdigest()}.bin"
 
 
 def damaged(path: Path, found: str) -> DirectoryError:
-    """Return the error for a directory whose files cannot be as they were written."""
+    """Return the error for a directory whose files are not as they were written."""
     return DirectoryError(
         f"replay directory {path} is damaged: {found}. Nothing was changed; choose another "
         "scratch_dir, or remove the folder if you do not need its rows"
@@ -198,7 +198,7 @@ def retire(folder: Path) -> Path | None:
     """Take a directory out of use. The caller holds its lock, and no other process uses it.
 
     It is renamed atomically, and its new name is returned, for :func:`remove`. A folder that is a
-    mount point, or holds other files too, stays, without our files.
+    mount point or holds other files is kept, but without our files.
     """
     doomed = folder.with_name(f".{folder.name}.removed-{os.getpid()}")
     if holds_only_ours(folder):
@@ -226,7 +226,7 @@ def remove(doomed: Path) -> bool:
 
 
 def half_removed(folder: Path) -> Iterator[Path]:
-    """Return folders with names of :func:`retire` that a killed process did not remove.
+    """Return folders that :func:`retire` renamed and that a killed process did not remove.
 
     They were earlier directories of this path."""
     name = re.compile(re.escape(f".{folder.name}.removed-") + r"\d+")
@@ -241,7 +241,8 @@ def half_removed(folder: Path) -> Iterator[Path]:
 def is_half_removed(folder: Path) -> bool:
     """Return whether :func:`retire` renamed the folder.
 
-    It is then this user's, and holds only our files, including the header of a replay directory."""
+    Such a folder is this user's, and holds only our files, including a replay directory's
+    header."""
     if re.fullmatch(r"\..+\.removed-\d+", folder.name) is None or not own_files.is_ours(folder):
         return False
     with contextlib.suppress(OSError, DirectoryError):

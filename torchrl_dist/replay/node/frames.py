@@ -1,8 +1,8 @@
-"""Each frame stored once: a second ring in the replay directory, whose frames the rows name.
+"""Store each frame once, in a second ring of the replay directory; rows name their frames.
 
-A row with a stack of four frames, and the stack of the next step, repeats each frame up to eight
-times. For the keys that ``frames=`` names, the directory has two more kinds of files, and a row has
-numbers of frames instead of their bytes::
+If each row has a stack of four frames and the stack of the next step, a frame is repeated up to
+eight times. For the keys that ``frames=`` names, the directory has two more kinds of files, and a
+row has numbers of frames instead of their bytes::
 
     data/frames=.bin          int64 [MAX_CLAIMS + capacity], see below
     data/frames=DIGEST.bin    a ring of frames, [size, ...], one per key; the key and
@@ -11,20 +11,20 @@ numbers of frames instead of their bytes::
 A frame has a *ticket*, which counts the frames ever reserved (``Word.FRAME_CURSOR``), and lies in
 the cell ``ticket % size`` of its ring. All rings have the same tickets. A write
 
-1. looks for its frames among those that this process wrote recently, by content: equal bytes are
-   the same frame, so what a sample returns is what was written, whichever wrapper built the stacks;
+1. looks for its frames, by their bytes, among those that this process wrote recently. Equal bytes
+   are the same frame, so a sample returns what was written, whichever wrapper built the stacks;
 2. reserves slots and, under the same lock, tickets for the frames that it did not find;
 3. copies these frames, then the rows, and publishes the rows.
 
 Invariants at every instant:
 
 - The slot of a row has a *mark*: the oldest ticket that the row refers to. When the row was
-  written, that was at most ``window`` tickets before the cursor.
-- Before a ticket is reserved whose cell holds a frame that a published row refers to, that row is
-  unpublished. So the versions of rows, which readers compare after their copy, tell about their
-  frames, too.
+  written, its mark was at most ``window`` tickets before the cursor.
+- If the cell of a new ticket holds a frame that a published row refers to, that row is unpublished
+  before the ticket is reserved. So if a reader finds the same version after its copy, the row's
+  frames were not changed, either.
 - A claim has a *start*: the oldest ticket that its rows refer to. No ticket is reserved whose cell
-  holds a frame from the start of a live claim on. Its writer waits instead.
+  holds a frame from the start of a live claim on. The writer that needs the ticket waits.
 
 Alternatives were rejected: frames in the neighbouring slots of a row (as in Dopamine) need one
 writer with whole episodes; chunks of a stream to which rows refer (as in Reverb) keep a chunk alive
@@ -53,11 +53,11 @@ from torchrl_dist.tensors import array_of
 if TYPE_CHECKING:
     from torchrl_dist.replay.node.kernel import NumpyKernel
 
-_SPARE = 0.07  # frames beyond one per row: the first stacks of episodes
-_WINDOW = 32  # the window is this part of the rows
+_SPARE = 0.07  # frames beyond one per row, for the first stacks of episodes
+_WINDOW = 32  # the window is the number of rows divided by this
 _FEW = 4096  # frames: small buffers have a larger window, and room for rows that repeat nothing
 _MOST_KNOWN = 2**17
-_DROPPED_AT_ONCE = 256  # this part of the ring
+_DROPPED_AT_ONCE = 256  # 1/256 of the ring
 _NEVER = 2**61  # larger than any ticket
 
 Gather = Callable[[Sequence[np.ndarray], np.ndarray], list[np.ndarray]]
@@ -73,7 +73,7 @@ def frames_in(spec: RowSpec) -> int:
 
 
 def window_of(capacity: int) -> int:
-    """Return the largest distance of a frame before its row's mark."""
+    """Return how far a row's mark may be before the cursor when the row is written."""
     return max(capacity // _WINDOW, min(4 * capacity, _FEW))
 
 
@@ -84,7 +84,7 @@ def ring_size(capacity: int, spec: RowSpec) -> int:
 
 
 def largest_write(capacity: int, spec: RowSpec) -> int:
-    """Return the most rows of one reservation, so that their frames fit even if none repeats."""
+    """Return the most rows of one reservation. Their frames fit even if none repeats."""
     return max(1, (ring_size(capacity, spec) - window_of(capacity)) // frames_in(spec))
 
 
@@ -111,7 +111,7 @@ def with_stacks(spec: RowSpec, stacks: Mapping[tuple[str, ...], int]) -> RowSpec
     for column in spec.columns:
         stack = stacks.get(column.ring, 0)
         if column.stack and not stack:
-            column = replace(column, stack=0)  # of rows from a checkpoint
+            column = replace(column, stack=0)  # a checkpoint's rows may have stacks
         if stack:
             column = column.as_stack(stack)
             first = found.setdefault(column.ring, column)
@@ -156,8 +156,8 @@ class _Found(NamedTuple):
 class _NumpyFinder:
     """The recent frames of this process in one ring, found by their bytes.
 
-    It may forget frames, and threads may use it at the same time: what it finds is compared with
-    the ring, byte for byte."""
+    It may forget frames, and threads may use it at the same time, because whatever it finds is
+    compared with the ring, byte for byte."""
 
     def __init__(self, ring: np.ndarray, most: int) -> None:
         self._ring = ring
@@ -205,7 +205,7 @@ class _NumpyFinder:
 
 
 class _CFinder(_NumpyFinder):
-    """The same in C, with a table of hashes and tickets, int64 [entries, 2]."""
+    """A finder in C, with a table of hashes and tickets, int64 [entries, 2]."""
 
     def __init__(self, ring: np.ndarray, most: int) -> None:
         super().__init__(ring, most)
@@ -245,12 +245,12 @@ class Plan:
 
     Attributes:
         columns: the numbers of the columns with frames.
-        found: per ring.
-        count: tickets that it needs.
-        known: int64 [rows], the oldest ticket that each row refers to.
-        new: int64 [rows], the same for the new frames, counted from the first.
+        found: what was found, per ring.
+        count: number of tickets that the plan needs.
+        known: int64 [rows], the oldest ticket among each row's known frames.
+        new: int64 [rows], each row's first new frame, as ``k`` in ``-1 - k``.
         oldest: the smallest of ``known``.
-        first: the first of its own tickets, once they are reserved.
+        first: the ticket of the first new frame, once reserved.
     """
 
     columns: list[list[int]]
@@ -285,7 +285,7 @@ class Frames:
         )
         self._starts, self._marks = tables[:MAX_CLAIMS], tables[MAX_CLAIMS:]
         self._spec = spec
-        self._numbers: list[list[int]] = []  # of the columns of each ring
+        self._numbers: list[list[int]] = []  # column numbers, per ring
         self._rings: list[np.ndarray] = []
         self._finders: list[_NumpyFinder] = []
         by_ring: dict[tuple[str, ...], list[int]] = {}
@@ -307,7 +307,7 @@ class Frames:
     # --- reading -----------------------------------------------------------------------------
 
     def expand(self, columns: list[np.ndarray], gather: Gather) -> list[np.ndarray]:
-        """Return copied columns with the values instead of the cells of their frames.
+        """Replace the cells of frames in copied columns by the values of the frames.
 
         Args:
             gather: ``gather([array], indices)`` returns copies of these rows of the array.
@@ -346,7 +346,7 @@ class Frames:
     def admits(self, row: int, plan: Plan | None) -> bool:
         """Whether the plan's frames can be reserved for a claim. Called under the lock.
 
-        The caller then calls :meth:`reserve`, in the same hold of the lock.
+        The caller then calls :meth:`reserve` without releasing the lock.
 
         Args:
             row: an unused row of the claim table.
@@ -373,18 +373,19 @@ class Frames:
         starts = self._starts[:used][self._claims[:used, CLAIM_COUNT] != 0]
         return int(starts.min(initial=_NEVER))
 
-    def reserve(self, plan: Plan | None, ranges: Sequence[tuple[int, int]]) -> int:
-        """Reserve tickets for new frames, and mark the slots. Called after the claim, locked.
-
-        Returns:
-            The number of published rows that were dropped to make room.
+    def reserve(self, plan: Plan | None, ranges: Sequence[tuple[int, int]]) -> None:
+        """Reserve tickets for new frames, and mark the slots. Rows whose frames will be overwritten
+        are dropped. Called under the lock, after the claim.
         """
         words = self._words
         first = words[Word.FRAME_CURSOR]
         count = 0 if plan is None else plan.count
         needed = first + count - self.size  # the smallest mark from now on
         words[Word.DIRTY] = 1
-        dropped = self._drop(needed) if needed > words[Word.FRAME_LOW] else 0
+        if plan is not None and plan.oldest < words[Word.FRAME_LOW]:
+            words[Word.FRAME_LOW] = plan.oldest  # a frame of rows that are gone returns
+        if needed > words[Word.FRAME_LOW]:
+            self._drop(needed)
         rows = sum(stop - start for start, stop in ranges)
         marks = np.full(rows, first) if plan is None else np.minimum(plan.known, first + plan.new)
         marks = marks[marks.size - rows :]  # a restored checkpoint may leave out its first rows
@@ -394,15 +395,13 @@ class Frames:
         words[Word.DIRTY] = 0
         if plan is not None:
             plan.first = first
-        return dropped
 
-    def _drop(self, needed: int) -> int:
-        """Unpublish the rows with marks below ``needed``. Return their number."""
+    def _drop(self, needed: int) -> None:
+        """Unpublish the rows with marks below ``needed``."""
         words, marks = self._words, self._marks
         published = (self._versions & 1 == 0) & (self._versions > 0)
-        gone = np.empty(0, np.int64)
         if marks.min(where=published, initial=_NEVER) < needed:
-            # more than needed, because this looks at all slots
+            # drops more than needed, because each call looks at all slots
             gone = np.flatnonzero(published & (marks < needed + self.size // _DROPPED_AT_ONCE))
             published[gone] = False
             runs = np.split(gone, np.flatnonzero(np.diff(gone) != 1) + 1)
@@ -411,7 +410,6 @@ class Frames:
             words[Word.DROPPED_ROWS] += gone.size
         low = int(marks.min(where=published, initial=words[Word.FRAME_CURSOR]))
         words[Word.FRAME_LOW] = min(low, self._oldest_start())
-        return gone.size
 
     def write(
         self, plan: Plan, source: Sequence[np.ndarray | None], start: int, stop: int

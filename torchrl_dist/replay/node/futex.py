@@ -25,11 +25,11 @@ class _Timespec(ctypes.Structure):
 
 
 class Bell:
-    """Wake the threads, of all processes, that wait at two words of shared memory.
+    """Wake waiting threads of all processes, by two words of shared memory.
 
     To wait, check the state under its lock, call :meth:`arm`, release the lock, and call
-    :meth:`wait`. To wake, change the state under the lock, release it, and call :meth:`ring`. No
-    ring is missed in between.
+    :meth:`wait`. To wake, change the state under the lock, release it, and call :meth:`ring`. A
+    ring between these steps is not missed.
 
     Args:
         words: int64, shared, initially zero.

@@ -1,14 +1,14 @@
 """A replay directory's rate limiter: shared counters, and how processes wait for them.
 
 The counters are words of the directory, and change under its lock. A write is admitted and gets its
-slots while it holds the lock once. Rows that other processes are writing count as inserts there, so
-writers that wake up together do not all pass. A sample is also admitted and counted while the lock
-is held once. No thread waits while it holds a lock, neither the directory's nor those of TorchRL's
-buffers, which are released during the wait.
+slots without releasing the lock in between. For the admission, rows that other processes are
+writing count as inserts, so writers that wake up together do not all pass. A sample, too, is
+admitted and counted without releasing the lock. No thread holds a lock while it waits for the
+limiter: neither the directory's lock nor those of TorchRL's buffers.
 
-A process notes the rows of a sample between its admission and its return. If it is killed in
-between, they no longer count as soon as another process would have to wait. For
-``max_times_sampled``, a row counts when it is drawn, even if it is never returned.
+A process notes the rows of a sample from the admission of the sample to its return. If the process
+is killed before the return, these rows stop counting as soon as another process would have to wait.
+For ``max_times_sampled``, a row counts when it is drawn, even if it is never returned.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _T = TypeVar("_T")
 
 process_ends = threading.Event()
 # At its end, a process first joins the threads that fetch batches ahead, and these may wait here.
-# The function that is registered last is called first, hence the import before. atexit is too late.
+# The function registered last is called first, hence the import above. atexit is too late.
 threading._register_atexit(process_ends.set)  # type: ignore[attr-defined]  # not in typeshed
 
 
@@ -106,7 +106,8 @@ class Gate:
     def set_state(self, state: list[float] | None, rows: int) -> None:
         """Continue with these counts if they belong to an equal limiter. Called under the lock.
 
-        Otherwise the ``rows`` in the buffer count as inserts, as many as a first sample waits for.
+        Otherwise the ``rows`` in the buffer count as inserts, but at most as many as the first
+        sample needs.
         """
         words = self._directory.words
         inserts, samples = min(rows, self.limiter.min_size_to_sample), 0
@@ -124,7 +125,7 @@ class Gate:
     def reserve(
         self, cursor: SharedCursor, count: int, storage: Storage, plan: Plan | None = None
     ) -> Reservation:
-        """Return slots for the first rows of a write, and room for their frames, once admitted.
+        """Return slots for the first rows of a write, and room for their frames, once it may begin.
 
         Raises:
             RateLimitError: it was not admitted within the storage's ``timeout_s``. No row was
@@ -143,7 +144,7 @@ class Gate:
         return self._admit(attempt, storage)
 
     def wait_to_write(self, cursor: SharedCursor, storage: Storage) -> None:
-        """Like :meth:`reserve`, without slots. Others may be admitted before they are taken."""
+        """Wait like :meth:`reserve`, without taking slots. Others may take them first."""
         self._admit(lambda: self._missing_samples(cursor) or True, storage)
 
     def _missing_samples(self, cursor: SharedCursor) -> Missing | None:
@@ -155,7 +156,7 @@ class Gate:
     # --- sampling ----------------------------------------------------------------------------
 
     def can_sample(self, count: int) -> bool:
-        """Return whether a sample of that many rows would begin at once."""
+        """Return whether a sample of that many rows would begin without a wait."""
         if not self.limiter.missing_inserts(self.counts(), count):
             return True
         with self._directory.lock():
@@ -198,7 +199,7 @@ class Gate:
             row = self._own_row()
             count = min(
                 count, int(row[USER_UNRETURNED])
-            )  # 0 if the counts were restarted in between
+            )  # 0 if the counts were restarted since the draw
             if returned:
                 row[USER_UNRETURNED] -= count
             else:
@@ -215,7 +216,7 @@ class Gate:
                 self._count_unreturned(users[row], -int(users[row, USER_UNRETURNED]))
 
     def _count_unreturned(self, row: np.ndarray, rows: int) -> None:
-        """Add to the samples, and to the unreturned ones of a row of the user table.
+        """Add to the samples, and to the unreturned samples in a row of the user table.
 
         Called under the lock."""
         directory = self._directory
@@ -339,7 +340,7 @@ def _store_limiter(directory: ReplayDirectory, limiter: RateLimiter) -> None:
     directory.create_limiter_tables()
     directory.gate = Gate(directory, limiter)
     directory.gate.set_state(None, directory.length)
-    # rows hidden by another limiter's max_times_sampled, whose counts start again
+    # rows that another limiter's max_times_sampled hid; their counts start again
     published = (directory.versions & 1 == 0) & (directory.versions > 0)
     hidden = np.flatnonzero(published & ~(directory.tree.leaves > 0))
     directory.tree.set(hidden, default_leaf(directory))

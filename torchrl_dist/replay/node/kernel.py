@@ -1,9 +1,9 @@
 """The changes of writes and priorities to the shared tables, in C or with NumPy.
 
 :class:`NumpyKernel` defines the changes and their order. :class:`CKernel` makes the same changes in
-one call each (``law/_kernel.c``), so edit both. A directory gets one of them when it is mapped. All
-methods are called under the lock. They set DIRTY before their first store, and clear it after the
-last one unless they say otherwise.
+one call each (``law/_kernel.c``), so edit both. A directory gets one of the two when it is mapped.
+All methods are called under the lock. They set DIRTY before their first store, and clear it after
+the last one unless they say otherwise.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Stored(NamedTuple):
     """The result of an update.
 
     Attributes:
-        wrong: :data:`SOUND`, or the fault of the item ``best``. Then nothing was stored.
+        wrong: :data:`SOUND`, or what is wrong with item ``best``; then nothing was stored.
         stale: number of rows that were skipped because their slots hold other rows.
         best: position of the largest priority that was stored, -1 if none was.
         moved: whether the slot with the largest priority of all got another priority.
@@ -66,14 +66,14 @@ class NumpyKernel:
     def reserve(
         self, row: int, first: int, count: int, member: int, word: Word, value: int
     ) -> bool:
-        """Claim ``count`` slots, from that of the ticket ``first`` on, for a member.
+        """Claim ``count`` slots for a member, beginning with the slot of ticket ``first``.
 
         Args:
             row: an unused row of the claim table.
             word, value: a word that is stored before the claim.
 
         Returns:
-            False if another claim shares a slot with them. Then nothing was changed.
+            False if another claim has one of these slots. Then nothing was changed.
         """
         words, capacity = self._words, self._tree.capacity
         for rows, ticket, _, _ in self._claims[: words[Word.CLAIM_ROWS]].tolist():
@@ -139,7 +139,7 @@ class NumpyKernel:
     def update(self, slots: np.ndarray, raw: np.ndarray, generation: np.ndarray | None) -> Stored:
         """Set priorities of rows, unless their slot now holds another row.
 
-        If a row was stored, DIRTY stays set.
+        If a priority was stored, DIRTY stays set.
 
         Args:
             slots: int64 [n]; entries below 0 are skipped.

@@ -175,7 +175,7 @@ def _size(folder: Path) -> int:
 def remove(found: Found) -> bool:
     """Remove the directory's files, and the folder if it is then empty.
 
-    A directory that a process uses stays. So does a damaged one, because its files are unknown.
+    Directories that a process uses stay. Damaged ones stay, too, because their files are unknown.
 
     Returns:
         Whether it was removed."""
@@ -188,7 +188,7 @@ def remove(found: Found) -> bool:
     except OSError:
         return False
     try:
-        # a process that comes now waits for the lock, and then finds that the directory changed
+        # a process that opens it now waits for the lock, and then sees that the directory changed
         if not lock_all(fd, MEMBER_BYTES + MAX_MEMBERS):
             return False
         now = os.stat(found.path / files.LOCK)
@@ -203,7 +203,7 @@ def remove(found: Found) -> bool:
 
 
 def _job_of(found: Found) -> str | None:
-    """Return the job that has the directory now."""
+    """Return the job that the directory belongs to now."""
     try:
         return files.read_header(found.path).job_id
     except (OSError, DirectoryError):
@@ -211,7 +211,7 @@ def _job_of(found: Found) -> str | None:
 
 
 def remove_leftovers(parent: Path, prefix: str) -> list[Found]:
-    """Remove directories of this user's dead jobs in a folder, under names with this prefix."""
+    """Remove directories of this user's dead jobs whose names in a folder have this prefix."""
     removed = []
     with contextlib.suppress(OSError):
         for each in sorted(parent.iterdir()):

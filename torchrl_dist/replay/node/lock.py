@@ -1,23 +1,24 @@
 """A fair lock between processes that is released when its holder dies.
 
-It uses open-file-description locks (``F_OFD_SETLK``) on bytes of one file, because of what releases
-the alternatives:
+It uses open-file-description locks (``F_OFD_SETLK``) on bytes of one file. The alternatives were
+rejected:
 
 - A process loses its record locks (``lockf``) when it closes *any* descriptor of the file, even one
   that a copy of the folder or a library opened. Rows were then torn silently. No location of the
-  file prevents this for certain, but a lock that belongs to the description does.
+  file prevents that for certain; a lock of the description does.
 - ``flock`` also belongs to the description, but has no bytes, so each member would need a file.
 
 A child inherits a description over ``fork``, so a killed holder's lock would stay with its
 children. A child therefore gives up its copies before it does anything else (``_give_up_copies``),
 and ``exec`` closes them. A child that C code forks without Python's hooks and without ``exec``
-keeps them until it ends. A descriptor does not exclude threads; a ``threading.RLock`` does.
+keeps them until it ends. Threads share the descriptor, so a ``threading.RLock`` excludes them.
 
 Two bytes make the lock: the *mutex*, and the *turnstile*, which a process holds while it waits for
 the mutex. Without the turnstile, a process that unlocks and locks in a loop starves the others (p50
 of 5 to 8 ms instead of 50 us). While a process waits, a word in shared memory says so, and
-newcomers queue at the turnstile. Otherwise they take the mutex at once, which saves half of the
-system calls. A waiter that is killed leaves the word set, which costs the next process two calls.
+newcomers queue at the turnstile. If no process waits, newcomers take the mutex directly, which
+saves half of the system calls. A waiter that is killed leaves the word set, which costs the next
+process two calls.
 
 The calls go through ``ctypes.PyDLL``, which keeps the GIL. ``fcntl.fcntl`` releases it, so a holder
 whose process runs another busy Python thread would keep the lock for a switch interval (5 ms).
@@ -150,8 +151,8 @@ def is_held(fd: int, byte: int, count: int = 1) -> bool:
 def byte_holder(fd: int, byte: int) -> int | None:
     """Return the pid that holds the byte through another descriptor, or None.
 
-    It is slow, because it reads ``/proc`` for every open file. A holder that is not found there, of
-    another user or pid namespace, is 0.
+    Slow, because it reads ``/proc`` for every open file. Returns 0 if the holder is not found there
+    because it is in another pid namespace or of another user.
     """
     if not is_held(fd, byte):
         return None
@@ -172,7 +173,7 @@ def byte_holder(fd: int, byte: int) -> int | None:
 def _locks(fdinfo: str, byte: int) -> bool:
     """Return whether the text of ``/proc/PID/fdinfo/FD`` has a lock on the byte.
 
-    Its lines end with the first and the last byte. Neighbouring locks are one line.
+    Its lines end with the first and the last byte. Neighbouring locks share a line.
     """
     lines = [line.split() for line in fdinfo.splitlines() if line.startswith("lock:")]
     return any(
@@ -195,11 +196,11 @@ class FairLock:
     Each process has one descriptor. Use the lock as a context manager. Entering blocks at most
     ``timeout_s``.
 
-    A thread that is inside cannot enter again. A signal handler would do so if it used the buffer
-    while its thread changes it, and would read or store in the middle of a change. It gets an
-    error, and the interrupted code keeps the lock. The stack shows whether a thread *is* inside. A
-    thread that holds the lock but is not inside lost track of it in an interrupt (Ctrl-C between
-    two instructions of entering or leaving). It releases the lock and enters.
+    A thread that is inside cannot enter again. A signal handler that uses the buffer while its
+    thread changes it would read or store in the middle of the change. The handler gets an error,
+    and the interrupted code keeps the lock. The stack shows whether a thread *is* inside. If a
+    thread holds the lock but is not inside, an interrupt (Ctrl-C) cut off entering or leaving; the
+    thread then releases the lock and enters.
 
     Args:
         fd: a descriptor of the lock file, from :func:`open_lock_file`.
@@ -218,8 +219,8 @@ class FairLock:
         # a lock that knows its owner
         self._threads = threading.RLock()
         self.inside: FrameType | None = None
-        """The frame that has entered. A wrapper of this lock sets its user's frame, and then None
-        again, which ends a cycle of references."""
+        """The frame that has entered. A wrapper of this lock sets the frame that uses the wrapper,
+        and None afterwards, which ends a cycle of references."""
         self._records = [
             _record(kind, byte)
             for kind in (fcntl.F_WRLCK, fcntl.F_UNLCK)
@@ -238,7 +239,7 @@ class FairLock:
     def share_waiting(self, words: memoryview, index: int) -> None:
         """Put the word that says whether a process waits at ``words[index]``, in shared memory.
 
-        Before this call, the lock excludes, but is not fair.
+        Before this call, the lock is exclusive, but not fair.
         """
         self._words, self._waiting = words, index
 

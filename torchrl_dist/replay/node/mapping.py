@@ -1,4 +1,4 @@
-"""Files as memory that processes share: create them completely and map them, if this is sound."""
+"""Files as memory that processes share: allocate and map them, and refuse unsuitable ones."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def file_system_of(
 
 
 def is_network_file_system(kind: str) -> bool:
-    """Return whether locks and shared mappings fail there between processes of a machine."""
+    """Return whether locks and mappings fail there even between processes of one machine."""
     return kind in _NETWORK_FILE_SYSTEMS or kind.startswith("fuse.sshfs")
 
 

@@ -84,7 +84,7 @@ def open_directory(
         keep: keep the directory when the last process closes it.
         timeout_s: longest wait for the lock, in seconds.
         repair: repairs the state after a killed holder; ``cursor`` passes it.
-        identity: join the directory of this identity, and create none.
+        identity: join only the directory with this identity; never create one.
 
     Raises:
         ConfigurationError: the path or the capacity is invalid.
@@ -124,14 +124,14 @@ def open_directory(
                     with contextlib.suppress(OSError):
                         folder.rmdir()
                 raise found
-            refused = True  # or it appears or disappears at this moment, so try again
+            refused = True  # or the folder is just being made or removed, so try again
             time.sleep(0.01)
         raise DirectoryError(f"{folder} was removed repeatedly while it was being opened")
 
 
 @dataclass
 class _Asked:
-    """The arguments of :func:`open_directory`. ``made``: it has created the folder."""
+    """The arguments of :func:`open_directory`. ``made``: whether this call created the folder."""
 
     folder: Path
     capacity: int
@@ -341,8 +341,9 @@ def _adopt(view: ReplayDirectory, header: Header, asked: _Asked) -> None:
 def _what_is_wrong(view: ReplayDirectory, alive: bool) -> str | None:
     """Return an impossible value in the tables, or None. Changes nothing.
 
-    Called under the lock. A killed holder may have left values of two instants. Tables with an
-    entry per row are checked only if no process uses them, because such a process would also fail.
+    Called under the lock. A killed holder may have left some values changed and others not. Tables
+    with an entry per row are checked only if no process uses them, because such a process would
+    also fail.
     """
     words, claims, capacity = view.words, view.claims, view.capacity
     ranges = dict.fromkeys(_AT_LEAST_0, (0, LARGEST_COUNT)) | {
@@ -358,7 +359,7 @@ def _what_is_wrong(view: ReplayDirectory, alive: bool) -> str | None:
         Word.IN_PLACE: (0, capacity),
         Word.JOURNAL: (0, JOURNAL_ENTRIES),
     }
-    if alive and not words[Word.DIRTY]:  # otherwise it is counted again
+    if alive and not words[Word.DIRTY]:  # otherwise repair counts the rows again
         ranges[Word.LENGTH] = (0, capacity)
     for word, (low, high) in ranges.items():
         if not low <= words[word] <= high:
@@ -398,7 +399,7 @@ def _new_identity() -> int:
 def _create_files(folder: Path, capacity: int, job: str) -> Header:
     """Create the files. Called under the lock.
 
-    The header comes last, because without it the next process starts again."""
+    The header comes last: a process that finds no header creates all files again."""
     try:
         files.check_ours(folder)  # other files may have been put into it
     except DirectoryError:

@@ -90,7 +90,7 @@ def rescaled(leaves: np.ndarray, power: float) -> np.ndarray:
 def under_alpha_now(directory: ReplayDirectory, leaves: np.ndarray, alpha: float) -> np.ndarray:
     """Convert leaves computed under ``alpha`` to the present exponent. Called under the lock.
 
-    A leaf that would become too large counts as the largest valid one, as in
+    A leaf that would become too large becomes the largest valid one, as in
     :func:`leaves_of_new`."""
     now = directory.get_float(Word.ALPHA)
     if now == alpha:
@@ -119,8 +119,8 @@ def set_alpha(directory: ReplayDirectory, alpha: float) -> None:
 def finish_rescaling(directory: ReplayDirectory) -> None:
     """Raise the leaves to the power that NEXT_ALPHA requires.
 
-    It also continues after a process was killed between any two of its stores. A leaf that is done
-    has a minus sign until all leaves are done and ALPHA is set.
+    It also completes the work of a process that was killed between two of its stores. A leaf that
+    is done has a minus sign until all leaves are done and ALPHA is set.
     """
     leaves = directory.tree.leaves
     directory.tree.mark_all()
@@ -140,7 +140,8 @@ def _power(old: float, new: float) -> float:
 
 
 def cover_leaves(directory: ReplayDirectory) -> None:
-    """Make the largest priority at least as large as that of every row. Called under the lock.
+    """Make the largest priority at least as large as the priority of every row. Called under the
+    lock.
 
     This is needed after a kill between the stores of leaves and of the largest priority."""
     words, alpha = directory.words, directory.get_float(Word.ALPHA)
@@ -161,7 +162,7 @@ def _too_large(raw: float, alpha: float) -> ConfigurationError:
 
 
 def default_leaf(directory: ReplayDirectory) -> float:
-    """Return the leaf of a new row, by the largest priority seen, so that it is soon drawn once.
+    """Return the leaf of a new row, from the largest priority seen, so that it is drawn soon.
 
     Before a sampler has set alpha, the largest priority is 1, whose power is 1 for every alpha.
     """

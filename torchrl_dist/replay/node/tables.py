@@ -1,6 +1,6 @@
 """The control block of a replay directory: its words and tables, and their places in it.
 
-``directory`` defines what they mean together, and when they may change.
+``directory`` defines which values are valid together, and when they may change.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ USER_COLUMNS = 5
 MEMBER_PID, MEMBER_SERIAL = range(2)
 
 # A reader compares versions before and after its copy. This is sound if loads are not reordered
-# with loads, and stores not with stores, as on x86-64. On other machines it copies under the lock.
+# with loads, and stores not with stores, as on x86-64. On other machines, readers copy under the
+# lock.
 ORDERED_LOADS = platform.machine().lower() in ("x86_64", "amd64")
 
 
@@ -46,13 +47,13 @@ class Word(enum.IntEnum):
     ALPHA = 7  # float64
     EPS = 8  # float64
     MAX_PRIORITY = 9  # float64, raw; NaN before the first priority
-    MAX_SLOT = 10  # its slot, -1 if unknown
+    MAX_SLOT = 10  # the slot of MAX_PRIORITY, -1 if unknown
     JOINS = (
         11  # number of members ever; makes member ids unique although rows of the table are reused
     )
     KEEP = 12  # keep the directory when the last member leaves
     CLAIM_ROWS = 13  # rows of the claim table that were ever used
-    MAX_WITHIN = 14  # MAX_PRIORITY is the largest among the rows present, not ever
+    MAX_WITHIN = 14  # MAX_PRIORITY is the largest of the present rows, not of all ever
     NEXT_WRITE_COUNT = 15  # WRITE_COUNT after the publication in progress
     # counters, see ReplayDirectory.counters
     REREAD_ROWS = 16
@@ -65,12 +66,12 @@ class Word(enum.IntEnum):
     NEXT_ALPHA = 23  # float64
     WAITING = 24  # a process waits for the lock, see ``FairLock``
     EMPTYING = 25  # the buffer is being emptied, see ``cursor.finish_emptying``
-    IN_PLACE = 26  # slots up to here have been written in place since it was emptied
+    IN_PLACE = 26  # end of the slots written in place since the buffer was emptied
     IDENTITY = 27  # a random number that identifies this directory
     JOURNAL = 28  # to 38: journal of :meth:`ReplayDirectory.store_all`, a count and up to 5 pairs
     RESTORED_TIMES = 39  # ``max_times_sampled`` of the checkpoint that was restored last
     # the rate limiter, see ``gate``; four words as in ``RateLimiter``, 0 for None
-    LIMITED = 40  # 1: by the next four words, 2: not limited, 0: not set yet
+    LIMITED = 40  # 1: limited by the next four words, 2: not limited, 0: not set yet
     MIN_SIZE_TO_SAMPLE = 41
     SAMPLES_PER_INSERT = 42  # float64
     ERROR_BUFFER = 43  # float64
@@ -96,7 +97,7 @@ class Word(enum.IntEnum):
 JOURNAL_ENTRIES = 5
 SAVED_FLOAT_WORDS = frozenset({Word.ALPHA, Word.EPS, Word.MAX_PRIORITY})
 LARGEST_COUNT = 2**62
-"""Upper limit of tickets and counts. No buffer lives that long."""
+"""Upper limit of tickets and counts. No buffer reaches it."""
 
 COUNTERS = {
     word.name.lower(): word

@@ -58,7 +58,7 @@ def exhausted(directory: ReplayDirectory, slots: np.ndarray | slice) -> np.ndarr
 
 
 def hide_exhausted(directory: ReplayDirectory, slots: np.ndarray) -> None:
-    """Reset the leaves that such rows have just received. Entries below 0 are skipped."""
+    """Reset the leaves that rows at the limit have just got. Slots below 0 are skipped."""
     slots = slots[slots >= 0]
     directory.tree.set(slots[exhausted(directory, slots)], 0.0)
 
@@ -72,7 +72,7 @@ def count_draws(
         slots, extra: results of ``draw_more``, which are changed in place.
 
     Raises:
-        TooFewDrawsError: too few draws are left. None was counted.
+        TooFewDrawsError: too few draws are left. No draw was counted.
     """
     words, tree, most = directory.words, directory.tree, directory.words[Word.MAX_TIMES_SAMPLED]
     if words[Word.AVAILABLE] < slots.size:
@@ -107,8 +107,8 @@ def give_back(
 ) -> None:
     """Uncount draws that will not be used. Takes the lock itself.
 
-    A row that may then be sampled again gets the leaf of that draw again. A priority that was set
-    while it was hidden is lost, and so is a change of alpha.
+    A hidden row that may now be sampled again gets the leaf that it had when it was drawn. Changes
+    of its priority or of alpha since it was hidden are lost.
 
     Args:
         slots, generation: int64 [n], one per draw. Rows that no longer exist are skipped.

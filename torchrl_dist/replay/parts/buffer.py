@@ -43,7 +43,7 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
     Without ``sampler=`` it samples uniformly. Without ``writer=`` it creates the writer.
 
     Raises:
-        ConfigurationError: another kind of writer, or data without handles.
+        ConfigurationError: the writer is of another kind, or data have no ``"index"``.
 
     Example:
         >>> storage = SharedMemmapStorage(100, scratch_dir="/dev/shm/example")
@@ -148,8 +148,8 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
     ) -> list[Trajectory]:
         """Return the trajectories that match, the oldest first. Other processes may keep writing.
 
-        It copies all rows of the buffer, as a checkpoint does, and omits rows that are being
-        written. If writers that take turns cut each other's trajectories, it joins the pieces.
+        This copies all rows of the buffer, as a checkpoint does, and omits rows that are being
+        written. If writers took turns and so cut each other's trajectories, the pieces are joined.
 
         Args:
             predicate: built from TorchRL's ``traj``, or a function of a ``Trajectory``. Default:
@@ -172,10 +172,10 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
     def dumps(self, path: str | os.PathLike[str]) -> None:
         """Write a checkpoint of the buffer to a folder.
 
-        It has the rows with priorities and generations, cursor, counters, alpha, beta, and the
-        states of the transforms and of ``set_rng``. It replaces an earlier checkpoint atomically.
-        See the storage's ``dumps``, also for its blocking and its errors. Batches drawn ahead are
-        not saved. Nothing is pickled.
+        The checkpoint has the rows with priorities and generations, cursor, counters, alpha, beta,
+        and the states of the transforms and of ``set_rng``. It replaces an earlier checkpoint
+        atomically. The storage's ``dumps`` says how long this blocks and what it raises. Batches
+        drawn ahead are not saved. Nothing is pickled.
 
         Raises:
             ConfigurationError: a transform's state holds something other than tensors, numbers,
@@ -194,7 +194,7 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
     def loads(self, path: str | os.PathLike[str]) -> None:
         """Restore a checkpoint of :meth:`dumps`, or the rows of one of ``TensorDictReplayBuffer``.
 
-        The latter must have been written over such a storage. See the storage's ``loads``.
+        A checkpoint of that class must have been written from such a storage. See its ``loads``.
 
         Raises:
             CheckpointError: there is no checkpoint, or it is damaged or of other transforms. The
@@ -269,8 +269,8 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
     ) -> Any:
         """Return a batch with ``"index"``, ``"index_generation"`` and the sampler's entries.
 
-        If ``include_info`` is False, it has none of these. With ``return_info``, they are also
-        returned as a dictionary."""
+        With ``include_info=False``, the batch has no such entries. With ``return_info``, they are
+        also returned as a dictionary."""
         if include_info is not None:
             warnings.warn(
                 "include_info is TorchRL's older name for return_info", UserWarning, stacklevel=2
@@ -346,8 +346,8 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         in TorchRL. A misspelled key therefore makes sampling nearly uniform.
 
         Args:
-            data: has ``"index"``, and ``"index_generation"`` as every sample does. Without the
-                latter, rows are matched as in :meth:`update_priority`.
+            data: has ``"index"``, and ``"index_generation"`` as every sample does. Without
+                generations, rows are matched as in :meth:`update_priority`.
         """
         _torchrl.initialize(self)
         if not isinstance(self._sampler, PrioritizedSampler):
@@ -397,7 +397,7 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
 
 
 def _per_row(values: torch.Tensor, priority: torch.Tensor) -> torch.Tensor:
-    """Return one handle per priority. TorchRL repeats them over further batch dimensions."""
+    """Return one handle per priority. TorchRL repeats handles over further batch dimensions."""
     while values.ndim > priority.ndim:
         values = values[..., 0]
     return values

@@ -25,8 +25,8 @@ class Drawn:
         leaf: float64 [units], ``p ** alpha`` of each row, or of the first row of each slice; 1 in
             uniform sampling.
         tensors: the rows, one tensor [n, ...] per column of the row spec.
-        minimum: the smallest leaf in the buffer at that time.
-        mass: the sum over all units that could be drawn at the time of the first draw.
+        minimum: the smallest leaf in the buffer at the time of the draw.
+        mass: the mass of all units that could be drawn, at the time of the first draw.
         lengths: int64 [units], the number of rows of each slice; None if the units are rows.
         shape: slices as TorchRL's sampler describes them, see ``SliceSampler._finalize_index``.
         scale: float64 [units], factors of the leaves for the weights, see ``hosts.batches``; None
@@ -75,7 +75,8 @@ class Drawn:
         return self.leaf if self.scale is None else self.leaf * self.scale
 
     def weights(self, beta: float) -> torch.Tensor:
-        """Return importance weights, float32 [n]. All rows of a slice have that of the first."""
+        """Return importance weights, float32 [n]. All rows of a slice have the weight of its first
+        row."""
         weight = ((self.weighed / self.minimum) ** -float(beta)).astype(np.float32)
         if self.lengths is not None:
             weight = np.repeat(weight, self.lengths.numpy())

@@ -10,9 +10,9 @@ of the processes:
   batches fetched ahead) is missing in that pass.
 - The pass is in the directory, so a restarted job continues it. It is not part of checkpoints.
 
-``pass.bin`` has three counters, an order of slots, and the versions that these had. A draw is one
-store, to the counter of passed rows. A new order becomes valid with its length, which is stored
-last. A process may therefore be killed at any point in here.
+``pass.bin`` has three counters, an order of slots, and the versions that these slots had. A draw is
+one store, to the counter of passed rows. A new order becomes valid when its length is stored, which
+is the last store. So a kill at any point leaves a valid pass.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OVER = "the pass of the current iteration over this buffer has no row left; samp
 
 
 Take = Callable[[int], tuple[np.ndarray, np.ndarray]]
-"""A function that returns slots and versions, int64 [n] each, of at most that many rows."""
+"""A function of a number. Returns slots and versions, int64 [n] each, of at most that many rows."""
 
 
 class Passes:
@@ -113,7 +113,7 @@ class Passes:
 
 
 def draw_of_pass(directory: ReplayDirectory, passes: Passes, begin: Take) -> Draw:
-    """Return a draw, for ``storage.read_rows``, whose rows belong to one pass.
+    """Return the ``draw`` for ``storage.read_rows``. All of its rows belong to one pass.
 
     Args:
         begin: returns slots and versions of the first rows, from the present pass or a new one.
@@ -173,8 +173,8 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
 
     The last batch of a pass is shorter if the rows do not fill it. ``for batch in buffer`` ends
     with the pass, in each process that iterates over a :class:`SharedReplayBuffer`. TorchRL's class
-    checks before each batch whether rows are left. If another process takes them at that moment, it
-    continues with the next pass.
+    checks before each batch whether rows are left. If another process takes them after the check,
+    the loop continues with the next pass.
 
     Example:
         >>> buffer = TensorDictReplayBuffer(
@@ -226,7 +226,7 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
             self._passes = Passes(directory)
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Return whether ``sample`` would begin at once."""
+        """Return whether ``sample`` would begin without a wait."""
         enough = not self.drop_last or len(storage) >= batch_size
         return enough and super().can_sample(storage, batch_size)
 

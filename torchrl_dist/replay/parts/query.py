@@ -21,10 +21,10 @@ _END_KEYS = ("done", "terminated", "truncated")
 def trajectories(
     saved: Sequence[SavedShard | None], key: NestedKey | None
 ) -> Iterator[tuple[TensorDictBase, NestedKey]]:
-    """Return rows ``[n]`` ordered by trajectory, and the key of their trajectory ids.
+    """Yield rows ``[n]`` ordered by trajectory, in parts, and the key of their trajectory ids.
 
     Rows of a trajectory are neighbours, in the order of writing. In each part, neighbouring
-    trajectories have different ids, and the oldest comes first.
+    trajectories have different ids, and the oldest trajectory comes first.
 
     Raises:
         KeyError: the rows do not have that key.
@@ -90,8 +90,8 @@ def _order(ids: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, list[tuple[in
     """Return an order of rows that are in the order of writing, int64 [n], and its parts.
 
     In each part ``(start, stop)``, neighbouring trajectories have different ids. Writers cut each
-    other's trajectories into pieces. A piece continues the previous piece of the same id, unless
-    that one ended.
+    other's trajectories into pieces. A piece continues the previous piece of the same id, unless an
+    episode ended there.
     """
     first = np.flatnonzero(np.append(True, ids[1:] != ids[:-1]))  # rows of pieces
     length = np.diff(np.append(first, ids.size))

@@ -41,8 +41,8 @@ EMPTY = (
 _RECENT_ROWS = 2**19  # 8 MiB of slots and generations
 _ROWS_PER_BATCH = 64  # overhead of a batch in memory and hashing, in rows
 _SAME_VALUES = 4
-# How long a thread waits for others, which are in there for microseconds unless a signal handler
-# has interrupted them, and even if they do not run for a while.
+# How long a thread waits for others to leave :class:`RecentGenerations`. They leave after
+# microseconds, unless a signal handler interrupted them or they get no core for a while.
 _SHORT_PATIENCE_S, _LONG_PATIENCE_S = 0.25, 10.0
 
 _T = TypeVar("_T")
@@ -58,9 +58,9 @@ class RecentGenerations:
     The values are copied into rings. If the small tensors of thousands of batches stayed alive,
     they would lie between large ones, and the allocator could not reuse that memory.
 
-    A signal handler that interrupted a use of this records nothing, and gets an error if it
-    searches. So does another thread if the main thread does not leave, because a handler in the
-    main thread may be waiting for a lock of TorchRL's buffer that the other thread holds.
+    A signal handler that interrupted a use of this object records nothing, and gets an error if it
+    searches. The same holds for another thread if the main thread does not leave, because a handler
+    there may be waiting for a lock of TorchRL's buffer that the other thread holds.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class RecentGenerations:
         self._next = 0  # position in the rings, which keeps growing beyond their size
         self._batches: deque[_Batch] = deque()  # the oldest first
         self._by_identity: dict[int, _Batch] = {}
-        # Hashing costs as much as the lock, so it waits for the first index that is another tensor.
+        # Hashing costs as much as the lock, so it is deferred until an index is another tensor.
         self._unhashed: deque[_Batch] = deque()
         self._by_values: dict[bytes, deque[_Batch]] = {}
 
@@ -94,10 +94,11 @@ class RecentGenerations:
             pass  # like a batch that was forgotten
 
     def _alone(self, patience_s: float, action: Callable[..., _T], *args: Any) -> _T:
-        """Return ``action(*args)``, while no other thread is in here.
+        """Return ``action(*args)``, called while no other thread uses this object.
 
         Raises:
-            DirectoryError: in a signal handler that interrupted this, or after ``patience_s``.
+            DirectoryError: in a signal handler that interrupted such a use, or after
+                ``patience_s``.
         """
         lock = self._lock
         owned = lock._is_owned()  # type: ignore[attr-defined]  # not in typeshed
@@ -149,14 +150,14 @@ class RecentGenerations:
                 del self._by_values[batch.digest]
 
     def recall(self, index: int | torch.Tensor) -> torch.Tensor | None:
-        """Return the generations that the index means, or None.
+        """Return the generations that the index refers to, or None.
 
         If a cloned index matches several draws, the oldest one counts: it is better to drop a
         priority than to set it on another row. Draws from before this process itself wrote these
         slots again never count.
 
         Raises:
-            DirectoryError: in a signal handler that interrupted a use of this.
+            DirectoryError: in a signal handler that interrupted a use of this object.
         """
         return self._alone(_LONG_PATIENCE_S, self._recall, index)
 
@@ -172,9 +173,9 @@ class RecentGenerations:
 
 
 def _oldest_of(batches: Iterable[_Batch]) -> torch.Tensor | None:
-    """Return the smallest generations among batches of the same slots, the oldest first.
+    """Return the smallest generations among batches of the same slots, which come oldest first.
 
-    Only batches count that came after this process last wrote the slots."""
+    Batches from before this process last wrote the slots do not count."""
     candidates: list[np.ndarray] = []
     for batch in reversed(list(batches)):
         candidates.append(batch.generations)
@@ -208,9 +209,9 @@ class SharedSampler(Sampler):
 
     _directory: ReplayDirectory | None
     _knows_rows = False
-    """Whether it has knowledge about rows of one directory."""
+    """Whether the sampler remembers rows of one directory."""
     _no_counts = ""
-    """Why it cannot heed ``max_times_sampled``."""
+    """Why the class cannot heed ``max_times_sampled``."""
     _not_copied: tuple[str, ...] = ("_directory", "_random", "_random_pid", "_recent")
     """Attributes that ``_setup`` creates anew in a copy."""
 
@@ -243,7 +244,7 @@ class SharedSampler(Sampler):
     def _check_limiter(self, storage: Any) -> None:
         """
         Raises:
-            ConfigurationError: it cannot heed the storage's ``max_times_sampled``.
+            ConfigurationError: the class cannot heed the storage's ``max_times_sampled``.
         """
         limiter: RateLimiter | None = storage.limiter if self._no_counts else None
         if limiter is not None and limiter.max_times_sampled is not None:
@@ -258,7 +259,7 @@ class SharedSampler(Sampler):
         """Note new rows. The writer of this process calls it after it published them."""
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Return whether ``sample`` would begin at once."""
+        """Return whether ``sample`` would begin without a wait."""
         directory = self.attach(storage)
         if directory.gate is not None and not directory.gate.can_sample(batch_size):
             return False
@@ -274,7 +275,7 @@ class SharedSampler(Sampler):
         return drawn.index, self._info(drawn)
 
     def draw(self, storage: Storage, count: int) -> Drawn:
-        """Draw rows, and return all that is known about them. It does not wait for a limiter."""
+        """Draw rows, without waiting for a limiter, and return all that is known about them."""
         raise NotImplementedError
 
     def _info(self, drawn: Drawn) -> dict[Any, torch.Tensor]:
@@ -282,7 +283,7 @@ class SharedSampler(Sampler):
         return {}
 
     def _next(self, storage: Storage, batch_size: int) -> Drawn:
-        """Return the rows of the next sample, once it is admitted, and hand them to the storage."""
+        """Wait until the next sample is admitted, return its rows, and hand them to the storage."""
         gate = self.attach(storage).gate
         if gate is None:
             drawn = self.draw(storage, batch_size)
@@ -339,9 +340,9 @@ class SharedSampler(Sampler):
 class SharedRandomSampler(SharedSampler, RandomSampler):
     """Sample uniformly with replacement among the rows that are published at the time.
 
-    TorchRL's ``RandomSampler`` draws from ``0 .. len``. While other processes write, this misses
-    rows and includes unfinished ones. The sampler takes no lock unless the rows that it copies keep
-    changing.
+    TorchRL's ``RandomSampler`` draws from ``0 .. len``. While other processes write, that misses
+    rows and includes unfinished ones. This sampler takes no lock unless the rows that it copies
+    keep changing.
 
     Example:
         >>> storage = SharedMemmapStorage(100, scratch_dir="/dev/shm/example")
@@ -639,7 +640,7 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
 
         Args:
             index: slots, int64 [n]; entries of -1 are skipped.
-            priority: >= 0, one or [n], before ``alpha`` and ``eps``.
+            priority: >= 0, one or [n], without ``alpha`` and ``eps``.
             storage: the buffer's storage. It is needed until the sampler has been used once.
             generation: int64 [n], ``"index_generation"`` of the sample. Without it, the rows
                 are matched with this process's recent draws and extends. Slots without a match
@@ -683,7 +684,7 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
             self.attach(storage)
 
     def add(self, index: torch.Tensor | int) -> None:
-        pass  # publishing has set it
+        pass  # publishing has set the priority
 
     def extend(self, index: torch.Tensor | tuple[Any, ...]) -> None:
         pass
@@ -761,7 +762,7 @@ def anneal_beta(
 ) -> float:
     """Set beta by the *job's* step, so that it anneals once per job and not once per rank.
 
-    Beta goes linearly from ``start`` at step 0 to ``end`` at step ``steps``, and then stays. Each
+    Beta changes linearly from ``start`` at step 0 to ``end`` at ``steps``, and then stays. Each
     rank calls this with a count that all ranks share, such as the global number of updates or
     ``replay_buffer.write_count``. TorchRL's schedulers count their own calls, or multiply the
     present value, and therefore advance once per rank and call.

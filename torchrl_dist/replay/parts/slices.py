@@ -48,10 +48,10 @@ class _Runs:
     slots: torch.Tensor | None = None
 
     def remaining(self, capacity: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return three arrays by slot, int64, int64 and bool, [capacity].
+        """Return three arrays with an entry per slot, int64, int64 and bool, [capacity].
 
-        They are the number of rows of its run from there on (0 without a row), its position, and
-        whether it is the first row of its run."""
+        For each slot: how many rows its run has from there on (0 without a row), its position, and
+        whether it begins its run."""
         start, length = self.boundaries[0][:, 0].numpy(), self.boundaries[2].numpy()
         begin = np.cumsum(length) - length
         offset = np.arange(length.sum()) - np.repeat(begin, length)
@@ -126,7 +126,7 @@ class _Columns:
         self.versions[changed] = np.where(settled, versions, -1)  # -1: read it again next time
         self._published[changed] = settled & (versions & 1 == 0) & (versions > 0)
         # Old rows may have been read from slots that were then reserved. Next to new rows of the
-        # same trajectory, they would look like its continuation.
+        # same trajectory, these would look consecutive.
         reserved = min(int(directory.words[Word.CURSOR]) - cursor, capacity)
         for start, stop in slot_ranges(cursor, reserved, capacity):
             self.versions[start:stop] = -1
@@ -185,7 +185,7 @@ def _as_boundaries(
 
 
 class _View:
-    """The storage that ``SliceSampler`` expects (torchrl 0.14.1), with answers from the runs."""
+    """Stands for the storage in ``SliceSampler`` (torchrl 0.14.1), and answers by the runs."""
 
     ndim = 1
 
@@ -256,11 +256,11 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
             ``"episode"``, whichever the rows have.
         step_key: integer, one per row. It is used only with ``fragmented``.
         end_key, end_keys: flags, one per row, after which another trajectory begins, for rows
-            without a trajectory id. They are not used together with ``traj_key``. A slice then has
-            rows that one thread of one process wrote consecutively, so each ``extend`` must hold
-            consecutive steps. Use this sampler in the buffers of all processes, including those
-            that only write, because the writer of each row is recorded from the first row on. Rows
-            that came by RPC are not joined.
+            without a trajectory id. They are not used together with ``traj_key``. With flags, a
+            slice has rows that one thread of one process wrote consecutively, so each ``extend``
+            must hold consecutive steps. Use this sampler in the buffers of all processes, including
+            those that only write, because the writer of each row must be recorded from the first
+            row on. Rows that came by RPC are not joined.
         cache_values: has no effect. Trajectories are looked up again when rows have changed.
         fragmented, truncated_key, init_key, strict_length, pad_output, span: as in
             ``SliceSampler``.
@@ -318,8 +318,8 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         self._by_end = traj_key is None and (end_key is not None or end_keys is not None)
         if self._by_end and fragmented:
             raise ConfigurationError(
-                "fragmented=True needs a traj_key, because flags at the ends do not say to which "
-                "trajectory a row belongs that another one's follows"
+                "fragmented=True needs a traj_key, because flags at the ends do not say which "
+                "trajectory continues after the rows of another one"
             )
         if self._by_end:
             options |= {"end_key": end_key, "end_keys": end_keys}
@@ -453,7 +453,8 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         return float((lengths >= length).sum() if self.strict_length else len(lengths)), 1.0
 
     def _finalize_index(self, *, index: torch.Tensor, storage: _View, **shape: Any) -> Any:
-        """Defer the end of TorchRL's draw, which looks at the rows, until they have been copied."""
+        """Defer the end of TorchRL's draw, which looks at the rows, until the rows have been
+        copied."""
         positions = index[:, 0]
         slots = positions if storage.slots is None else storage.slots[positions]
         return slots.numpy(), _Slices(shape, np.ones(shape["num_slices"]))
@@ -523,11 +524,12 @@ class SharedPrioritizedSliceSampler(
     slice is drawn with probability ``p_i / sum(p)`` over the rows that may begin a slice, where
     ``p_i = (priority_i + eps) ** alpha`` comes from the tree that all processes share. All rows of
     the slice have the weight ``(p_i / min(p)) ** -beta``, with the minimum over all rows of the
-    buffer. A row may begin a slice if its run has ``slice_len`` rows from there on. With ``span``
-    (to the right), fewer rows suffice, and with ``strict_length=False`` the first row of a run
-    always may. :class:`SharedSliceSampler` defines a run. ``fragmented=True`` also works.
+    buffer. A row may begin a slice if its run has ``slice_len`` rows from that row on. With
+    ``span`` (to the right), fewer rows suffice, and with ``strict_length=False`` the first row of a
+    run may always begin one. :class:`SharedSliceSampler` defines a run. ``fragmented=True`` also
+    works.
 
-    Priorities belong to rows, so a row within a slice may have a low one. Late priorities are
+    Priorities belong to rows, so a row within a slice may have a low priority. Late priorities are
     dropped as by :class:`SharedPrioritizedSampler`.
 
     Example:
@@ -618,8 +620,8 @@ class SharedPrioritizedSliceSampler(
     ) -> tuple[np.ndarray, np.ndarray, float]:
         """Draw first slots of slices, int64 [count], their masses, and the smallest mass of a row.
 
-        Called under the lock. Rows that may not begin a slice are drawn again, so the result
-        follows the law of the tree without them.
+        Called under the lock. Draws of rows that may not begin a slice are repeated, so the result
+        follows the law of the tree without these rows.
         """
         tree = directory.tree
         tree.refresh()

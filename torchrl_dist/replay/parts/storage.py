@@ -78,7 +78,7 @@ def check_batch_size(batch_size: int) -> None:
 class NoRowsError(RuntimeError):
     """No row is published at this moment, or fewer than ``least``.
 
-    With a :class:`RateLimiter` of that ``min_size_to_sample``, samples wait for the rows."""
+    With ``RateLimiter(min_size_to_sample=least)``, samples wait for the rows."""
 
     def __init__(self, message: str, least: int = 1) -> None:
         super().__init__(message)
@@ -116,15 +116,14 @@ class SharedMemmapStorage(
             gain for images depends on free cores and on the memory's bandwidth.
 
         frames: number of frames per value, by key, for values that repeat frames: each frame is
-            then stored once. ``{"pixels": 4}`` is for ``"pixels"`` and ``("next", "pixels")``
-            (also n-step ones) whose first dimension holds 4 frames, ``{"pixels": 1}`` for values
-            that are one frame each. Batches are the same, bit for bit. A process finds repeated
-            frames among those that it wrote recently, by their bytes. There is room for 1.07 new
-            frames per row, plus the frames of 3 % of the rows. If rows need more, because
-            episodes are shorter than about 15 steps or frames do not repeat, the oldest rows are
-            dropped early (the counter ``"dropped_rows"``, and a warning), so pass a larger
-            ``max_size`` then. The same in every process. Default: the frames of the directory,
-            or none.
+            then stored once. Use ``{"pixels": 4}`` if the first dimension of ``"pixels"`` and
+            ``("next", "pixels")`` (also n-step ones) holds 4 frames, ``{"pixels": 1}`` if each
+            value is one frame. Batches stay the same, bit for bit. A process finds repeated frames
+            among those that it wrote recently, by their bytes. There is room for 1.07 new frames
+            per row, plus the frames of 3 % of the rows. If rows need more, because episodes are
+            shorter than about 15 steps or frames do not repeat, the oldest rows are dropped early
+            (the counter ``"dropped_rows"``, and a warning), so pass a larger ``max_size`` then. The
+            same in every process. Default: the frames of the directory, or none.
 
     Raises:
         DirectoryError: the directory belongs to another job or user, has another capacity, or is on
@@ -269,13 +268,13 @@ class SharedMemmapStorage(
     def counters(self) -> dict[str, int]:
         """The counters of the buffer over all processes, by name.
 
-        They count stale priorities, rows that were read again, repairs and others.
+        They count stale priorities, rows that were read again, repairs and other events.
         """
         return self._directory.counters
 
     def check_entry(self) -> None:
         """See :meth:`ReplayDirectory.check_entry`."""
-        # a copy that is being unpickled together with its buffer has none yet
+        # a copy that is being unpickled with its buffer has no directory yet
         if "_directory" in self.__dict__:
             self._directory.check_entry()
 
@@ -289,13 +288,13 @@ class SharedMemmapStorage(
 
         Raises:
             DeadlineError: a write did not end within ``timeout_s``. Nothing has changed.
-            DirectoryError: a signal handler that interrupted a write of the same thread called
-                this. Nothing has changed.
+            DirectoryError: called in a signal handler that interrupted a write of the same thread.
+                Nothing has changed.
         """
         if not self._closed:
             close_directory(self._directory, clean=clean)
             self._closed = True
-            # so that the buffer's end frees the memory
+            # otherwise these batches would keep the memory after the buffer's end
             _torchrl.forget_drawn_ahead(self)
             self._attached_entities_list = []
 
@@ -326,13 +325,13 @@ class SharedMemmapStorage(
 
     @property
     def _is_full(self) -> bool:
-        # by the cursor, because a full ring is shorter while rows are rewritten
+        # by the cursor, because a full ring has fewer rows while some are rewritten
         return self._directory.high == self.max_size
 
     @property
     def initialized(self) -> bool:
-        """True, because nothing must be set up before processes write. Otherwise TorchRL's
-        ``MultiCollector`` would write a row of no env and empty the buffer with all its rows."""
+        """True, because nothing must be set up before processes write. If it were False, TorchRL's
+        ``MultiCollector`` would write a row of no env, and then empty the buffer of all rows."""
         return True
 
     @initialized.setter
@@ -388,7 +387,7 @@ class SharedMemmapStorage(
 
         Args:
             data: ``[n, ...]``. Of more than ``max_size`` rows, only the last ``max_size`` are kept.
-            priority: float64 [n], finite and >= 0, before alpha and eps. Default: the largest
+            priority: float64 [n], finite and >= 0, without alpha and eps. Default: the largest
                 priority seen.
             limited: whether to wait for the limiter before anything is written.
 
@@ -424,7 +423,7 @@ class SharedMemmapStorage(
         if parts == [(0, count)]:
             slots, generations = self._append_part(source, 0, count, priority, limited)
             return torch.from_numpy(slots), torch.from_numpy(generations)
-        if count > self.max_size:  # the other rows would be overwritten at once
+        if count > self.max_size:  # the other rows would be overwritten anyway
             if limited and self._directory.gate is not None:
                 self._directory.gate.wait_to_write(self._cursor, self)
                 limited = False
@@ -603,7 +602,7 @@ class SharedMemmapStorage(
         if isinstance(cursor, (int, np.integer)):
             cursor, data = torch.tensor([int(cursor)], device="cpu"), data.unsqueeze(0)
         elif isinstance(cursor, (slice, range)):
-            # a slice means the same as for reading, except for the very first rows
+            # a slice names the same slots as for reading, except for the very first rows
             high = self._directory.high or self.max_size
             span = range(*cursor.indices(high)) if isinstance(cursor, slice) else cursor
             cursor = torch.arange(span.start, span.stop, span.step, device="cpu")
@@ -647,7 +646,8 @@ class SharedMemmapStorage(
         return self.once_rows_are_published(lambda: self.read_rows(draw, count))
 
     def once_rows_are_published(self, read: Callable[[], _T]) -> _T:
-        """Return the result of ``read``. While it finds too few rows and others are written, wait.
+        """Return the result of ``read``. While ``read`` finds too few rows and others are being
+        written, wait.
 
         Raises:
             NoRowsError: ``read`` raised it, and no process is writing a row.
@@ -672,7 +672,7 @@ class SharedMemmapStorage(
         few times, and finally under the lock.
 
         Args:
-            whole: for windows of rows. If one row changed, all are drawn again. ``draw`` may then
+            whole: whether to draw all rows again if one changed, as slices need. ``draw`` may then
                 return any number of rows, and any object as ``extra``.
         """
         directory = self._directory
@@ -717,8 +717,8 @@ class SharedMemmapStorage(
         """Keep verified rows for the calls that the buffer makes after a draw.
 
         TorchRL first takes index and weights from the sampler, and then asks the writer for
-        generations and the storage for rows, in the same thread. If they were looked up only then,
-        they could belong to a row that was written in between.
+        generations and the storage for rows, in the same thread. If both were looked up only then,
+        they could be of a row written since the draw.
         """
         self._handed.batches.append((index, generation, columns))
         if self._directory.gate is None:  # a gate counts by itself
@@ -918,7 +918,7 @@ def names_an_entry(index: Any) -> bool:
 
 
 def one_row_each(index: torch.Tensor, data: TensorDictBase) -> TensorDictBase:
-    """Return the rows that ``storage[index] = data`` means, ``[index.numel(), ...]``.
+    """Return the rows that ``storage[index] = data`` writes, ``[index.numel(), ...]``.
 
     There is one row for each number of ``index``, whatever its shape."""
     if index.ndim < 2:

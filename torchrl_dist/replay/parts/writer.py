@@ -25,12 +25,12 @@ class SharedCursorWriter(Writer):
     """Round-robin writer whose cursor, length and generations belong to the storage's directory.
 
     It replaces ``TensorDictRoundRobinWriter``. Each process that writes through one gets its own
-    slots, and readers see whole rows only. Samples have ``"index_generation"``, which distinguishes
-    a late priority from one for the present row if the slot was reused.
+    slots, and readers see whole rows only. If a slot was reused, the ``"index_generation"`` of a
+    sample shows that its priority is not for the present row.
 
     An extend of more than ``max_size`` rows keeps the last ``max_size``. The index of the others is
-    -1. If the writers of a :class:`RemoteStorage` write to their own shard, the limit is that
-    shard's size, with a warning. The batch itself is not changed.
+    -1. If the writers of a :class:`RemoteStorage` write to their own shard, only as many rows as
+    this shard can hold are kept, with a warning. The batch itself is not changed.
 
     Raises:
         ConfigurationError: if the storage is neither a :class:`SharedMemmapStorage` nor a
@@ -92,7 +92,8 @@ class SharedCursorWriter(Writer):
         return index
 
     def _without_mark(self, data: Any) -> Any:
-        """Return ``data`` without an ``"index"`` of an earlier extend that TorchRL's buffer set."""
+        """Return ``data`` without the ``"index"`` that TorchRL's buffer set in an earlier
+        extend."""
         if type(data) is not TensorDict and not is_tensor_collection(data):  # the first is faster
             return data
         mark = _torchrl.value_of(data, "index")

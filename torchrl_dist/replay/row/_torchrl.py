@@ -62,7 +62,7 @@ def locks_given_back(storage: Storage) -> Iterator[None]:
     """
     given_back = []
     for buffer in buffers_over(storage):
-        with contextlib.suppress(RuntimeError):  # this thread does not hold it, or no longer
+        with contextlib.suppress(RuntimeError):  # this thread does not hold the lock
             while True:
                 buffer._replay_lock.release()
                 given_back.append(buffer._replay_lock)
@@ -74,8 +74,7 @@ def locks_given_back(storage: Storage) -> Iterator[None]:
 
 
 class EntryLock:
-    """A lock attribute of TorchRL's buffers. A thread that holds the directory's lock cannot take
-    it.
+    """A lock of TorchRL's buffers. A thread that holds the directory's lock gets an error instead.
 
     Other threads hold the buffer's lock while they wait for the directory's lock. A signal handler
     that interrupts a thread with the directory's lock would therefore wait for the buffer's lock
@@ -113,10 +112,10 @@ def check_prefetching(buffer: Any) -> None:
 
 
 def renew_after_fork(buffer: Any) -> None:
-    """Give a buffer that a forked child has inherited new, free locks.
+    """Give new, free locks to a buffer that a forked child has inherited.
 
     Batches fetched ahead are dropped, because the fetching threads are not in this process. The
-    generator of ``set_rng`` is dropped, because the parent draws its numbers.
+    generator of ``set_rng`` is dropped, because the parent still draws from it.
     """
     forget_generator(buffer)
     attributes = buffer.__dict__  # not by getattr: an EntryLock checks before it returns a lock
@@ -145,10 +144,10 @@ def forget_generator(buffer: Any) -> None:
 def arrive_with(storage: Storage, buffers: list[Any]) -> None:
     """Attach buffers that were copied together with their storage, and let them draw independently.
 
-    They get neither the batches that the original has drawn ahead, because the original will return
-    these, nor its generator. If a buffer is still incomplete, its ``__setstate__`` completes it
-    later; this function replaces the last call in there, once. ``copy.copy`` of a storage alone
-    leaves its buffers to the original.
+    They get neither the original's generator nor the batches that it has drawn ahead, because the
+    original will return these. If a buffer is still incomplete, its ``__setstate__`` completes it
+    later; this function then replaces the last call in ``__setstate__``, once. ``copy.copy`` of a
+    storage alone leaves its buffers to the original.
     """
     for buffer in buffers:
         of = buffer.__dict__.get("_storage", storage)
@@ -234,9 +233,9 @@ def _fetching_threads(buffer: Any) -> Iterable[threading.Thread]:
 def forget_drawn_ahead(storage: Storage) -> None:
     """Drop batches drawn ahead by buffers on a storage that was closed or emptied.
 
-    Otherwise a draw that closing interrupted would keep the buffer, and thus the rows' memory,
-    alive through its traceback. If a thread is sampling at this moment, or this call interrupted
-    sampling, the batches stay.
+    Otherwise the traceback of a draw that closing interrupted would keep the buffer, and thus the
+    rows' memory. If a thread is sampling at this moment, or this call interrupted sampling, the
+    batches stay.
     """
     for buffer in buffers_over(storage):
         attributes = buffer.__dict__  # not by getattr, as in renew_after_fork
@@ -474,7 +473,7 @@ def what_cannot_be_shared(buffer: Any, samplers_to_use: Mapping[str, str]) -> st
     """Return why the buffer's parts or options would give wrong samples, lose rows, or hang if
     other processes write rows.
 
-    Return None if the parts that the buffer already has are right.
+    Return None if nothing is wrong with the parts that the buffer has so far.
     """
     if _of_torchrl(buffer, *_BUFFERS):
         return (
@@ -523,8 +522,9 @@ def plain_leaves(
 ) -> tuple[dict[Path, Any], dict[Path, torch.Size]] | None:
     """Return the tensors of a plain ``TensorDict`` by path, or None for any other ``data``.
 
-    These are the items of ``data.items(True, True)``, in a fifth of the time. The second dictionary
-    has the batch sizes of nested TensorDicts that are empty, or whose size is not that of ``data``.
+    The tensors are those of ``data.items(True, True)``, in a fifth of the time. The second
+    dictionary has the batch sizes of nested TensorDicts that are empty, or whose size is not that
+    of ``data``.
     """
     found: dict[Path, torch.Tensor] = {}
     nodes: dict[Path, torch.Size] = {}
@@ -568,8 +568,7 @@ def value_of(data: TensorDictBase, key: Any) -> Any:
 def add_columns(data: TensorDictBase, columns: dict[str, Any]) -> None:
     """Add columns with one value per row, as ``TensorDictReplayBuffer.sample`` does.
 
-    If values have the batch's shape and device, they are added to a plain TensorDict without its
-    checks.
+    If ``data`` is a plain TensorDict and values have its shape and device, they are not checked.
     """
     plain, device = type(data) is TensorDict and not data.is_locked, data.device
     with contextlib.nullcontext() if plain else data.unlock_():

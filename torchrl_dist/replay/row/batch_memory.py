@@ -31,11 +31,11 @@ _UNUSED = next(n for n in range(1, 9) if _first_with(n, [np.empty(0)]) is not No
 class BatchMemory:
     """Return arrays over blocks that have no other references. Thread-safe.
 
-    As long as an array, a view of it, or a tensor made from it exists, it refers to its block. The
+    An array, its views, and tensors made from it refer to its block as long as they exist. The
     block's reference count therefore shows exactly when the block is free. A thread that checks a
-    block refers to it, too, so at most one of several threads finds it free. Therefore no lock is
-    needed, which a signal handler or a forked child could find taken. Simultaneous changes to the
-    table of sizes may get lost; their blocks return to the allocator.
+    block refers to it, too, so at most one of several threads finds it free. So there is no lock
+    that a signal handler or a forked child could find taken. Simultaneous changes to the table of
+    sizes may get lost; then blocks return to the allocator.
     """
 
     def __init__(self) -> None:

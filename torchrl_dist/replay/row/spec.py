@@ -35,7 +35,8 @@ class ColumnSpec:
     dimension holds the bytes of a text, padded with zeros.
 
     If ``stack`` is not 0, the values are stacks of that many frames, each of which is stored once,
-    see ``node.frames``. Specs that differ only in this are equal, because rows mean the same.
+    see ``node.frames``. Specs that differ only in ``stack`` are equal, because their rows have the
+    same values.
     """
 
     key: tuple[str, ...]
@@ -54,12 +55,12 @@ class ColumnSpec:
 
     @property
     def ring(self) -> tuple[str, ...]:
-        """The key whose frames these are: that of ``("next", key)`` is ``key``."""
+        """The key under which the frames are stored, ``key`` also for ``("next", key)``."""
         return self.key[1:] if self.key[0] == "next" and len(self.key) > 1 else self.key
 
     @property
     def frame_shape(self) -> tuple[int, ...]:
-        """The shape of a frame: the value's own with ``stack=1``."""
+        """The shape of a frame, which is that of the value with ``stack=1``."""
         if self.stack == 1:
             return self.shape
         return (self.shape[0] // self.stack, *self.shape[1:])
@@ -72,7 +73,7 @@ class ColumnSpec:
         """Return this column with values that are stacks of frames.
 
         Raises:
-            ConfigurationError: they are not.
+            ConfigurationError: the values are not such stacks.
         """
         if self.text or (stack > 1 and (not self.shape or self.shape[0] % stack)):
             raise ConfigurationError(

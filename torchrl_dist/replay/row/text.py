@@ -100,8 +100,8 @@ def _check_plain(value: Any, path: Path) -> None:
 
 
 def decoded(field_: torch.Tensor) -> Any:
-    """Invert ``encoded`` and ``Text.as_array``. The result is a stack, as from TorchRL's
-    storages."""
+    """Invert ``encoded`` and ``Text.as_array``. The result is a stack, as TorchRL's storages
+    return."""
     array = np.ascontiguousarray(field_.numpy())
     *shape, width = array.shape
     if not math.prod(shape):
@@ -123,8 +123,8 @@ def _stacked(values: list[Any], shape: Sequence[int]) -> Any:
 
 
 def text_problem(value: torch.Tensor | Text, column: ColumnSpec, rows: int) -> str | None:
-    """Return why values cannot be stored in a column of ``rows`` rows, if either of these is
-    text."""
+    """Return why values cannot be stored in a column of ``rows`` rows, if the values or the column
+    are text."""
     name = shown(column.key)
     if not isinstance(value, Text):
         return f"{name!r} is a tensor, stored as a value that is not a tensor"

@@ -2,10 +2,10 @@
 
 ::
 
-    checkpoint.json     what it is, the name of the folder with the rows, and checksums of all
+    checkpoint.json     the format, the name of the folder with the rows, and all checksums
     rows-<unique>/      shard-0/ ...: a file per column of a row, priority.bin, runs.bin;
                         extra/: tensors of the buffer's transforms and random generator
-    .torchrl_dist-rows  while a checkpoint is written: the folders that were made here
+    .torchrl_dist-rows  while a checkpoint is written: the folders that were made for it
 
 A new checkpoint is written to its own folder and synced. Then renaming one file to
 ``checkpoint.json`` makes it the valid one, and the earlier folder is removed. After a crash, the
@@ -100,8 +100,8 @@ class DumpWriter:
             raise
 
     def _note_folders(self) -> None:
-        """Write down the names of the folders before they exist, so that a crash cannot hide
-        them."""
+        """Write down the names of the folders before they exist, so that they are found after a
+        crash."""
         made = [self._folder.name] + ([] if self._earlier is None else [self._earlier])
         text = "\n".join(made).encode()
         own_files.atomic_write(
@@ -181,8 +181,8 @@ class DumpWriter:
 
 
 def _file_of(column: ColumnSpec, folder: Path) -> Path:
-    """Return a column's file. A column called like one of the shard's own files gets another
-    name."""
+    """Return a column's file. If a column has the name of one of the shard's own files, its file
+    gets another."""
     name = column.file_name
     return folder / (f"={name}" if name in (_PRIORITY, _RUNS) else name)
 
@@ -194,7 +194,7 @@ class RowFiles:
         sums: for each column, the CRC-32 of the rows written last.
 
     Args:
-        steps: the files are closed when it is closed.
+        steps: closing this stack closes the files.
         flags: for ``os.open``. By default the files must exist, so that those of an abandoned
             checkpoint are not made again.
     """
@@ -215,8 +215,8 @@ class RowFiles:
         self.sums = tuple(map(_sum, arrays))
 
     def end(self, rows: int) -> None:
-        """Keep the first ``rows`` rows and sync them. A chunk that was written again may have
-        become shorter."""
+        """Keep the first ``rows`` rows and sync them. Files may be longer, because a chunk that was
+        written again may be shorter than before."""
         for fd, row_bytes in self._columns:
             os.ftruncate(fd, rows * row_bytes)
             os.fsync(fd)
@@ -509,7 +509,7 @@ def _write_at(fd: int, offset: int, array: np.ndarray) -> None:
 
 @contextlib.contextmanager
 def _only_writer(path: Path) -> Iterator[None]:
-    # of the folder itself; forked children do not keep it
+    # the lock of the folder itself, which forked children do not keep
     fd = open_lock_file(path, os.O_DIRECTORY, access=os.O_RDONLY)
     try:
         if not own_files.lock_folder(fd):

@@ -38,8 +38,8 @@ class Sink(Protocol):
     folder: Path | None
 
     def write(self, arrays: Arrays) -> None:
-        """Take the rows of the next chunk. If rows changed, it is called again; the last call
-        counts."""
+        """Take the rows of the next chunk. If rows changed meanwhile, it is called again for the
+        same chunk, and the last call counts."""
 
     def append(self, chunk: Chunk) -> None:
         """Take slots and masses of the rows written last."""
@@ -52,12 +52,12 @@ class Shard(Protocol):
         """Return the state without the rows, at this instant."""
 
     def save(self, head: Head, sink: Sink) -> None:
-        """Write to ``sink`` all rows of the head's instant that are still there, the oldest
-        first."""
+        """Write to ``sink``, the oldest first, all rows that existed when the head was made and
+        still do."""
 
     def row_spec(self, spec: RowSpec) -> RowSpec:
-        """Return the spec of the shard's rows. If it has none yet, rows with ``spec`` would set
-        it."""
+        """Return the spec of the shard's rows. Without rows, it is the spec that rows with ``spec``
+        would get."""
 
     def make_room(self, spec: RowSpec) -> None:
         """Make the files of rows, so that a lack of space shows before anything is changed."""
@@ -164,7 +164,7 @@ def save_to_disk(
 ) -> None:
     """Write all rows to a folder (see :func:`disk.writing`), while processes may continue to write.
 
-    Shards that do not answer are left out, and the checkpoint says so.
+    Shards that do not answer are left out, and the checkpoint says which they are.
 
     Raises:
         CheckpointError: the disk is full or cannot be written, or the shards hold rows of different
@@ -229,7 +229,7 @@ def restore(shards: Sequence[Shard], capacity: int, saved: Sequence[SavedShard |
         CheckpointError: the saved data are damaged. Nothing was changed.
         DirectoryError: a disk has no room for the rows. No row was changed.
         DeadlineError, PeerLostError: a shard did not answer, or other processes kept writing some
-            of its slots. It is restored in part.
+            of its slots. The buffer is restored in part.
     """
     for each in saved:
         if each is not None:
@@ -286,8 +286,8 @@ def _restore_shard(
 class SavedStorage:
     """The part that storages over one or more directories have in common: saving and restoring.
 
-    A checkpoint can be loaded into a buffer with any number of shards and any capacity. If both are
-    the same as before, every row gets its slot and generation again. Otherwise see
+    A checkpoint can be loaded into a buffer with any number of shards and any capacity. If number
+    and capacity are unchanged, every row gets its slot and generation again. Otherwise see
     :func:`snapshot.deal`.
     """
 
@@ -303,7 +303,7 @@ class SavedStorage:
 
     def snapshot(self) -> list[SavedShard | None]:
         """Return a copy of all rows, with slots, generations and priorities. Other processes may
-        write meanwhile, so each row is whole, but rows may be from different instants."""
+        write meanwhile, so rows may be from different instants, but each is whole."""
         return save_in_memory(self.shards(), self.shard_lost)
 
     def restore(self, saved: Sequence[SavedShard | None]) -> None:
@@ -325,9 +325,9 @@ class SavedStorage:
 
         Blocks for as long as the disk takes. Other processes sample and write meanwhile. The
         checkpoint has the rows that were there at the start, except rows that were overwritten
-        before they could be copied. Each row is whole, with a priority that it had meanwhile. A
-        crash leaves the earlier checkpoint. Shards that do not answer are left out with a warning,
-        and the checkpoint says which they are.
+        before they could be copied. Each row is whole, with a priority that it had during this
+        call. After a crash, the earlier checkpoint is still valid. Shards that do not answer are
+        left out with a warning, and the checkpoint says which they are.
 
         Args:
             path: the folder, which is made if it does not exist.
@@ -378,7 +378,7 @@ def from_state(state: dict[str, Any]) -> list[SavedShard | None]:
     """Inverse of :func:`as_state`.
 
     Raises:
-        CheckpointError: it is something else, such as the state of a TorchRL storage.
+        CheckpointError: ``state`` is something else, such as the state of a TorchRL storage.
     """
     if not isinstance(state, Mapping) or "shards" not in state:
         found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__

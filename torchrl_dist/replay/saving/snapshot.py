@@ -7,8 +7,8 @@ start are therefore the first positions, and one comparison with the present cur
 old rows from new ones.
 
 - Saving: a chunk's rows are copied without the lock, and their versions compared afterwards. Each
-  saved row is whole, with a priority that it had meanwhile. Rows whose slots were reserved in the
-  meantime are missing, and so are rows that were being written.
+  saved row is whole, with a priority that it had meanwhile. Rows are missing if their slots were
+  reserved since the start, or if they were being written.
 - Restoring: the buffer is emptied and its cursor is set. Then chunk after chunk is claimed, written
   and published, as all rows are. If a writer has reserved a slot first, its newer row stays. No
   generation becomes smaller.
@@ -34,7 +34,7 @@ from torchrl_dist.replay.row.spec import STREAM, ColumnSpec, RowSpec, checked_sp
 from torchrl_dist.tensors import array_of
 
 CHUNK_BYTES = 2**24
-_CHUNK_ROWS = 2**16  # number of versions and priorities that are copied while the lock is held once
+_CHUNK_ROWS = 2**16  # versions and priorities are copied under the lock, this many at a time
 _ATTEMPTS = 3 if ORDERED_LOADS else 0
 _LARGEST_BLOCK = 1024
 
@@ -48,7 +48,7 @@ _WHOLE_NUMBERS = ("capacity", "cursor", "high", "length", "write_count")  # of a
 class Head:
     """The state of a directory at one instant, without its rows.
 
-    ``max_priority`` (before alpha), ``alpha`` and ``eps`` are None if they were not set yet, and
+    ``max_priority`` (without alpha), ``alpha`` and ``eps`` are None if they were not set yet, and
     ``spec`` is None before the first row. ``length`` counts published rows. ``limiter`` is
     ``gate.state()`` if the directory has a limiter.
     """
@@ -142,7 +142,7 @@ class Head:
         self, most_bytes: Callable[[], int] = lambda: CHUNK_BYTES
     ) -> Iterator[tuple[int, int]]:
         """Yield ranges of slots ``(start, stop)`` that cover the ring, the oldest first. Each has
-        at most ``most_bytes()`` bytes, asked before the range is yielded."""
+        at most ``most_bytes()`` bytes, which is called again for each range."""
         if self.spec is None:
             return
         first = self.cursor % self.capacity
@@ -257,7 +257,7 @@ def save_chunk(
     """Save the rows in slots ``start`` to ``stop - 1`` whose tickets are before ``cursor``.
 
     Blocks for the directory's lock, and holds it to copy versions and masses. It copies rows under
-    the lock only if other processes have changed the chunk several times in a row.
+    the lock only if other processes have changed the chunk again and again.
 
     Args:
         alpha: the exponent when saving began. Masses are returned for this exponent.
@@ -344,7 +344,7 @@ def deal(
     neighbours, evenly and the oldest first, so that trajectories stay together except at the edges
     of blocks. Rows then get new slots, and generations larger than all saved ones, so that a slot
     and generation from before never name another row. If there is not enough room, the newest rows
-    are taken, by their distance from their shard's cursor.
+    are taken, as told by the distance from their shard's cursor.
 
     Returns:
         A target per directory, and the number of rows that were left out.
@@ -382,7 +382,7 @@ def deal(
 
 
 def _without_rows(head: Head) -> Head:
-    """Return the head for a shard that was not saved, from that of another shard of the buffer."""
+    """Return the head for a shard that was not saved, made from another shard's head."""
     counters = dict.fromkeys(head.counters, 0)
     return replace(head, cursor=0, high=0, length=0, write_count=0, counters=counters, limiter=None)
 
@@ -436,7 +436,7 @@ def _dealt_heads(heads: list[Head], count: int, capacity: int, quotas: list[int]
 
 
 def _limiter_of_all(heads: list[Head], *, first: bool) -> list[float] | None:
-    """Return the limiter that all heads have, for the first target with the sums of their
+    """Return the limiter that all heads have. For the first target, it has the sums of their
     counts."""
     states = [head.limiter for head in heads if head.limiter is not None]
     if len(states) < len(heads) or any(each[:-2] != states[0][:-2] for each in states):
@@ -517,7 +517,7 @@ def begin_restore(cursor: SharedCursor, head: Head) -> int:
     if head.alpha is not None:
         assert head.eps is not None
         values[Word.ALPHA] = head.alpha
-        if not directory.words[Word.ALPHA_SET]:  # otherwise processes agreed on these
+        if not directory.words[Word.ALPHA_SET]:  # otherwise processes agreed on both
             values |= {Word.EPS: head.eps, Word.MAX_WITHIN: head.max_within, Word.ALPHA_SET: 1}
     return cursor.start_over(head.cursor, head.high, values, head.limiter, head.length)
 
@@ -537,8 +537,8 @@ def restore_rows(
 
     Args:
         since: the result of :func:`begin_restore`.
-        version: the version of all these rows. If the directory has already passed it, a new one is
-            taken.
+        version: the version of all these rows. If the directory has already passed it, a new
+            version is taken.
         leaf: float64 [n], masses under ``alpha``.
         arrays: [n, ...] per column of the spec.
 
