@@ -60,8 +60,8 @@ class Costs:
         frame_bytes: bytes of one frame in a message.
         message_worker_s, message_learner_s: CPU per message, independent of its size.
         byte_worker_s, byte_learner_s: additional CPU per byte.
-        process_s: CPU that each env process adds to a message of a node worker, in all processes of
-            the node.
+        process_s: CPU per message of a node worker for each env process, summed over the processes
+            of the node.
         latency_s: time from the end of a rollout on the worker until the learner has the batch,
             plus the time from the learner back to the worker.
         broadcast_s: the learner's CPU for sending new weights, per worker.

@@ -345,7 +345,7 @@ def test_options_that_do_not_go_with_a_policy_at_the_learner_are_refused(fork_se
     other_keys = QValueActor(mlp(2, 3), in_keys=["elsewhere"], spec=OneHot(3))
     with local_cluster({"learner": 1, "collector": 1}, fork_server=fork_server) as session:
         for arguments, message in (
-            ({"policy": None}, "needs policy="),
+            ({"policy": None}, "needs a module as policy="),
             ({"policy": other_keys}, "elsewhere"),
             ({"readiness": Preempt()}, "readiness"),
             ({"num_envs": 3}, "cannot be divided"),

@@ -83,7 +83,7 @@ def grid() -> list[Job]:
 
 
 def verdicts() -> list[tuple[Job, list[Job]]]:
-    """Return jobs of one process, each with layouts from which the planner takes the best."""
+    """Return one-process jobs, each with several layouts, of which the planner takes the best."""
     cases = [
         ("sleep", 0.001, 1, 0.0), ("sleep", 0.01, 1, 0.0), ("sleep", 0.05, 1, 0.0),
         ("sleep", 0.01, 1, 0.02), ("sleep", 0.001, 1, 0.002), ("cartpole", 0.0, 1, 0.0),

@@ -56,7 +56,8 @@ class Weight:
     The weight is valid until the first call of the loss after gradients have been averaged.
 
     Attributes:
-        stated: size * rows / rows of all ranks. None if divisors are observed instead.
+        stated: number of ranks * this rank's rows / all ranks' rows. None if divisors are observed
+            instead.
     """
 
     stated: float | None = None

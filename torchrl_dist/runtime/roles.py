@@ -12,9 +12,9 @@ DEFAULT_ROLES = {"worker": -1}
 def assign_roles(roles: Mapping[str, int], world_size: int) -> list[tuple[str, int]]:
     """Return the (role, index) of every rank, in rank order.
 
-    ``{"learner": 1, "collector": -1}`` makes rank 0 the learner and all others collectors. If a
-    count is -1 (at most one), that role gets the remaining ranks, if any. The first rank of the
-    first role is the driver.
+    ``{"learner": 1, "collector": -1}`` makes rank 0 the learner and all others collectors. A count
+    of -1 (allowed once) gives its role the remaining ranks, if any. The first rank of the first
+    role is the driver.
 
     Raises:
         ConfigurationError: the counts do not add up to ``world_size``.

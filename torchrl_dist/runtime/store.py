@@ -221,7 +221,8 @@ def _make(host: str, port: int, timeout_s: float, **options: Any) -> dist.TCPSto
 
 
 def _connections_to(port: int) -> dict[str, int]:
-    """Return this process's connections to a port, as descriptors by the kernel's name."""
+    """Return the descriptors of this process's connections to a port, keyed by the kernel's
+    names."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # not connected, or closed meanwhile

@@ -98,11 +98,14 @@ def check_inference(
         raise ConfigurationError(
             "inference='learner' is for workers of other processes; pass a session that has some"
         )
-    given = [name for name, value in others.items() if value]
-    if not isinstance(policy, nn.Module) or given:
+    if not isinstance(policy, nn.Module):
         raise ConfigurationError(
-            f"inference='learner' needs policy=, a module, and cannot be combined with {given}; "
-            f"got policy={type(policy).__name__}"
+            f"inference='learner' needs a module as policy=, got {type(policy).__name__}"
+        )
+    given = ", ".join(name for name, value in others.items() if value)
+    if given:
+        raise ConfigurationError(
+            f"inference='learner' cannot be combined with {given}; leave these arguments out"
         )
 
 

@@ -323,7 +323,7 @@ class RolloutWorker:
         self._postproc = config.postproc
         if config.postproc_factory is not None:
             self._postproc = config.postproc_factory(self.policy)
-        # T depends on the number of envs, which only the envs know if they are vector envs.
+        # T depends on the number of envs, and only a vector env itself knows its number.
         self._rollout: Rollout
         if config.inference is not None:
             self._rollout = make_grouped_rollout(

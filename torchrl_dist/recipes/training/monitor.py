@@ -32,7 +32,7 @@ class Bound:
 
     Attributes:
         by: ``"collectors"``, ``"learner"`` or ``"both"``.
-        learner_waits: share of the time that the learner (the mean of several) waits for data.
+        learner_waits: share of the time that the learners, on average, wait for data.
         collectors_wait: share of the time that the collectors wait for the learner or for a core.
     """
 

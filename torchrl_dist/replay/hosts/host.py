@@ -1,7 +1,7 @@
 """Serve a replay directory to clients, as a plain local object.
 
-Clients of other nodes call a host in the process that stores the rows. A client of the same node
-has a host in its own process.
+Clients of other nodes call a host in the process that stores the rows. A client on that process's
+node makes a host of its own.
 
 A client sends one :class:`Request` after another, each with operations and a draw, and gets a
 :class:`Reply` to each. The host applies the operations in order, and then draws. The drawn rows

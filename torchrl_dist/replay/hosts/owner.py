@@ -167,8 +167,8 @@ def host_replay(
     Every process that uses the buffer calls this function with the same arguments, in any order. Or
     one process calls it and sends the result to the others. ``min_shards``, ``shortcut``,
     ``max_queued_bytes`` and ``timeout_s`` may differ between processes. Blocks for one call to the
-    driver and two per host (with several hosts, three or four in the first process). Driver and
-    hosts must be in their session.
+    driver and two per host (with several hosts, three or four in the first process). The driver and
+    the hosts must have entered the session.
 
     Args:
         session: the session of this process.

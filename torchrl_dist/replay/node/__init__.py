@@ -1,1 +1,1 @@
-"""What the processes of one node share about a buffer, in a directory, under one lock."""
+"""The state of a buffer that the processes of a node share, in a directory, under one lock."""

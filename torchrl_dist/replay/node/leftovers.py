@@ -175,7 +175,7 @@ def _size(folder: Path) -> int:
 def remove(found: Found) -> bool:
     """Remove the directory's files, and the folder if it is then empty.
 
-    Directories that a process uses stay. Damaged ones stay, too, because their files are unknown.
+    A directory in use is kept. So is a damaged one, because its files are unknown.
 
     Returns:
         Whether it was removed."""

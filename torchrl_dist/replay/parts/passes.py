@@ -10,9 +10,9 @@ of the processes:
   batches fetched ahead) is missing in that pass.
 - The pass is in the directory, so a restarted job continues it. It is not part of checkpoints.
 
-``pass.bin`` has three counters, an order of slots, and the versions that these slots had. A draw is
-one store, to the counter of passed rows. A new order becomes valid when its length is stored, which
-is the last store. So a kill at any point leaves a valid pass.
+``pass.bin`` has three counters, an order of slots, and the versions that these slots had. A draw
+makes one write to memory, to the counter of passed rows. A new order becomes valid when its length
+is stored, which is the last store. So a kill at any point leaves a valid pass.
 """
 
 from __future__ import annotations

@@ -717,11 +717,11 @@ class SharedMemmapStorage(
         """Keep verified rows for the calls that the buffer makes after a draw.
 
         TorchRL first takes index and weights from the sampler, and then asks the writer for
-        generations and the storage for rows, in the same thread. If both were looked up only then,
-        they could be of a row written since the draw.
+        generations and the storage for rows, in the same thread. Looked up only then, these could
+        belong to rows written since the draw.
         """
         self._handed.batches.append((index, generation, columns))
-        if self._directory.gate is None:  # a gate counts by itself
+        if self._directory.gate is None:  # a gate counts draws itself
             self._directory.count(Word.DRAWN, index.numel())
 
     def handed_generation(self, index: Any) -> torch.Tensor | None:
