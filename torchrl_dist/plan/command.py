@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _MESSAGE_S, _MESSAGE_BYTES, _PROCESSES_PER_CORE = 0.5, 8 << 20, 4
 _MOST_PER_CORE, _MOST = 32, 256  # limits on the number of env processes that are considered
 _DRAWS = 100  # how often measurements are resampled for an interval
-_NEARLY = 0.9  # from this fraction of the best rate on, more processes bring little
+_NEARLY = 0.9  # above this fraction of the best rate, more processes bring little
 _BUSY = 0.5  # a node with at least this load average per core counts as busy
 
 

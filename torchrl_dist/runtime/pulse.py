@@ -193,8 +193,8 @@ class Pulse:
     # ---- the watchdog
 
     def _counts(self, session: Session) -> dict[str, int]:
-        """Return the progress of this process and its workers. Do not count the time of those that
-        must wait for others."""
+        """Return the progress of this process and its workers. The time in which one must wait for
+        others does not count."""
         own = session.me.name
         lost = {peer.name for peer in session.lost()} | {own}
         workers = {

@@ -84,7 +84,7 @@ class _UnderWay:
         self._restore()
 
     def begin(self, call: _Call) -> None:
-        """Block until the call may run, and set its type.
+        """Block until the call may run, then make its exploration type current.
 
         Raises:
             DeadlineError: calls under another type did not end within a minute; names them.

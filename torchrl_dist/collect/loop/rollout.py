@@ -401,7 +401,7 @@ class _Followed:
         return ~valid
 
     def transitions(self, t: int) -> int:
-        """Return how many transitions each env has at least after step ``t``."""
+        """Return the fewest transitions that any env has after step ``t``."""
         return t + 1 if self.valid is None else int(self.valid[:, : t + 1].sum(1).min())
 
     @property

@@ -1,7 +1,7 @@
 """Ape-X: many actors, one shared prioritized buffer, one or several learners (Horgan et al. 2018).
 
-Several learners take each step together: each draws a part of the batch, and gradients are averaged
-to those of the whole batch. On several nodes, each node keeps a shard of the buffer, and batches
+Several learners take each step together: each draws a part of the batch, and the averaged gradients
+are those of the whole batch. On several nodes, each node keeps a shard of the buffer, and batches
 are drawn as from one buffer. ``build`` makes the parts in each learner's process; all recipes share
 the loop (``training/loop.py``). The other processes serve. Environments: gymnasium's with Discrete
 actions, and a flat Box or images as observations. The buffer keeps images as uint8.

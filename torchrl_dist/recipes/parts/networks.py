@@ -157,8 +157,8 @@ def _made(make: str, inputs: int | tuple[int, ...], outputs: int) -> nn.Module:
         raise _failed(make, inputs, outputs, error) from error
     if getattr(answer, "shape", None) != (2, outputs):
         raise ConfigurationError(
-            f"--network: the module of {make}({inputs}, {outputs}) made "
-            f"{list(getattr(answer, 'shape', []))} of {list(rows.shape)}, expected [2, {outputs}]"
+            f"--network: the module of {make}({inputs}, {outputs}) returned shape "
+            f"{list(getattr(answer, 'shape', []))} for {list(rows.shape)}, expected [2, {outputs}]"
         )
     return made
 

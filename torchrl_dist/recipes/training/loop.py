@@ -44,7 +44,7 @@ from .config import RecipeConfig
 from .evaluator import Evaluations, EvaluatorConfig
 from .monitor import Monitor, check_wandb
 
-_FINAL = 2**20  # in seeds, marks the final evaluations, unlike those during training
+_FINAL = 2**20  # marks seeds of final evaluations, not of those during training
 _EVALUATION = 3  # the stream of evaluations' seeds; collectors and buffers have streams 1 and 2
 
 # Settings that TorchRL's losses keep as buffers in their state dicts, among the weights.

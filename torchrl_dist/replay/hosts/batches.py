@@ -270,7 +270,7 @@ class BatchSource:
     ) -> Drawn | None:
         """Return a unit for each draw. If spare units do not suffice, ask for more.
 
-        Return fewer units, or None, if the rows have too few draws left."""
+        Return fewer units, or None, if ``max_times_sampled`` leaves too few draws."""
         client = self._client
         gathering = _Gathering(client, shards, masses)
         gathering.add(answers)

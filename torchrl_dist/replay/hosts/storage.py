@@ -435,8 +435,8 @@ class RemoteStorage(
             return False
         if index.start is None or any(bound >= 0 for bound in bounds):
             raise IndexError(
-                f"got {index.start}:{index.stop} over several shards: both bounds of a slice must count "
-                "from the end, or neither; name the rows by the indices that extend returned"
+                f"got {index.start}:{index.stop} over several shards: both bounds of a slice must "
+                "count from the end, or neither; name the rows by the indices that extend returned"
             )
         return True
 

@@ -169,7 +169,7 @@ def _data_files(folder: Path) -> list[str]:
         names += [ring_file(column.ring) for column in stacks]
         return [*names, FRAMES_OF_CLAIMS] if stacks else names
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return []  # there is none, or its content is unknown
+        return []  # no rows.json, or its content is unknown
 
 
 def clear(folder: Path) -> None:
@@ -233,7 +233,7 @@ def half_removed(folder: Path) -> Iterator[Path]:
     for each in folder.parent.iterdir():
         if name.fullmatch(each.name):
             with contextlib.suppress(OSError):
-                each.rmdir()  # killed between removing the header and the folder
+                each.rmdir()  # its remover was killed after removing the header
             if is_half_removed(each):
                 yield each
 

@@ -618,7 +618,8 @@ class SharedPrioritizedSliceSampler(
     def _draw_starts(
         self, directory: ReplayDirectory, runs: _Runs, length: int, count: int
     ) -> tuple[np.ndarray, np.ndarray, float]:
-        """Draw first slots of slices, int64 [count], their masses, and the smallest mass of a row.
+        """Draw the first slots of slices, int64 [count]. Return them, their masses, and the
+        smallest mass of a row.
 
         Called under the lock. Draws of rows that may not begin a slice are repeated, so the result
         follows the law of the tree without these rows.
