@@ -583,7 +583,7 @@ def of_a_nested_loss() -> dict[str, Tensor]:
     loss = DistributedLoss(Both(), timeout_s=20)
     batch = part_of(make_batch("dqn", ROWS), "unequal")
     value = loss(batch)
-    with pytest.raises(ConfigurationError, match="whether Both computes each row by itself"):
+    with pytest.raises(ConfigurationError, match="Both is not one of the TorchRL losses"):
         value.backward(retain_graph=True)
     loss.set_rows(len(batch))
     value.backward()
