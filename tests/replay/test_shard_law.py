@@ -29,7 +29,6 @@ from torchrl_dist.replay.law.shard_law import (
     choose_shards,
     correct_shards,
     global_index,
-    importance_weights,
     largest_priority,
     number_rows,
     shares,
@@ -37,6 +36,7 @@ from torchrl_dist.replay.law.shard_law import (
     split_index,
 )
 from torchrl_dist.replay.parts.drawn import Drawn
+from torchrl_dist.replay.row.spec import RowSpec
 
 CAPACITY = 8  # rows per shard in these tests
 HOST_ROWS = test_link.CAPACITY  # of those with hosts
@@ -325,7 +325,8 @@ def test_weights_equal_those_of_one_buffer_with_all_rows() -> None:
     leaves = np.concatenate(tables([1.0, 50.0, 1e-3]))
     minima = np.array([part.min() for part in tables([1.0, 50.0, 1e-3])] + [np.inf])
     for beta in (0.0, 0.4, 1.0):
-        weights = importance_weights(leaves, minima, beta)
+        drawn = Drawn(RowSpec(()), *[torch.zeros(leaves.size)] * 2, leaves, [], minima.min())
+        weights = drawn.weights(beta).numpy()
         assert weights.dtype == np.float32 and weights.max() == 1.0
         np.testing.assert_allclose(weights, (leaves / leaves.min()) ** -beta, rtol=1e-6)
 

@@ -245,24 +245,6 @@ class KnownMasses:
         self._rise = rise if self._rise is None else np.maximum(_FADE * self._rise, rise)
 
 
-def importance_weights(leaves: np.ndarray, minima: np.ndarray, beta: float) -> np.ndarray:
-    """Return the weights of a single buffer that holds all shards, ``(p / min p) ** -beta``.
-
-    Schaul et al. 2016, "Prioritized Experience Replay", section 3.4, with the normalization of
-    TorchRL. All shards must use one alpha and eps.
-
-    Args:
-        leaves: float64 [n], ``p`` of each drawn row, > 0.
-        minima: float64 [replies], the smallest ``p`` of the shard at each reply, including redraws;
-            ``inf`` for an empty shard.
-        beta: >= 0.
-
-    Returns:
-        float32 [n], at most 1.
-    """
-    return ((leaves / np.min(minima)) ** -float(beta)).astype(np.float32)
-
-
 def largest_priority(*seen: float | np.ndarray) -> float:
     """Return the largest priority of the job, as far as the replies and this client have seen.
 

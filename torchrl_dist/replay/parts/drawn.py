@@ -75,8 +75,11 @@ class Drawn:
         return self.leaf if self.scale is None else self.leaf * self.scale
 
     def weights(self, beta: float) -> torch.Tensor:
-        """Return importance weights, float32 [n]. All rows of a slice have the weight of its first
-        row."""
+        """Return importance weights ``(p / min p) ** -beta``, float32 [n], of one buffer with all
+        rows. All rows of a slice have the weight of its first row.
+
+        Schaul et al. 2016, "Prioritized Experience Replay", section 3.4, with the normalization of
+        TorchRL."""
         weight = ((self.weighed / self.minimum) ** -float(beta)).astype(np.float32)
         if self.lengths is not None:
             weight = np.repeat(weight, self.lengths.numpy())
