@@ -29,6 +29,7 @@ PIXELS, CELLS = Images((4, 84, 84), 255.0), Images((20, 7, 7), 1.0)
 def test_images_are_seen_as_channels_height_width_of_bytes(env: str, images: Images) -> None:
     task = look_at(env, discrete=True)
     assert task.images == images
+    assert task.frames == {"observation": images.shape[0] if env == ATARI else 1}
     made = make_env(env)
     observation, _ = made.reset(seed=0)
     assert observation.dtype == np.uint8 and observation.shape == images.shape
@@ -148,5 +149,9 @@ def test_a_run_with_images_learns_and_resumes(recipe: str, tmp_path, monkeypatch
         updates.append(json.loads(capsys.readouterr().out.splitlines()[-1])["updates"])
     assert 0 < updates[0] < updates[1]
     assert load_checkpoint("run/checkpoint.pt").policy_info["images"] is not None
+    if recipe == "apex":  # each image is stored once
+        columns = json.loads(Path("run/replay/rows.json").read_text())["leaves"]
+        stacks = {tuple(each["key"]): each["stack"] for each in columns if "stack" in each}
+        assert stacks == {("observation",): 4, ("next", "observation"): 4}
     if recipe != "apex":  # an episode of Pong is long
         assert main(["play", "run", "--episodes", "1"]) == 0

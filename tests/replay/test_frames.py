@@ -15,12 +15,14 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from torchrl_dist import RemoteStorage, host_replay, session
 from torchrl_dist.errors import ConfigurationError, DeadlineError
 from torchrl_dist.replay import SharedMemmapStorage, SharedPrioritizedSampler, SharedReplayBuffer
 from torchrl_dist.replay.inspection import inspect
 from torchrl_dist.replay.node import frames as node_frames
 from torchrl_dist.replay.node.frames import Frames
 from torchrl_dist.replay.node.tables import Word
+from torchrl_dist.replay.row.spec import ColumnSpec, RowSpec
 
 STACK, SIDE = 4, 3
 
@@ -335,6 +337,30 @@ def test_frames_of_a_writer_that_has_stopped_are_not_overwritten(
     writer.join(60)
     mine = storage[:]
     assert same(mine[torch.isin(mine["number"], rows["number"][1:])], rows[1:])
+
+
+@pytest.mark.parametrize("shortcut", [True, False])
+def test_hosts_store_each_frame_once(tmp_path: Path, shortcut: bool) -> None:
+    with session() as me:
+        options: dict[str, Any] = {"scratch_dir": tmp_path, "shortcut": shortcut}
+        owner = host_replay(me, 100, frames={"pixels": STACK}, **options)
+        with pytest.raises(ConfigurationError, match="frames"):
+            host_replay(me, 100, **options)
+        storage = RemoteStorage(owner)
+        rows = Episodes(0).take(40)
+        storage.append(rows)
+        storage.flush()
+        assert same(storage[:], rows)
+        (folder,) = tmp_path.iterdir()
+        assert inspect(folder)["row"]["leaves"][0]["stack"] == STACK
+        storage.close()
+        owner.release()
+
+
+def test_more_frames_than_a_row_can_name_are_refused_before_anything_is_written() -> None:
+    spec = RowSpec((ColumnSpec(("x",), torch.uint8, (4, 2), stack=4),))
+    with pytest.raises(ConfigurationError, match=r"expected at most 2147483647"):
+        node_frames.file_sizes(2**31, spec)
 
 
 class Numbered:

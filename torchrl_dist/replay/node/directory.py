@@ -468,12 +468,14 @@ class ReplayDirectory:
         """Allocate the data files. The first writer calls it. Blocks while another process does so.
 
         Raises:
+            ConfigurationError: the rows do not have the frames that are set.
             DirectoryError: the disk has no room for them. No file is left behind.
         """
         with self.lock():
             if self.words[Word.ROWS_READY]:
                 return
             spec = self.spec_for(spec)
+            frame_files = file_sizes(self.capacity, spec)
             files.remove_data(self.path)  # left by a first writer that was killed in here
             folder = self.path / files.DATA
             try:
@@ -481,7 +483,7 @@ class ReplayDirectory:
                 folder.mkdir(mode=0o700)
                 for column in spec.columns:
                     allocate(folder / column.file_name, data_bytes(column, self.capacity))
-                for name, size in file_sizes(self.capacity, spec).items():
+                for name, size in frame_files.items():
                     allocate(folder / name, size)
             except FileExistsError as error:
                 (self.path / files.ROWS).unlink()

@@ -58,6 +58,7 @@ _WINDOW = 32  # the window is the number of rows divided by this
 _FEW = 4096  # frames: small buffers have a larger window, and room for rows that repeat nothing
 _MOST_KNOWN = 2**17
 _DROPPED_AT_ONCE = 256  # 1/256 of the ring
+_MOST_FRAMES = 2**31 - 1  # rows have their cells as int32
 _NEVER = 2**61  # larger than any ticket
 
 Gather = Callable[[Sequence[np.ndarray], np.ndarray], list[np.ndarray]]
@@ -89,10 +90,19 @@ def largest_write(capacity: int, spec: RowSpec) -> int:
 
 
 def file_sizes(capacity: int, spec: RowSpec) -> dict[str, int]:
-    """Return the bytes of each file in ``data`` that a directory needs for frames."""
+    """Return the bytes of each file in ``data`` that a directory needs for frames.
+
+    Raises:
+        ConfigurationError: too many frames.
+    """
     if not frames_in(spec):
         return {}
     size = ring_size(capacity, spec)
+    if size > _MOST_FRAMES:
+        raise ConfigurationError(
+            f"frames= of {capacity} rows need a ring of {size} frames, expected at most "
+            f"{_MOST_FRAMES}; use a smaller max_size, or several hosts"
+        )
     sizes = {FRAMES_OF_CLAIMS: 8 * (MAX_CLAIMS + capacity)}
     for column in spec.columns:
         if column.stack:
@@ -125,7 +135,8 @@ def with_stacks(spec: RowSpec, stacks: Mapping[tuple[str, ...], int]) -> RowSpec
                 raise ConfigurationError(
                     f"frames={shown(stacks)}: {'.'.join(column.key)!r} has frames of "
                     f"{column.dtype} {list(column.frame_shape)}, {'.'.join(first.key)!r} of "
-                    f"{first.dtype} {list(first.frame_shape)}; they must be equal to be stored once"
+                    f"{first.dtype} {list(first.frame_shape)}; give both "
+                    "one shape and dtype, or leave this key out of frames="
                 )
         columns.append(column)
     missing = [key for key in stacks if key not in found]
