@@ -165,7 +165,9 @@ def test_a_killed_writer_is_an_error_at_the_deadline(make: Make, cluster: Sessio
     cluster.call(writer, write_until, buffer, 8, 8)
     waiting = in_thread(buffer.sample)
     os.kill(cluster.pid_of(writer), signal.SIGKILL)
-    with pytest.raises(RateLimitError, match="32 more rows to be written.*Are the processes that do so gone"):
+    with pytest.raises(
+        RateLimitError, match="32 more rows to be written.*Are the processes that do so gone"
+    ):
         waiting.result(30)
 
 
