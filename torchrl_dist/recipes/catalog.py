@@ -42,7 +42,7 @@ RECIPES: dict[str, Recipe] = {
         "Train with distributed prioritized n-step double DQN (Ape-X): collectors step "
         "environments and write to one shared replay buffer, and learners learn from it. "
         "Environments: gymnasium's with discrete actions, and vectors or images as observations.",
-        "rank 0 is the learner and the other ranks collect",
+        "rank 0 learns (with --learners L, the first L ranks), and the other ranks collect",
     ),
     "ddppo": Recipe(
         DDPPOConfig,

@@ -157,7 +157,6 @@ def build(
     """Create the parts of one learner's process; each learner calls it.
 
     Args:
-        config: what to build.
         task: sizes of ``config.env``.
         policy: how to make the network that is trained.
         session: this learner's session, in which the collectors serve.

@@ -58,7 +58,6 @@ class DDPPO(LossLearner):
 
     Args:
         loss: a distributed ClipPPOLoss of ``network`` and ``critic``.
-        start: where the run begins.
     """
 
     def __init__(
@@ -154,8 +153,8 @@ class DDPPO(LossLearner):
 def normalized(advantage: Tensor, ranks: Ranks) -> Tensor:
     """Subtract the mean over all ranks' rows, and divide by their sample standard deviation.
 
-    All rows have the same weight. In a mean of the ranks' means they would not, because cut
-    rollouts leave ranks with different numbers of rows. Blocks until all ranks have called.
+    All rows have the same weight. With the mean of the ranks' means they would not, because
+    cut rollouts leave ranks with different numbers of rows. Blocks until all ranks have called.
     """
     values = advantage.to(torch.float64)
     total, count = ranks.add_up("the mean advantage", [float(values.sum()), float(values.numel())])
@@ -171,7 +170,6 @@ def build(
     """Create the parts of one learner's process; each learner calls it.
 
     Args:
-        config: what to build.
         task: sizes of ``config.env``.
         policy: how to make the network that is trained.
         session: this learner's session.
@@ -208,7 +206,7 @@ def build(
         session=session,
         workers=workers,
         frames_per_batch=config.frames_per_batch // learners,
-        total_frames=-1,  # learners end together, by the sum of their frames
+        total_frames=-1,  # no limit here: learners end together, by their sum
         num_envs=config.envs_per_collector,
         max_policy_lag=config.max_policy_lag,
         readiness=readiness,
@@ -220,6 +218,5 @@ def build(
 
 
 def run(config: DDPPOConfig, session: Session, *, resume: bool = False) -> dict[str, Any]:
-    """Train; see :func:`~torchrl_dist.recipes.training.loop.train`. The first learner calls it
-    while the others serve."""
+    """Train; see :func:`~torchrl_dist.recipes.training.loop.train`."""
     return train(build, config, session, resume=resume)

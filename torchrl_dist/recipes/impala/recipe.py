@@ -93,7 +93,6 @@ class Impala(LossLearner):
 
     Args:
         loss: an A2CLoss of ``actor`` and ``critic``, whose gradients are those of section 4.2.
-        start: where the run begins.
     """
 
     def __init__(
@@ -153,7 +152,6 @@ def build(
     """Create all parts of the job in the learner's process, and connect them.
 
     Args:
-        config: what to build.
         task: sizes of ``config.env``.
         policy: how to make the network that is trained.
         session: the learner's session, in which the collectors serve.

@@ -1,4 +1,4 @@
-"""What a recipe must know about a gymnasium environment before it starts any process."""
+"""What a recipe must know about a gymnasium environment before processes start."""
 
 from __future__ import annotations
 

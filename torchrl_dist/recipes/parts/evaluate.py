@@ -25,7 +25,6 @@ class GreedyEpisodes:
     Args:
         act: the policy.
         env: gymnasium id, or ``package.module:make``.
-        episodes: number of episodes.
         seed: seed of the environments.
         max_steps: an episode ends after this many steps at the latest.
     """
@@ -109,7 +108,7 @@ def play_rendered(
     """Play one episode in a window, and return its undiscounted return.
 
     Args:
-        keep: called with each picture, uint8 ``[height, width, 3]``, instead of the window.
+        keep: called with each picture, uint8 ``[height, width, 3]``, instead of showing a window.
         max_steps: the episode ends after this many steps at the latest.
     """
     mode = "human" if keep is None else "rgb_array"

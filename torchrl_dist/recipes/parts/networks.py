@@ -28,7 +28,7 @@ def mlp(
 
     Args:
         last_gain: gain of the last layer, if layers start with zero biases and orthogonal weights,
-            as in PPO's implementations; other layers have gain sqrt 2. None: as torch starts."""
+            as in PPO's implementations; other layers have gain sqrt 2. None: torch's default."""
     layers: list[nn.Module] = []
     for before, after in itertools.pairwise(sizes):
         linear = nn.Linear(before, after)
@@ -58,7 +58,7 @@ class Scaled(nn.Module):
         return made.reshape(*batch, made.shape[-1])  # -1 would fail without rows
 
 
-_NATURE_SIDE = 36  # the smallest image for three layers
+_NATURE_SIDE = 36  # smallest side of an image for three layers
 
 
 def convolutions(images: Images, *, orthogonal: bool) -> nn.Module:
@@ -299,7 +299,7 @@ class PolicySpec:
 
         Raises:
             KeyError: ``info`` describes no policy.
-            ValueError: a size is not a whole number, as the user's function expects."""
+            ValueError: a size is not a whole number."""
         known = {name: info[name] for name in cls.__dataclass_fields__ if name in info}
         for name in ("env", "observation_size", "hidden"):
             known[name] = info[name]

@@ -31,7 +31,6 @@ def play(
 
     Args:
         path: a checkpoint, or the folder of its run.
-        episodes: number of episodes.
         seed: seed of the environments.
         render: show the episodes in a window.
         video: file for a video of the episodes; an older file is replaced. Needs the extra

@@ -39,8 +39,6 @@ def draw_learning_curve(
     """Write a PNG of returns over frames, and replace ``path`` atomically.
 
     Args:
-        path: the file.
-        title: title of the picture.
         training: pairs of frames and the mean return of the exploring episodes that ended there.
         evaluations: in the order of their frames.
         threshold: the return at which the environment counts as solved.

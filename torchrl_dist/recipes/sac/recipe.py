@@ -168,7 +168,6 @@ def build(config: SACConfig, task: Task, policy: PolicySpec, session: Session, s
     """Create all parts of the job in the learner's process, and connect them.
 
     Args:
-        config: what to build.
         task: sizes of ``config.env``.
         policy: how to make the network that is trained.
         session: the learner's session, in which the collectors serve.

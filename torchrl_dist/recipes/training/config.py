@@ -104,7 +104,7 @@ class RecipeConfig:
     )
     wandb: str | None = option(
         None,
-        "also log to this project of Weights & Biases; WANDB_MODE=offline keeps it in OUTPUT_DIR",
+        "also log to this project of Weights & Biases; WANDB_MODE=offline logs to OUTPUT_DIR",
         group=WATCHING,
     )
 

@@ -26,7 +26,7 @@ from ..parts.networks import PolicySpec
 
 _CALL_S = 0.5  # duration of one call
 _GLANCE_S = 0.1
-_LATE_S = 5.0  # added to a remote call's deadline, whose own error comes first and says more
+_LATE_S = 5.0  # added to the deadline, because a remote call's own error at it says more
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Evaluations:
         self._say = say
         candidates = session.of_role("evaluator") + session.of_role("collector")[::-1]
         self._candidates: list[Peer] = list(candidates) or [session.me]
-        self._may_replace = True  # false after an evaluation lost its process, until one ends
+        self._may_replace = True  # false from a lost process to the next full evaluation
         self._remote: Remote | None = None
         self._under_way = False
         self._answer: Future | None = None

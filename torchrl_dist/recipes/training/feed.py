@@ -63,7 +63,7 @@ class Feed:
 def moved(data: TensorDictBase, device: torch.device) -> TensorDictBase:
     """Return ``data`` on ``device``.
 
-    If this is a GPU, its current stream copies from pinned memory while the caller continues."""
+    If it is a GPU, its current stream copies from pinned memory while the caller continues."""
     if device.type != "cuda":
         return data.to(device)
     return data.pin_memory(num_threads=0).to(device, non_blocking=True)

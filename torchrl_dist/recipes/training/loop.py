@@ -207,7 +207,7 @@ Build = Callable[[Any, Task, PolicySpec, Session, Start], Learner]
 
 
 def stream_seed(*numbers: int) -> int:
-    """Return a different seed for each tuple of numbers >= 0, in [0, 2^31)."""
+    """Return a seed in [0, 2^31), different for each tuple of numbers >= 0."""
     # NumPy pads with zeros. Without the length, (1, 2) would equal (1, 2, 0).
     sequence = np.random.SeedSequence([len(numbers), *numbers])
     return int(sequence.generate_state(1)[0]) % 2**31
@@ -330,7 +330,6 @@ class Round:
         stop: whether a learner must stop after this iteration.
         waited_s: seconds that a learner waited (mean over the learners).
         busy_s: seconds of stepping and writing, summed over all workers.
-        workers: number of workers.
     """
 
     ended: bool
@@ -528,7 +527,7 @@ class Keeper:
             "mean_return_is_of": (
                 f"the best policy by evaluation, {len(returns)} fresh episodes"
                 if returns
-                else "the best policy, the evaluation that chose it (stopped early)"
+                else "the best policy, from the evaluation that chose it (stopped early)"
             ),
             "frames": monitor.frames,
             "updates": monitor.updates,

@@ -61,8 +61,8 @@ class Monitor:
 
     ============================  ==========================================================
     ``eval/return``               mean return of greedy episodes; ``eval/lowest``: the lowest
-    ``train/return``              mean of the episodes that ended since the last point,
-                                  exploration included
+    ``train/return``              mean return of the exploring episodes that ended since the
+                                  last entry
     ``train/sps``                 frames per second; ``train/updates_per_second``: gradient
                                   steps per second
     ``train/updates``             gradient steps so far
@@ -72,7 +72,7 @@ class Monitor:
     ``train/replay_ratio``        rows sampled per row collected (apex, sac)
     ``train/stale_priorities``    share of the priorities that were dropped, because their rows
                                   had been overwritten (apex)
-    ``time/learner_waits``        share of the time since the last point in which the learners,
+    ``time/learner_waits``        share of the time since the last entry in which the learners,
                                   on average, waited for data
     ``time/collectors_wait``      share in which the collectors waited for the learner or a core
     ``train/loss``                loss of the policy or the values
@@ -81,8 +81,8 @@ class Monitor:
     ``train/entropy``             entropy of the policy (ddppo, impala, sac);
                                   ``train/alpha``: its weight (sac)
     ``train/learning_rate``       learning rate of the last step (ddppo, impala)
-    ``train/rho_mean``            importance weights of V-trace; ``train/rho_clipped``: share
-                                  that is clipped (impala)
+    ``train/rho_mean``            mean importance weight of V-trace; ``train/rho_clipped``:
+                                  share that is clipped (impala)
     ``train/kl``                  KL divergence from the policy that collected the batch (ddppo)
     ``train/clip_fraction``       share of the rows whose ratio is clipped;
                                   ``train/steps_per_batch``: gradient steps (ddppo)
@@ -93,7 +93,6 @@ class Monitor:
     Args:
         output: folder for ``tensorboard/``, ``csv/`` and ``learning_curve.png``.
         total_frames: length of the run.
-        title: title of the picture.
         threshold: the mean return that counts as solved.
         history: what :meth:`state` returned in the run that is resumed.
         wandb: project of Weights & Biases, or None.
@@ -225,7 +224,6 @@ class Monitor:
             lag: policy lag of the oldest of these frames.
             waited_s: seconds that the learner waited for them.
             busy_s: seconds of stepping and writing, summed over all workers.
-            workers: number of workers.
         """
         self.frames += frames
         now = time.monotonic()
@@ -250,8 +248,8 @@ class Monitor:
         self._metrics = {**self._metrics, **metrics}
 
     def moment(self) -> tuple[int, int, float]:
-        """Return frames, updates and seconds. Pass them to :meth:`evaluated` once the present
-        weights are evaluated."""
+        """Return frames, updates and seconds now. Pass them to :meth:`evaluated` with the returns
+        of the present weights."""
         return self.frames, self.updates, self.seconds
 
     def evaluated(

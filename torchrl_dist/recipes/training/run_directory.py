@@ -135,7 +135,7 @@ def _refuse_others(folder: Path, option: str) -> None:
     except own_files.NotOurs as error:
         raise ConfigurationError(f"{option}: {error}; choose another folder") from error
     except OSError:
-        pass  # the caller meets it again, and reports it
+        pass  # ``claim`` gets this error again, and reports it
 
 
 def forget(output: Path, *, checkpoint: Path, replay: Path | None) -> None:
