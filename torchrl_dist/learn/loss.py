@@ -74,7 +74,7 @@ class DistributedLoss(_Loss):
 
     Every rank must make the same calls of the loss, of ``set_rows`` and of ``ranks``, and run the
     same backward passes, in the same order. (Under ``torch.no_grad()`` the calls of the loss may
-    differ.) Each of these blocks until all ranks have called it, on the CPU for at most
+    differ.) Each of these calls blocks until all ranks have made it, on the CPU for at most
     ``timeout_s``, and raises the errors of :class:`~torchrl_dist.learn.Ranks`. A rank without rows
     calls the loss with an empty batch. Load a state on all ranks, or before the loss is
     distributed.

@@ -33,7 +33,7 @@ from ..runtime.awake import awake, check_timeout, start_clock
 from ..runtime.store import AnsweringStore, StoreSilent
 from ..runtime.world import is_seen_here, process_stamp
 
-# A rank that waits longer than this announces it to the others, and looks for their failures.
+# A rank that waits longer than this tells the others that it waits, and looks for their failures.
 _SLICE_S = 1.0
 # How many numbers are summed at once.
 _BLOCK = 64
@@ -46,7 +46,7 @@ _groups_of_sums: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakK
 # A rank sends its whole tensor, instead of parts, to each other rank if the tensor has at most
 # _MOST_DIRECT_BYTES, and if this sends at most _DIRECT_BYTES more than parts would.
 _DIRECT_BYTES, _MOST_DIRECT_BYTES = 2**18, 2**24
-# After a failed collective, how long a rank waits until the others report that they wait, too.
+# After a failed collective, a rank waits this long for the others to report that they wait, too.
 _GRACE_S = 3.0
 _STOPPED = ", stopped"
 # Calls are matched by their order alone, so a missing call is noticed only when a rank has ended.
@@ -575,7 +575,7 @@ class Ranks:
         if gone or not late:
             names = ", ".join(map(str, gone or absent))
             return PeerLostError(f"{names} died or left before {what}{_IF_ENDED}")
-        states.sort(key=lambda each: each[1] != "stopped")  # the cause first
+        states.sort(key=lambda each: each[1] != "stopped")  # stopped ranks first: the cause
         places = [self._place(who, state) for who, state in states]
         names = ", ".join(f"{who}{place}" for (who, _), place in zip(states, places, strict=True))
         waits = any(place not in ("", _STOPPED) for place in places)

@@ -1,10 +1,11 @@
 """Observes the divisor of each part of a loss.
 
-A part that is a mean over rows has, on rank r, the gradient ``g_r / d_r``, where ``g_r`` is the
-gradient of a sum. The divisor ``d_r`` is the number of rows, the number of rows that a mask leaves,
-or the sum of their weights. One process with all rows would compute ``sum_r g_r / sum_r d_r``. So
-each mean's gradient is multiplied by ``size * d_r / sum_r d_r`` in the backward pass. Plain
-averages over the ranks are then exact, even if gradients of other parts, terms or passes are added.
+A part that is a mean over rows has, on rank r, the gradient ``g_r / d_r``. Here ``g_r`` is the
+gradient of the sum over rows. The divisor ``d_r`` is the number of rows, the number of rows that a
+mask leaves, or the sum of their weights. One process with all rows would compute
+``sum_r g_r / sum_r d_r``. So each mean's gradient is multiplied by ``size * d_r / sum_r d_r`` in
+the backward pass. Plain averages over the ranks are then exact, even if gradients of other parts,
+terms or passes are added.
 
 Divisors come from two places: from TorchRL's own ``_reduce_loss``, which almost all losses call,
 and from the autograd graph of each output, in which ``mean()`` notes the number of elements.
@@ -334,7 +335,7 @@ def refusal(loss_class: type[LossModule], loss: LossModule, call: Call, part: st
 def estimator_refusal(estimator: Any) -> str | None:
     """Return why a loss may not use this estimator, or None if it computes each row separately."""
     if type(estimator) not in _ESTIMATORS:
-        return f"whether {type(estimator).__name__} computes each row by itself is not known"
+        return f"it is not known whether {type(estimator).__name__} computes each row by itself"
     for name in ("average_gae", "average_rewards", "average_adv"):
         if getattr(estimator, name, False):
             return f"{name}=True normalizes by statistics of this rank's rows"
