@@ -101,7 +101,7 @@ def _not_one(folder: Path) -> DirectoryError:
         for pattern in ("*/header.json", f"*/{MANIFEST}")
         for each in sorted(folder.glob(pattern))
     ]
-    hint = f"; these folders in it may be: {', '.join(inside)}" if inside else ""
+    hint = f"; try these folders in it: {', '.join(inside)}" if inside else ""
     return DirectoryError(f"{folder} is neither a replay directory nor a checkpoint{hint}")
 
 

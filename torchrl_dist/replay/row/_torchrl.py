@@ -146,8 +146,8 @@ def arrive_with(storage: Storage, buffers: list[Any]) -> None:
 
     The copies get neither the original's generator nor its batches drawn ahead, because the
     original will return these batches. If a copy is still incomplete, its ``__setstate__``
-    completes it later; this function then replaces the last call in ``__setstate__``, once. After
-    ``copy.copy`` of a storage alone, its buffers stay with the original storage.
+    completes it later; this function then replaces, once, the last method that ``__setstate__``
+    calls. After ``copy.copy`` of a storage alone, its buffers stay with the original storage.
     """
     for buffer in buffers:
         of = buffer.__dict__.get("_storage", storage)
@@ -332,7 +332,7 @@ def check_buffer(buffer: Any, storage: Storage) -> None:
 
 
 class ChecksBuffers:
-    """A storage that refuses buffers which cannot work with shared rows, whatever their writer.
+    """A storage that refuses buffers which cannot work with shared rows, whatever writer they have.
 
     ``ReplayBuffer._init`` sets the storage's checkpointer once storage, sampler, writer and
     transforms are there. This is the only moment at which a storage sees the complete buffer, so

@@ -309,7 +309,7 @@ def fitted(arrays: list[np.ndarray], spec: RowSpec, own: RowSpec) -> list[np.nda
     The specs may differ only in the sizes of fields for text.
 
     Raises:
-        ConfigurationError: the specs differ in more. The error names each difference.
+        ConfigurationError: the specs differ in anything else. The error names each difference.
     """
     if spec is own or spec == own:
         return arrays
