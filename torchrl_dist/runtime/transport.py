@@ -191,7 +191,7 @@ def _init_rpc(
     _store_for_init = store
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # on the device of init_rpc's own gloo group
+            warnings.simplefilter("ignore")  # about the device of init_rpc's own gloo group
             rpc.init_rpc(
                 names[global_rank],
                 rank=global_rank,
@@ -207,7 +207,7 @@ _registered = False
 
 
 def _register_scheme() -> None:
-    """Make ``init_rpc`` use our store, which it takes only by a URL."""
+    """Let ``init_rpc`` find our store, because it accepts a store only as a URL."""
     global _registered
     if not _registered:
         dist.register_rendezvous_handler(_SCHEME, _our_store)
