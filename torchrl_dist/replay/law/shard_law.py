@@ -30,8 +30,8 @@ of independent draws by the law of ``r_new``, exactly, however old ``r_old`` is.
 rows that a reply lacks depends on the age of ``r_old``: a request asks for spare rows, and a redraw
 fetches the rows that are still missing.
 
-(Keeping all shards and correcting the weights for the old shares would be right at ``beta = 1``
-only, and would give weights above 1.)
+An alternative was rejected: keep all shards, and correct the weights for the old shares. This would
+be right at ``beta = 1`` only, and would give weights above 1.
 
 *One batch*, with ``uniforms(n)`` giving float64 [n] in [0, 1)::
 

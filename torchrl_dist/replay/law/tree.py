@@ -106,8 +106,8 @@ class PriorityTree:
         self.marks[:] = 1
 
     def refresh(self) -> None:
-        """Recompute the ancestors of leaves written since the last call. The cost grows with their
-        blocks."""
+        """Recompute the ancestors of leaves written since the last call. The cost is per block of
+        leaves."""
         marked = blocks = np.flatnonzero(self.marks)
         if not blocks.size:
             return
@@ -162,7 +162,7 @@ class PriorityTree:
         for level in range(len(self._sums) - 2, -1, -1):
             children = _children(self._sums[level], node)
             running = _cumulative(children)
-            running[:, -1] = np.inf  # the last child, if rounding left more mass than they have
+            running[:, -1] = np.inf  # rounding may leave more mass than all children have
             child = (running > mass[:, None]).argmax(1)
             mass -= np.where(child > 0, running[row, child - 1], 0.0)
             node = (node << _SHIFT) + child

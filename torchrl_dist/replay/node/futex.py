@@ -1,7 +1,7 @@
 """Wait for another process to change shared memory, without polling.
 
-This is a Linux futex (``man 2 futex``) on a word of the mapping. Waiting costs no CPU time, waking
-costs one system call, and a process that is killed while it waits leaves nothing behind.
+This is a Linux futex (``man 2 futex``) on a word of the shared memory. Waiting costs no CPU time,
+waking costs one system call, and a process that is killed while it waits leaves nothing behind.
 """
 
 from __future__ import annotations

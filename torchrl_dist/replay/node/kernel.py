@@ -70,7 +70,7 @@ class NumpyKernel:
 
         Args:
             row: an unused row of the claim table.
-            word, value: a word that is stored before the claim.
+            word, value: a word of the control block, and what is stored in it before the claim.
 
         Returns:
             False if another claim has one of these slots. Then nothing was changed.

@@ -124,7 +124,7 @@ def open_directory(
                     with contextlib.suppress(OSError):
                         folder.rmdir()
                 raise found
-            refused = True  # or the folder is just being made or removed, so try again
+            refused = True  # try again once, because the folder may just be being made or removed
             time.sleep(0.01)
         raise DirectoryError(f"{folder} was removed repeatedly while it was being opened")
 
@@ -341,9 +341,9 @@ def _adopt(view: ReplayDirectory, header: Header, asked: _Asked) -> None:
 def _what_is_wrong(view: ReplayDirectory, alive: bool) -> str | None:
     """Return an impossible value in the tables, or None. Changes nothing.
 
-    Called under the lock. A killed holder may have left some values changed and others not. Tables
-    with an entry per row are checked only if no process uses them, because such a process would
-    also fail.
+    Called under the lock. A killed holder may have left some values changed and others not, so each
+    value is checked alone. Tables with an entry per row are checked only if no process uses them,
+    because such a process would also fail.
     """
     words, claims, capacity = view.words, view.claims, view.capacity
     ranges = dict.fromkeys(_AT_LEAST_0, (0, LARGEST_COUNT)) | {
@@ -386,7 +386,7 @@ def _what_is_wrong(view: ReplayDirectory, alive: bool) -> str | None:
         return None
     if view.versions.min() < 0:
         return "a row has a negative version"
-    signed = words[Word.RESCALING]  # leaves that are done are negative during the change
+    signed = words[Word.RESCALING]  # during the change, leaves that were converted are negative
     if not (np.isfinite(view.tree.leaves) & ((view.tree.leaves >= 0) | bool(signed))).all():
         return "a priority is negative or not finite"
     return None

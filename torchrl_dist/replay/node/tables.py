@@ -18,15 +18,16 @@ CONTROL_WORDS = 64
 # columns of the claim table, int64 [MAX_CLAIMS, 4]
 CLAIM_COUNT, CLAIM_FIRST, CLAIM_MEMBER, CLAIM_STATE = range(4)
 CLAIM_WRITING, CLAIM_PUBLISHING, CLAIM_DISCARDED = 1, 2, 3
-# columns of the user table, int64 [MAX_MEMBERS, 5], see ``gate``: the member of the row, and rows
-# of samples that are admitted and counted but not returned yet; the columns between are unused
+# columns of the user table, int64 [MAX_MEMBERS, 5], see ``gate``: the member of the row, and the
+# number of rows that were admitted and counted as sampled, but not returned yet. The columns
+# between these are unused.
 USER_MEMBER, USER_UNRETURNED = 0, 4
 USER_COLUMNS = 5
 # columns of the member table, int64 [MAX_MEMBERS, 2]
 MEMBER_PID, MEMBER_SERIAL = range(2)
 
-# A reader compares versions before and after its copy. This is sound if loads are not reordered
-# with loads, and stores not with stores, as on x86-64. On other machines, readers copy under the
+# A reader compares versions before and after its copy. This is sound if the CPU reorders neither
+# loads with loads nor stores with stores, as on x86-64. On other machines, readers copy under the
 # lock.
 ORDERED_LOADS = platform.machine().lower() in ("x86_64", "amd64")
 
@@ -89,7 +90,7 @@ class Word(enum.IntEnum):
     INTERRUPTED = 55  # a member left after a stop signal or an exception, so nothing is removed
     # frames that are stored once, see ``frames``
     FRAME_CURSOR = 56  # the next ticket of a frame
-    FRAME_LOW = 57  # at most the mark of any published row, or of any that is being written
+    FRAME_LOW = 57  # no row that is published or being written has a smaller mark
     DROPPED_ROWS = 58  # a counter: rows that were dropped before the ring reached them
     FRAMES_SET = 59  # frames.json exists
 

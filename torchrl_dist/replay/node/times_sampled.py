@@ -2,7 +2,8 @@
 
 ``directory.times_sampled`` holds a row's generation and count in one number, so a new row in the
 slot begins at 0 without a store. A row at the limit keeps its slot, with a leaf of 0. All functions
-are for a directory with ``max_times_sampled``, and are called under its lock.
+are for a directory with ``max_times_sampled``. All except :func:`give_back` are called under its
+lock.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ DrawMore = Callable[[int], tuple[np.ndarray, np.ndarray]]
 
 
 class TooFewDrawsError(RuntimeError):
-    """The rows that may still be sampled have only ``left`` draws."""
+    """The rows that may be sampled have only ``left`` draws in total, too few for the sample."""
 
     def __init__(self, message: str, left: int = 0) -> None:
         super().__init__(message)
