@@ -1,8 +1,7 @@
 """Pack a module's tensors into one flat byte buffer with a version.
 
-An update is packed once and sent to many workers. For any network, an update is a single tensor:
-each tensor of a message has a cost in addition to that of its bytes, and a policy has dozens of
-small tensors.
+An update is packed once and sent to many workers. It is a single tensor, because each tensor of a
+message has a cost in addition to that of its bytes, and a policy has dozens of small tensors.
 """
 
 from __future__ import annotations

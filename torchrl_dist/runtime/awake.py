@@ -71,7 +71,7 @@ class _Clock:
 
     def _run(self) -> None:
         while True:
-            self._next_look = self.now() + _TICK_S  # before _due is read, for call_at
+            self._next_look = self.now() + _TICK_S  # set before _due is read; see call_at
             soonest = min((due for due, _ in list(self._due.values())), default=self._next_look)
             self._next_look = min(self._next_look, soonest)
             self._sooner.wait(max(0.0, self._next_look - self.now()))
@@ -93,7 +93,7 @@ _clock = _Clock()
 
 
 def check_timeout(timeout_s: float) -> None:
-    """Raise ConfigurationError unless this is above 0 and not too long for the clocks of C++."""
+    """Raise ConfigurationError unless the timeout is above 0 and fits the clocks of C++."""
     if not 0 < timeout_s <= _LONGEST_S:
         raise ConfigurationError(
             f"timeout_s={timeout_s}: expected a positive, finite number of seconds, at most "

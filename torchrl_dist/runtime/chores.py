@@ -40,7 +40,8 @@ class Chores:
         self._serves = self._claimed = self._busy = False
 
     def claim(self, patience_s: float) -> bool:
-        """Become the owner if this process serves, or starts to serve within ``patience_s``.
+        """Become the owner of the queue if this process serves, or starts to serve within
+        ``patience_s``.
 
         Returns False if it does not serve, or if there is another owner.
         """

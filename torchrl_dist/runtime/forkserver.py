@@ -160,7 +160,7 @@ class ForkServer:
         self._up = threading.Event()
         self._error: str | None = None
         self._closed = False
-        self._owner = os.getpid()  # a fork of this process has a copy of this object
+        self._owner = os.getpid()  # differs in a fork, which has a copy of this object
         # None: another client started the server.
         self._process: subprocess.Popen[bytes] | _Fork | None = None
         self._command_lock = threading.RLock()  # keeps a command and its descriptors together

@@ -1,9 +1,9 @@
 """Check that this process's limits suffice for a job.
 
-Without the check, C++ code would abort at a limit, without an error that names the limit. The
-numbers below were measured with torch 2.13: per process that the driver is connected to, and for a
-session of two processes with the files of a recipe's run. Between nodes they are higher, because
-TensorPipe opens more connections for large tensors.
+At a limit, C++ code would abort without naming it. The numbers below were measured with torch 2.13:
+per process that the driver is connected to, and for a session of two processes with the files of a
+recipe's run. Between nodes they are higher, because TensorPipe opens more connections for large
+tensors.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 The learner's process counts in memory. Once a second a thread writes the counts to this user's
 folder in /dev/shm. If a process makes no progress for a minute, the thread warns once and says what
-that process waits for. Only ``top`` reads the file, without a lock, so reading does not delay the
-job.
+that process waits for. ``top`` reads the file without a lock, so it does not delay the job.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class Progress:
         return late
 
     def excuse(self, names: Sequence[str], seconds: float) -> None:
-        """Do not count these seconds towards a stall of ``names``; progress was invisible."""
+        """Do not count ``seconds`` as a stall of ``names``: their progress was not visible then."""
         for name in names:
             if name in self._seen:
                 count, since = self._seen[name]

@@ -188,7 +188,7 @@ def meet(
 def make_process_group(
     backends: str | Mapping[str, str] | None, member: Member, timeout_s: float
 ) -> dist.ProcessGroup | None:
-    """Make this role's default torch.distributed group if ``backends`` names a backend."""
+    """Make this role's default torch.distributed group if ``backends`` names a backend for it."""
     me = member.peers[member.world.global_rank]
     backend = backends.get(me.role) if isinstance(backends, Mapping) else backends
     if not backend:

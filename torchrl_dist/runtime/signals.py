@@ -66,7 +66,7 @@ class Latch:
 
 
 def wait_any(latches: tuple[Latch, ...], timeout_s: float | None) -> bool:
-    """Block until one of them is set, at most ``timeout_s`` (None: indefinitely)."""
+    """Block until one of the latches is set, at most ``timeout_s`` (None: indefinitely)."""
     poller = select.poll()
     for latch in latches:
         if latch.is_set() or latch._read_fd < 0:

@@ -222,8 +222,7 @@ def _make(host: str, port: int, timeout_s: float, **options: Any) -> dist.TCPSto
 
 
 def _connections_to(port: int) -> dict[str, int]:
-    """Return the descriptors of this process's connections to a port, keyed by the kernel's
-    names."""
+    """Return this process's connections to a port, as the kernel's socket names -> descriptors."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # not connected, or closed meanwhile

@@ -62,12 +62,12 @@ class World:
 
     @property
     def starter(self) -> str | None:
-        """The :func:`process_stamp` of the process here without which the job cannot start again.
+        """The :func:`process_stamp` of the local process without which the job cannot start again.
 
         None if no such process is known: SLURM, or a user who gave torchrun an id, may start a job
         with the same id again.
         """
-        # torchrun --standalone
+        # with torchrun --standalone, the id is a UUID
         named_by_agent = is_stamp(self.job_id) or re.fullmatch(_UUID, self.job_id)
         if self.launcher == "torchrun" and named_by_agent:
             # With several nodes, the job's id is the stamp of rank 0's agent, which may be on

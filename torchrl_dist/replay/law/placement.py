@@ -83,7 +83,7 @@ def overlaps(
 def first_free_ticket(
     cursor: int, count: int, claims: list[tuple[int, int]], capacity: int
 ) -> int | None:
-    """Return the first ticket from ``cursor`` on whose ``count`` slots are free of claims.
+    """Return the first ticket from ``cursor`` on at which ``count`` slots are free of claims.
 
     Args:
         cursor: the next ticket.

@@ -83,8 +83,8 @@ class PriorityTree:
                 offset += 8 * size
         marks = raw[offset : offset + _mark_bytes(sizes)]
         self.marks = marks[: sizes[0] // FANOUT]
-        """uint8 [blocks of leaves]: 1 from before a leaf of the block is stored until the next
-        refresh."""
+        """uint8 [blocks of leaves]: 1 if a leaf of the block was stored since the last refresh, or
+        is being stored."""
         self.leaves: np.ndarray = self._sums[0][:capacity]
         """float64 [capacity]. Read it freely, but write only by the methods."""
 

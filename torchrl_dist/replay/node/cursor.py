@@ -298,7 +298,7 @@ class SharedCursor:
         if time.monotonic() > deadline:
             raise DeadlineError(
                 f"slots {first} to {last} of {directory.path} were being written by others for "
-                f"{directory.timeout_s:g} s"
+                f"{directory.timeout_s:g} s; are they stopped? Continue or kill them"
             )
         time.sleep(_RETRY_S)
 
@@ -318,7 +318,7 @@ class SharedCursor:
             deadline: on ``time.monotonic``.
 
         Returns:
-            False if fewer are published, and no process is writing one.
+            False if fewer are published, and no live process is writing any.
 
         Raises:
             DeadlineError: it passed; the message names the writers.
@@ -397,8 +397,8 @@ class SharedCursor:
     ) -> Reservation | None:
         """Reserve ``count`` slots from ``slot`` on, except those reserved since ticket ``since``.
 
-        These are the first of the run. Returns ``None`` if no slot is left. Blocks while other
-        processes write the remaining slots.
+        The excepted slots are the first of the run. Returns ``None`` if no slot is left. Blocks
+        while other processes write the remaining slots.
 
         Raises:
             DeadlineError: other processes kept writing the slots.
@@ -591,8 +591,8 @@ def repair(directory: ReplayDirectory) -> None:
     """Repair the state after a holder of the lock was killed. Called under the lock.
 
     First, stores in the journal, a change of alpha and an emptying are completed if they had begun.
-    So are publications, because their rows are whole; their process may live, if it was
-    interrupted. Other claims of dead members lapse. Then leaves and length are corrected by the
+    So are publications, because their rows are whole; an interrupt may have cut them off in a live
+    process. Other claims of dead members lapse. Then leaves and length are corrected by the
     versions, and the tree by the leaves.
     """
     claims, versions, tree = directory.claims, directory.versions, directory.tree

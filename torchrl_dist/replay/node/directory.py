@@ -193,8 +193,8 @@ class ReplayDirectory:
             raise
 
     def __exit__(self, *raised: object) -> None:
-        # An interrupt that Python delivers on entry to this function cannot be handled. The lock
-        # is then released at this thread's next use of the directory, or the process's end.
+        # An interrupt that Python delivers on entry to this function cannot be handled. The lock is
+        # then released at this thread's next use of the directory, or at the process's end.
         fair_lock = self.fair_lock
         try:
             fair_lock.__exit__(None, None, None)
@@ -580,7 +580,7 @@ class ReplayDirectory:
             elif STREAM not in spec.columns:
                 raise ConfigurationError(
                     f"the rows in {self.path} do not name their writers, because no buffer "
-                    "asked for it before the first row was written; use the same sampler in the "
+                    "asked for this before the first row was written; use the same sampler in the "
                     "buffers of all processes, or store a trajectory id per row and pass "
                     "traj_key="
                 )
@@ -757,7 +757,7 @@ def once(lock: threading.RLock) -> threading.RLock:
 def leave_at_exit() -> None:
     """Let this process leave its directories when it ends.
 
-    Processes of ``multiprocessing`` run only its finalizers; others also run ``atexit`` functions.
+    Processes that ``multiprocessing`` starts run only its finalizers, not ``atexit`` functions.
     """
     multiprocessing.util.Finalize(None, _leave_all, exitpriority=-100)
 

@@ -26,9 +26,9 @@ Invariants at every instant:
 - A claim has a *start*: the oldest ticket that its rows refer to. While a claim lives, no ticket is
   reserved whose cell holds a frame from this start on. The writer that needs the ticket waits.
 
-Two alternatives were rejected. In Dopamine, the frames of a row lie in the neighbouring slots; this
-needs one writer with whole episodes. In Reverb, rows refer to chunks of a stream. A chunk lives as
-long as its last row, and needs a count of references, which a killed process would leave wrong.
+Two alternatives were rejected. Frames in the neighbouring slots of a row (Dopamine) need a single
+writer of whole episodes. Chunks of a stream (Reverb) live as long as their last row, and need a
+count of references, which a killed process would leave wrong.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 _SPARE = 0.07  # frames beyond one per row, as a fraction, for first stacks of episodes
 _WINDOW = 32  # the window is the number of rows divided by this
-_FEW = 4096  # frames: small buffers have a larger window, and room for rows that repeat nothing
+_FEW = 4096  # frames: small buffers get larger windows and rings, for rows that repeat nothing
 _MOST_KNOWN = 2**17
 _DROPPED_AT_ONCE = 256  # 1/256 of the ring
 _MOST_FRAMES = 2**31 - 1  # rows have their cells as int32
@@ -394,7 +394,7 @@ class Frames:
         needed = first + count - self.size  # the smallest mark from now on
         words[Word.DIRTY] = 1
         if plan is not None and plan.oldest < words[Word.FRAME_LOW]:
-            words[Word.FRAME_LOW] = plan.oldest  # a frame is used again whose rows are gone
+            words[Word.FRAME_LOW] = plan.oldest  # a frame returns although its rows are gone
         if needed > words[Word.FRAME_LOW]:
             self._drop(needed)
         rows = sum(stop - start for start, stop in ranges)

@@ -41,15 +41,15 @@ from torchrl_dist.replay.row import _torchrl
 from torchrl_dist.stopping import gives_up
 
 _LOOK_AGAIN_S = (
-    0.5  # there is no ring when a process is killed or ends, or when a thread must stop waiting
+    0.5  # the bell does not ring when a process ends, or when a thread must stop waiting
 )
 
 _T = TypeVar("_T")
 
 process_ends = threading.Event()
 # At its end, a process first joins the threads that fetch batches ahead, and these may wait here.
-# The function registered last is called first, so the import above, which registers one, comes
-# before. atexit would be too late.
+# The function registered last is called first, so the import above, which registers one, must come
+# first. atexit would be too late.
 threading._register_atexit(process_ends.set)  # type: ignore[attr-defined]  # not in typeshed
 
 
@@ -60,11 +60,7 @@ class Missing(NamedTuple):
 
 
 class Gate:
-    """The gate of one directory in this process, ``directory.gate``.
-
-    Args:
-        limiter: the directory's limiter.
-    """
+    """The gate of one directory in this process, ``directory.gate``."""
 
     def __init__(self, directory: ReplayDirectory, limiter: RateLimiter) -> None:
         self.limiter = limiter
@@ -234,8 +230,7 @@ class Gate:
     # --- waiting -----------------------------------------------------------------------------
 
     def _admit(self, attempt: Callable[[], _T | Missing], storage: Storage) -> _T:
-        """Call ``attempt`` under the lock until it does not return ``Missing``; return its
-        result."""
+        """Call ``attempt`` under the lock until its result is not ``Missing``; return it."""
         directory = self._directory
         with directory.lock():
             result = attempt()

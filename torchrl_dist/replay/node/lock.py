@@ -210,7 +210,7 @@ class FairLock:
         name: the lock's name in error messages.
 
     Raises:
-        DeadlineError: on entry, with the process that holds the lock.
+        DeadlineError: on entry; the message names the holder.
         DirectoryError: on entry, after :meth:`close`.
     """
 

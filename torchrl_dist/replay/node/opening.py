@@ -75,7 +75,7 @@ def open_directory(
 
     Args:
         path: folder on a local file system, preferably in ``/dev/shm`` or on a fast local disk. It
-            must be new, empty, or created by a buffer. Links are followed once. A new folder gets
+            must be new, empty, or created by a buffer. Links are resolved once. A new folder gets
             mode 0700. An existing one must belong to this user, and no other user may write to it.
         capacity: slots of the ring, the same in every process.
         job_id: processes with the same id belong together. Default: torchrun's run id, SLURM's
@@ -124,7 +124,7 @@ def open_directory(
                     with contextlib.suppress(OSError):
                         folder.rmdir()
                 raise found
-            refused = True  # try again once, because the folder may just be being made or removed
+            refused = True  # once more: another process may be making or removing the folder
             time.sleep(0.01)
         raise DirectoryError(f"{folder} was removed repeatedly while it was being opened")
 
@@ -424,6 +424,7 @@ def _create_files(folder: Path, capacity: int, job: str) -> Header:
         files.clear(folder)
         (folder / files.LOCK).unlink()
         raise DirectoryError(
-            f"could not allocate the tables of a buffer of {capacity} rows in {folder}: {error}"
+            f"could not allocate the tables of a buffer of {capacity} rows in {folder}: {error}; "
+            "free space there, or choose another scratch_dir"
         ) from error
     return header

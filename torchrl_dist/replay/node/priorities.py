@@ -242,7 +242,7 @@ def track_maximum(directory: ReplayDirectory, slots: np.ndarray, raw: np.ndarray
 def _track(directory: ReplayDirectory, slot: int, raw: float, moved: bool) -> None:
     """Update the largest priority after a batch in which ``slot`` got the largest, ``raw``.
 
-    ``moved``: the slot with the largest priority of all is in the batch."""
+    ``moved``: whether the slot with the largest priority of all is in the batch."""
     current, words = directory.get_float(Word.MAX_PRIORITY), directory.words
     if not current >= raw:
         directory.set_float(Word.MAX_PRIORITY, raw)

@@ -59,7 +59,7 @@ def exhausted(directory: ReplayDirectory, slots: np.ndarray | slice) -> np.ndarr
 
 
 def hide_exhausted(directory: ReplayDirectory, slots: np.ndarray) -> None:
-    """Reset the leaves that rows at the limit have just got. Slots below 0 are skipped."""
+    """Set the leaves of rows at the limit to 0 again. Slots below 0 are skipped."""
     slots = slots[slots >= 0]
     directory.tree.set(slots[exhausted(directory, slots)], 0.0)
 
@@ -106,7 +106,7 @@ def count_draws(
 def give_back(
     directory: ReplayDirectory, slots: np.ndarray, generation: np.ndarray, leaves: np.ndarray
 ) -> None:
-    """Uncount draws that will not be used. Takes the lock itself.
+    """Uncount draws that will not be used. Takes the lock.
 
     A hidden row that may now be sampled again gets the leaf that it had when it was drawn. Changes
     of its priority or of alpha since it was hidden are lost.
