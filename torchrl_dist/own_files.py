@@ -4,8 +4,8 @@ Several users share ``/tmp`` and ``/dev/shm``. Any of them can create a folder t
 user is about to use, and put links, pipes or huge files into it. Therefore this module uses a
 folder only if this process made it, with mode 0700, or if it belongs to this user and other users
 cannot write to it. Only plain files of this user are opened. Everything else is refused with a
-reason (:class:`NotOurs`). Inside a parent that all users can write to, another user could later
-replace folders. So the parents from the topmost such one down are checked, too.
+reason (:class:`NotOurs`). From the topmost parent that all users can write to, the parents are
+checked, too, because another user could replace a folder below it.
 
 ``TORCHRL_DIST_GROUP`` names a Unix group whose members this user trusts. Folders of that group may
 belong to any member and be writable by all members.

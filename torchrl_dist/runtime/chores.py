@@ -21,8 +21,7 @@ Chore = Callable[[], None]
 
 # When the job ends, a running call has this long before it is interrupted, as by Ctrl-C.
 _END_S = 1.0
-# If the call still runs this long after the interrupt, another thread ends the process, so that the
-# process does not outlive its job.
+# If the call still runs this long after the interrupt, another thread ends the process.
 _INTERRUPT_S = 5.0
 
 

@@ -8,10 +8,9 @@ waits and reports.
 A child that starts processes itself becomes another client of the server that forked it, so nothing
 is imported again. The server accepts only clients of this user.
 
-Lifetimes. When a client is gone, the server ends the client's children. It notices this by a pidfd
-and by the command stream. When its parent, the first client, is gone, the server also ends itself.
-When the server dies, the kernel kills the children, and each client kills all that remain in its
-children's process groups.
+Lifetimes. When a client is gone, the server ends the client's children. When its parent, the first
+client, is gone, the server also ends itself. When the server dies, the kernel kills the children,
+and each client kills all that remain in its children's process groups.
 
     client --commands (a stream)-->  server  --fork-->  child
     client <--reports (datagrams)--  server and children
@@ -145,13 +144,12 @@ class ForkServer:
         with ForkServer() as server:
             with local_cluster({"learner": 1, "collector": 2}, fork_server=server) as s: ...
 
-    Modules that the server has imported stay as they are: children do not see later changes of
-    their files.
+    Children do not see later changes of modules that the server has imported.
 
     Args:
-        fork: fork the server from this process, so that it has the imports of this process. Only
-            for a program that has done nothing but import, and has not run user code. If this
-            process has more than one thread, the server is nevertheless started as a new process.
+        fork: fork the server from this process, with its imports. Only for a program that has done
+            nothing but import, and has not run user code. If this process has more than one thread,
+            the server is nevertheless started as a new process.
     """
 
     def __init__(self, *, fork: bool = False) -> None:

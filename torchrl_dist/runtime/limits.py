@@ -2,8 +2,7 @@
 
 At a limit, C++ code would abort without naming it. The numbers below were measured with torch 2.13:
 per process that the driver is connected to, and for a session of two processes with the files of a
-recipe's run. Between nodes they are higher, because TensorPipe opens more connections for large
-tensors.
+recipe's run. Between nodes, TensorPipe opens more connections for large tensors.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from . import proc
 _OF_ONE_NODE, _OF_SEVERAL = 12, 40
 _SESSION_OF_ONE_NODE, _SESSION_OF_SEVERAL = 60, 160
 _THREADS_OF_ONE_NODE, _THREADS_OF_SEVERAL, _THREADS_ALONE = 14, 32, 7
-# The limit of descriptors is not raised above this, because some programs close every number below
-# their limit when they start.
+# Not raised above this, because some programs close every descriptor below their limit when they
+# start.
 _MOST_RAISED = 1 << 16
 _FAR_AWAY = 1 << 14
 
@@ -42,9 +41,9 @@ def check_limits(
     Args:
         starts: how many processes of the job this one starts, including itself.
         driver: whether this process is connected to all others.
-        launched: whether a launcher started this process. ``starts`` is then the number of
-            processes that the launcher starts on this machine. All of them check at about the same
-            time, so the threads that they will need are counted, not those that they have now.
+        launched: whether a launcher started this process. ``starts`` then counts all processes that
+            the launcher starts on this machine. They check at about the same time, so the threads
+            that they will need are counted, not their present ones.
 
     Raises:
         ConfigurationError: a limit is too low; the message names it and the command that raises it.

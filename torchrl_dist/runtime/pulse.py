@@ -80,7 +80,6 @@ class Pulse:
     cheap.
 
     Args:
-        session: the job.
         workers: the collector's workers, by index; empty if this process collects itself.
         figures: returns plain values for the file; called in the writing thread.
     """

@@ -301,8 +301,7 @@ def _set_interface(world: World, cards: list[dict[Any, Any]]) -> Callable[[], No
     By default both listen on the address to which the node's own name resolves. This is often a
     loopback address, with which a job of several nodes would hang. Such a job therefore uses the
     interface through which this node reaches another one. In a job of one node, both listen on
-    loopback only, because any program that can connect to RPC's port can run code. Under a
-    launcher, variables that are already set have priority.
+    loopback only. Under a launcher, variables that are already set have priority.
     """
     before = {name: os.environ.get(name) for name in _INTERFACES}
     interface = "lo" if world.one_node else _interface_towards_others(world, cards)

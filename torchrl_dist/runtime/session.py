@@ -783,8 +783,8 @@ class Session:
                     names = ", ".join(self.peers[rank].name for rank in sorted(busy))
                     warnings.warn(f"the job ends while {names} still work", stacklevel=4)
             self._answer_watchers(failure)
-            # The message about the end may be late, behind a long message. Signs of life also tell
-            # about the end, and are not late.
+            # The message about the end may be late, behind a long one. Signs of life tell about it
+            # in time.
             by_signs_s = 0.0 if self._signs is None else self._sign_every_s
             self._members.wait_until_all_left(_GOODBYE_S + by_signs_s)
             return

@@ -191,8 +191,8 @@ def _unblock_after_fork() -> None:
 def _forget_in_child() -> None:
     """Remove our handlers in a forked child, which is not in the session.
 
-    ``multiprocessing`` ends its children by SIGTERM and waits for them. Our handler would not end
-    the child, but only set the parent's latch.
+    ``multiprocessing`` ends its children by SIGTERM and waits for them. Our handler would only set
+    the parent's latch.
     """
     defaults: dict[int, _Handler] = {number: signal.SIG_DFL for number in _ENDS}
     defaults[signal.SIGINT] = signal.default_int_handler

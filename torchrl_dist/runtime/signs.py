@@ -3,7 +3,7 @@
 On the connection for calls, a sign would wait behind long calls and, after a network failure, for
 TCP's retransmission. For each sign, a process therefore opens a new connection to a port of the
 driver. It sends a few bytes, which prove that it belongs to the job. The driver answers whether the
-job has ended, and whether it counts the process as lost.
+job has ended or the process is lost.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """torch.distributed's store, with a deadline for every operation and for connecting.
 
-TCPStore's server enforces the store's own deadlines. If the server's process is stopped, most
-operations of other processes block indefinitely. Connecting also blocks indefinitely if a silent
-program listens at the port. Here, a thread makes these calls, and the caller waits for the thread
-only until a deadline.
+TCPStore's server enforces its deadlines. If the server's process is stopped, most operations of
+other processes block indefinitely. Connecting also blocks indefinitely if a silent program listens
+at the port. Here, a thread makes these calls, and the caller waits for the thread only until a
+deadline.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ Answer = tuple[Any, ...]
 Handler = Callable[[str, bytes, list[Any], Callable[[Answer], None]], None]
 
 _SCHEME = "torchrl-dist"
-# Four threads suffice, because a request only hands work to a pool. More threads were slower.
+# Four threads suffice, because a request only hands work to a pool.
 _SERVER_THREADS = 4
 _LOG_ERRORS_ONLY = 2
 
@@ -176,7 +176,7 @@ def _init_rpc(
         # Measured on two cores, torch 2.13. The shm transport answers in 350 us instead of 650 us,
         # but its event loop uses a third of a core per idle process. With these transports and
         # channels, 17 ranks start in 0.4 s instead of 1.4 s, and a process has 9 threads instead of
-        # 28. Between machines the default channels stay.
+        # 28.
         _transports=["uv"],
         _channels=["basic"] if one_node else None,
     )

@@ -20,8 +20,8 @@ import torch
 
 from ..tensors import NAMES, is_plain
 
-# Up to this size, a copy into the bytes costs less than the 55 us of CPU time that each side spends
-# on a tensor outside of them.
+# Up to this size, a copy costs less than the 55 us of CPU time that each side spends on a tensor
+# outside the bytes.
 _INSIDE_BYTES = 2**16
 # cloudpickle looks up each class and function by name every time, which takes most of the time of a
 # small message. Names in these packages are looked up only once, because they do not change.

@@ -1,9 +1,9 @@
 /* Work under the directory's lock, in C, because NumPy needs a dozen passes for it.
  *
  * Optional: if this was not built, NumPy does the same work. Each function has a counterpart in
- * PriorityTree (tree.py) or NumpyKernel (node/kernel.py). Always change both. The functions do not
- * depend on torch's ABI. They are called through ctypes.PyDLL, which keeps the GIL, because a thread
- * that holds the directory's lock could otherwise lose 5 ms to another Python thread.
+ * PriorityTree (tree.py) or NumpyKernel (node/kernel.py). Always change both. They are called through
+ * ctypes.PyDLL, which keeps the GIL, because a thread that holds the directory's lock could otherwise
+ * lose 5 ms to another Python thread.
  *
  * A tree is an array of levels, leaves first. Every node is the sum of 32 nodes of the level below.
  */
@@ -277,8 +277,7 @@ int replay_publish(const Tables *tables, int64_t row, int64_t first, int64_t cou
     return 0;
 }
 
-/* Frames that are stored once, see node/frames.py. replay_find_frames and replay_keep_frames are called
- * without the GIL. */
+/* Frames that are stored once, see node/frames.py. Both functions for them are called without the GIL. */
 
 static uint64_t load(const uint8_t *bytes, int64_t count) {
     uint64_t word = 0;
@@ -368,8 +367,7 @@ int64_t replay_find_frames(const int64_t *columns, int64_t column_count, int64_t
 }
 
 /* Copy new frames into the ring, from the ticket first on. Enter each into the table, in the older entry
- * of its bucket of two. If threads do so at the same time, entries may get lost; such a frame is then
- * not found, and stored again. */
+ * of its bucket of two. Simultaneous calls may lose entries; such a frame is later stored again. */
 void replay_keep_frames(const int64_t *fresh, int64_t count, int64_t bytes, uint8_t *ring,
                         int64_t size, int64_t first, volatile int64_t *table, int64_t entries) {
     for (int64_t i = 0; i < count; i++) {

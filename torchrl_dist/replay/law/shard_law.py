@@ -30,9 +30,6 @@ of independent draws by the law of ``r_new``, exactly, however old ``r_old`` is.
 rows that a reply lacks depends on the age of ``r_old``: a request asks for spare rows, and a redraw
 fetches the rows that are still missing.
 
-An alternative was rejected: keep all shards, and correct the weights for the old shares. This would
-be right at ``beta = 1`` only, and would give weights above 1.
-
 *One batch*, with ``uniforms(n)`` giving float64 [n] in [0, 1)::
 
     if not known.has_mass: ask every shard for 0 rows; known.learn(masses)  # the first batch
@@ -58,8 +55,7 @@ Uniforms = Callable[[int], np.ndarray]
 
 # The number of spare rows follows from the largest recent rise of a shard's share. Each batch
 # multiplies that rise by this factor. If masses change at random by 2 % per batch, 0.4 % of the
-# batches of 256 need a redraw, and 8 shards send 13 % more rows. With a factor of 0.9, these
-# figures would be 0.9 % and 12 %.
+# batches of 256 need a redraw, and 8 shards send 13 % more rows.
 _FADE = 0.95
 # The rise that is assumed until a change was seen: a twentieth of the share.
 _FIRST_RISE = 0.05

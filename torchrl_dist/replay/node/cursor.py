@@ -96,9 +96,9 @@ class SharedCursor:
 
         Args:
             source: [n, ...] per column.
-            reserve: a method that reserves the slots, called with ``arguments`` and ``plan=``. It
-                must be in a module of ``_MODULES``, because a write counts as ended once the frame
-                that called these modules has returned.
+            reserve: a method that reserves the slots, called with ``arguments`` and ``plan=``. Its
+                module must be in ``_MODULES``, because a write counts as ended once the frame that
+                called these modules has returned.
 
         Returns:
             The result of ``reserve``, and the plan, which is None without ``frames=``.
@@ -287,8 +287,8 @@ class SharedCursor:
         return taken
 
     def _claim_run(self, start: int, count: int, plan: Plan | None) -> Reservation | None:
-        # A separate function, because ``claim_slots`` cleans up after an interrupt, and its frame
-        # must not hold the lock then, see ``FairLock``.
+        # Not in ``claim_slots``, because a frame that cleans up after an interrupt must not hold
+        # the lock, see ``FairLock``.
         with self._directory.lock():
             return self._try_claim_run(start, count, plan)
 
@@ -359,8 +359,8 @@ class SharedCursor:
 
         Args:
             cursor: the next ticket of the saved directory. Tickets never decrease, so the next
-                ticket here is the first one with the same slot that is not below ``cursor`` or the
-                present next ticket.
+                ticket here is the first with the same slot that is below neither ``cursor`` nor the
+                present one.
             high: slots in use.
             values: other words to set.
             limiter: the limiter's counts, see ``Gate.set_state``.
@@ -421,9 +421,8 @@ class SharedCursor:
     ) -> None:
         """Make written rows visible, with leaves ``leaf``, float64 [count].
 
-        Their version is ``version``, or the next version of their slot if that is larger.
-        ``alpha``, if not None, is the exponent of the leaves. They are converted if another process
-        has set another exponent.
+        Their version is ``version``, or the next version of their slot if that is larger. If
+        ``alpha``, the leaves' exponent, is given and has changed since, they are converted.
         """
         directory = self._directory
         words = directory.words
@@ -544,8 +543,8 @@ class SharedCursor:
 
 
 def empty(directory: ReplayDirectory, *, reset_write_count: bool = True) -> None:
-    """Unpublish every row. Generations continue to grow, so an earlier pair of slot and generation
-    names no row any more."""
+    """Unpublish every row. Generations continue to grow, so a slot and an earlier generation name
+    no row."""
     with directory.lock():
         directory.begin()
         directory.words[Word.EMPTYING] = _WITH_COUNTS if reset_write_count else _ROWS_ONLY
@@ -590,10 +589,10 @@ def empty_locked(directory: ReplayDirectory) -> None:
 def repair(directory: ReplayDirectory) -> None:
     """Repair the state after a holder of the lock was killed. Called under the lock.
 
-    First, stores in the journal, a change of alpha and an emptying are completed if they had begun.
-    So are publications, because their rows are whole; an interrupt may have cut them off in a live
-    process. Other claims of dead members lapse. Then leaves and length are corrected by the
-    versions, and the tree by the leaves.
+    Stores in the journal, a change of alpha, an emptying and publications are completed if they had
+    begun. An interrupt may have cut off a publication in a live process; its rows are whole. Other
+    claims of dead members lapse. Then leaves and length are corrected by the versions, and the tree
+    by the leaves.
     """
     claims, versions, tree = directory.claims, directory.versions, directory.tree
     if directory.words[Word.JOURNAL]:

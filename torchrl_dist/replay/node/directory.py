@@ -414,7 +414,7 @@ class ReplayDirectory:
     def read(self, slots: np.ndarray | slice) -> list[np.ndarray]:
         """Return the values in these slots, [n, ...] per column, without a check of their versions.
 
-        They are copies, except that a slice of a column without stored frames is a view."""
+        They are copies, except slices of columns without stored frames."""
         columns = [
             array[slots] if isinstance(slots, slice) else array.take(slots, 0)
             for array in self.arrays
@@ -456,7 +456,7 @@ class ReplayDirectory:
             raise damaged(self.path, f"{files.FRAMES} cannot be read ({error})") from error
 
     def spec_for(self, spec: RowSpec) -> RowSpec:
-        """Return the spec of the rows. Before the first row, return what ``spec`` would become."""
+        """Return the spec of the rows. Before the first row, it is what ``spec`` would become."""
         if self.rows is not None:
             return self.rows
         spec = with_stacks(spec, self._stacks())

@@ -4,23 +4,22 @@ It uses open-file-description locks (``F_OFD_SETLK``) on bytes of one file. The 
 rejected:
 
 - A process loses its record locks (``lockf``) when it closes *any* descriptor of the file, even one
-  that a copy of the folder or a library opened. Rows were then torn silently. No location of the
-  file rules this out; open-file-description locks do.
+  that a copy of the folder or a library opened. Rows were then torn silently. Open-file-description
+  locks rule this out.
 - ``flock`` also belongs to the description, but locks whole files, so each member would need a
   file.
 
 A child inherits a description over ``fork``, so a killed holder's lock would stay with its
 children. A child therefore gives up its copies before it does anything else (``_give_up_copies``),
 and ``exec`` closes them. A child that C code forks without Python's hooks and without ``exec``
-keeps them until it ends. The threads of a process share the descriptor, so a ``threading.RLock``
-excludes them from one another.
+keeps them until it ends. Threads of a process share the descriptor, so a ``threading.RLock`` lets
+in one at a time.
 
 Two bytes make the lock: the *mutex*, and the *turnstile*, which a process holds while it waits for
 the mutex. Without the turnstile, a process that unlocks and locks in a loop starves the others,
 which then wait 5 to 8 ms (median) instead of 50 us. While a process waits, a word in shared memory
 says so, and newcomers queue at the turnstile. If no process waits, newcomers take the mutex
-directly, which saves half of the system calls. A waiter that is killed leaves the word set, which
-costs the next process two calls.
+directly. A killed waiter leaves the word set, which costs the next process two calls.
 
 The calls go through ``ctypes.PyDLL``, which keeps the GIL. ``fcntl.fcntl`` releases it, so a holder
 whose process runs another busy Python thread would keep the lock for a switch interval (5 ms).

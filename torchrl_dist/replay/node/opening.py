@@ -341,9 +341,9 @@ def _adopt(view: ReplayDirectory, header: Header, asked: _Asked) -> None:
 def _what_is_wrong(view: ReplayDirectory, alive: bool) -> str | None:
     """Return an impossible value in the tables, or None. Changes nothing.
 
-    Called under the lock. A killed holder may have left some values changed and others not, so each
-    value is checked alone. Tables with an entry per row are checked only if no process uses them,
-    because such a process would also fail.
+    Called under the lock. A killed holder may have changed only some values, so each is checked
+    alone. Tables with an entry per row are checked only if no process uses them, because such a
+    process would also fail.
     """
     words, claims, capacity = view.words, view.claims, view.capacity
     ranges = dict.fromkeys(_AT_LEAST_0, (0, LARGEST_COUNT)) | {

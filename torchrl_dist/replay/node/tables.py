@@ -19,8 +19,8 @@ CONTROL_WORDS = 64
 CLAIM_COUNT, CLAIM_FIRST, CLAIM_MEMBER, CLAIM_STATE = range(4)
 CLAIM_WRITING, CLAIM_PUBLISHING, CLAIM_DISCARDED = 1, 2, 3
 # columns of the user table, int64 [MAX_MEMBERS, 5], see ``gate``: the member of the row, and the
-# number of rows that were admitted and counted as sampled, but not returned yet. The columns
-# between these are unused.
+# number of rows that were admitted and counted as sampled, but not returned yet. The others are
+# unused.
 USER_MEMBER, USER_UNRETURNED = 0, 4
 USER_COLUMNS = 5
 # columns of the member table, int64 [MAX_MEMBERS, 2]

@@ -23,7 +23,7 @@ DrawMore = Callable[[int], tuple[np.ndarray, np.ndarray]]
 
 
 class TooFewDrawsError(RuntimeError):
-    """The rows that may be sampled have only ``left`` draws in total, too few for the sample."""
+    """The rows that may be sampled have only ``left`` draws in total: too few."""
 
     def __init__(self, message: str, left: int = 0) -> None:
         super().__init__(message)
