@@ -224,8 +224,8 @@ _NUMBERS_AND_TEXT: tuple[tuple[Any, Any], ...] = (
 def _plain(value: Any, where: str) -> Any:
     """Convert ``value`` to types that ``weights_only`` accepts, and tensors to copies on the CPU.
 
-    Values of subclasses (such as NumPy's float64, a subclass of float) become values of the
-    built-in types, because ``torch.load`` refuses other classes.
+    Values of subclasses (such as NumPy's float64) become values of the built-in types, because
+    ``torch.load`` refuses other classes.
     """
     if isinstance(value, torch.Tensor):
         # Without the clone, torch would write the whole storage of a view.

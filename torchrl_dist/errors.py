@@ -78,7 +78,7 @@ def _rebuild_remote_error(message: str, peer: str, host: str, remote_traceback: 
 
 
 class DirectoryError(TorchRLDistError):
-    """A replay directory is used by another job, does not match this one, or is in an unsuitable
+    """A replay directory is used by another job, does not match the buffer, or is in an unsuitable
     place."""
 
 

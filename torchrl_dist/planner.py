@@ -276,8 +276,7 @@ class _Parts:
         return first + (layout.nodes - 1) * others
 
     def _limits(self) -> dict[str, float]:
-        """Return the most frames/s that the learner and its network can take in, by name of
-        the limit."""
+        """Return the upper limits of frames/s that the learner and its network set, by name."""
         learner_s = self._message_s + self._learn_s
         kind = "messages" if self._message_s > self._learn_s else "learner"
         limits = {kind: 1 / learner_s if learner_s > 0 else math.inf}

@@ -165,7 +165,7 @@ def every_name(module: nn.Module) -> dict[str, Tensor]:
 def untied(packed: PackedWeights, target: nn.Module) -> dict[str, str]:
     """Return names that are tied to another tensor in the source but not in ``target``.
 
-    Each name is mapped to that of the entry that holds its value.
+    Each name is mapped to the name of the entry that holds its value.
     """
     have = every_name(target)
     return {

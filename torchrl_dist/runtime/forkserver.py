@@ -169,7 +169,7 @@ class ForkServer:
         self.pid = 0
         if _address is not None:
             self.address = _address
-            with contextlib.suppress(OSError):  # that server has ended
+            with contextlib.suppress(OSError):  # raised if that server has ended
                 self.pid = self._join(fds)
         if not self.pid:
             self.address = f"\0torchrl_dist-{secrets.token_hex(16)}"
@@ -378,7 +378,7 @@ class ForkServer:
 
     def _hang_up(self) -> None:
         if os.getpid() == self._owner:
-            with contextlib.suppress(OSError):  # closed already, or by the server
+            with contextlib.suppress(OSError):  # the link is closed already, here or by the server
                 # closing is not enough, because processes forked meanwhile have copies
                 self._link.shutdown(socket.SHUT_RDWR)
         self._commands.close()
@@ -657,7 +657,7 @@ class _Server:
             return
         with link, contextlib.suppress(OSError, ValueError):
             pid, uid = _peer(link)
-            if uid == os.getuid():  # this user may do anything with the server
+            if uid == os.getuid():  # no other check: this user may do anything here
                 link.settimeout(_JOIN_S)
                 self._admit(pid, list(socket.recv_fds(link, 16, 2)[1]))
 

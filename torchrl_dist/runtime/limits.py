@@ -17,8 +17,8 @@ from . import proc
 _OF_ONE_NODE, _OF_SEVERAL = 12, 40
 _SESSION_OF_ONE_NODE, _SESSION_OF_SEVERAL = 60, 160
 _THREADS_OF_ONE_NODE, _THREADS_OF_SEVERAL, _THREADS_ALONE = 14, 32, 7
-# Not raised above this, because some programs close every descriptor below their limit when they
-# start.
+# The descriptor limit is not raised above this, because some programs close every descriptor below
+# it when they start.
 _MOST_RAISED = 1 << 16
 _FAR_AWAY = 1 << 14
 
@@ -41,9 +41,9 @@ def check_limits(
     Args:
         starts: how many processes of the job this one starts, including itself.
         driver: whether this process is connected to all others.
-        launched: whether a launcher started this process. ``starts`` then counts all processes that
-            the launcher starts on this machine. They check at about the same time, so the threads
-            that they will need are counted, not their present ones.
+        launched: whether a launcher started this process. ``starts`` then counts all that it starts
+            on this machine. They check at about the same time, so the threads that they will need
+            are counted, not their present ones.
 
     Raises:
         ConfigurationError: a limit is too low; the message names it and the command that raises it.

@@ -108,7 +108,7 @@ _taken = threading.Lock()  # held while this process is in, enters or leaves a s
 
 @contextlib.contextmanager
 def only_session() -> Iterator[None]:
-    """Refuse a second session in this process, because a process has at most one RPC agent."""
+    """Refuse a second session in this process, because a process has one RPC agent."""
     if not _taken.acquire(blocking=False):
         where = "" if _current is None else f" as {_current.me.name}"
         raise ConfigurationError(

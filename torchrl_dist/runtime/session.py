@@ -43,8 +43,7 @@ _MAX_CONCURRENT_CALLS = 64
 _STOP_GRACE_S = 10.0
 _GOODBYE_S = 3.0
 _GLANCE_S = 1.0
-# After a connection broke, how long local_cluster's driver waits for the fork server to report how
-# the process died.
+# How long to wait, after a connection broke, for the fork server's report of how the process died.
 _CAUSE_S = 1.0
 # The interval of signs of life between nodes is this fraction of the session's deadline, but at
 # most this many seconds.
@@ -137,7 +136,7 @@ class Session:
         if os.getpid() != self._pid:
             raise ConfigurationError(
                 f"process {os.getpid()} was forked from {self._pid}, {self.me.name} of a session, "
-                "but is not a member, because the connections stay with that process. Use "
+                "but is not a member, because a fork does not get the connections. Use "
                 "local_cluster, torchrun or Slurm to start processes that call one another"
             )
 

@@ -18,7 +18,8 @@ from torchrl_dist.stopping import Stopped, note_stop_request
 
 # A launcher or a terminal may send each of them to every process of a job.
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # by sbatch --signal=USR1@60; unhandled, they kill
+# These announce SIGTERM (sbatch --signal=USR1@60). Without a handler, they kill the process.
+_NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 STOP_SIGNALS = (*_ENDS, *_NOTICES)
 _Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 # Slurm and timeout(1) send SIGTERM twice for one stop, so a second one this soon is ignored. Ctrl-C

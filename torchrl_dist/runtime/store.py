@@ -222,7 +222,7 @@ def _make(host: str, port: int, timeout_s: float, **options: Any) -> dist.TCPSto
 
 
 def _connections_to(port: int) -> dict[str, int]:
-    """Return this process's connections to a port, as the kernel's socket names -> descriptors."""
+    """Return the descriptors of the connections to a port, by the kernel's names of the sockets."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # not connected, or closed meanwhile

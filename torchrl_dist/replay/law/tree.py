@@ -113,7 +113,7 @@ class PriorityTree:
             return
         for level in range(1, len(self._sums)):
             children = _children(self._sums[level - 1], blocks)
-            self._sums[level][blocks] = np.einsum("ij->i", children)  # half the time of sum(1)
+            self._sums[level][blocks] = np.einsum("ij->i", children)  # takes half as long as sum(1)
             if level > 1:
                 children = _children(self._minima[level - 1], blocks)
             # 0 is a leaf without a row, or a padding node, which is never computed

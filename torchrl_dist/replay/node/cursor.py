@@ -421,8 +421,8 @@ class SharedCursor:
     ) -> None:
         """Make written rows visible, with leaves ``leaf``, float64 [count].
 
-        Their version is ``version``, or the next version of their slot if that is larger. If
-        ``alpha``, the leaves' exponent, is given and has changed since, they are converted.
+        Their version is ``version``, or the next version of their slot if that is larger. The
+        leaves are converted if ``alpha``, their exponent, is given and has changed since.
         """
         directory = self._directory
         words = directory.words
@@ -590,9 +590,9 @@ def repair(directory: ReplayDirectory) -> None:
     """Repair the state after a holder of the lock was killed. Called under the lock.
 
     Stores in the journal, a change of alpha, an emptying and publications are completed if they had
-    begun. An interrupt may have cut off a publication in a live process; its rows are whole. Other
-    claims of dead members lapse. Then leaves and length are corrected by the versions, and the tree
-    by the leaves.
+    begun. A publication can be completed, because its rows are whole, even if an interrupt cut it
+    off in a live process. Other claims of dead members lapse. Then leaves and length are corrected
+    by the versions, and the tree by the leaves.
     """
     claims, versions, tree = directory.claims, directory.versions, directory.tree
     if directory.words[Word.JOURNAL]:

@@ -223,7 +223,9 @@ class ReplayDirectory:
         self.words[Word.DIRTY] = 0
 
     def store_all(self, values: Mapping[int, int]) -> None:
-        """Store several words between :meth:`begin` and :meth:`commit`: all, or none after a kill.
+        """Store several words between :meth:`begin` and :meth:`commit`.
+
+        If the process is killed meanwhile, either all of them are stored or none.
 
         Args:
             values: values by :class:`Word`, or by :meth:`cell` of the user table.

@@ -53,7 +53,7 @@ from torchrl_dist.tensors import array_of
 if TYPE_CHECKING:
     from torchrl_dist.replay.node.kernel import NumpyKernel
 
-_SPARE = 0.07  # frames beyond one per row, as a fraction, for first stacks of episodes
+_SPARE = 0.07  # share of frames beyond one per row, for the first stacks of episodes
 _WINDOW = 32  # the window is the number of rows divided by this
 _FEW = 4096  # frames: small buffers get larger windows and rings, for rows that repeat nothing
 _MOST_KNOWN = 2**17

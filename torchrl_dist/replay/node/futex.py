@@ -48,7 +48,7 @@ class Bell:
         return self._words[self._rung]
 
     def ring(self) -> None:
-        """Wake all waiting threads. Costs next to nothing if there are none."""
+        """Wake all waiting threads. Cheap if there are none."""
         words = self._words
         if words[self._waited]:
             words[self._waited] = 0

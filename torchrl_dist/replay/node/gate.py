@@ -49,7 +49,7 @@ _T = TypeVar("_T")
 process_ends = threading.Event()
 # At its end, a process first joins the threads that fetch batches ahead, and these may wait here.
 # The function registered last is called first, so the import above, which registers one, must come
-# first. atexit would be too late.
+# first.
 threading._register_atexit(process_ends.set)  # type: ignore[attr-defined]  # not in typeshed
 
 

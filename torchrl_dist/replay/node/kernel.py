@@ -26,7 +26,7 @@ from torchrl_dist.replay.node.tables import (
     Word,
 )
 
-LARGEST_LEAF = 1e200  # sums of these stay finite
+LARGEST_LEAF = 1e200  # sums of such leaves stay finite
 SMALLEST_LEAF = sys.float_info.min  # a row with a leaf of 0 is never drawn
 SOUND, WRONG_PRIORITY, WRONG_SLOT, TOO_LARGE = range(4)
 

@@ -217,7 +217,7 @@ class FairLock:
         self._fd = fd
         self.timeout_s = timeout_s
         self._name = name
-        # a lock that knows its owner
+        # an RLock, because it knows its owner
         self._threads = threading.RLock()
         self.inside: FrameType | None = None
         """The frame that has entered. A wrapper of this lock stores the frame that uses the

@@ -275,7 +275,7 @@ def _join(asked: _Asked) -> ReplayDirectory | None:
             if not view.is_at_path():
                 return None  # the last member removed it during the wait
             if files.is_being_removed(folder):
-                files.clear(folder)  # the process that did so was killed
+                files.clear(folder)  # the process that removed it was killed
             try:
                 header = read_header(folder)
             except FileNotFoundError:
@@ -401,7 +401,7 @@ def _create_files(folder: Path, capacity: int, job: str) -> Header:
 
     The header comes last: a process that finds no header creates all files again."""
     try:
-        files.check_ours(folder)  # other files may have been put into it
+        files.check_ours(folder)  # it may have got other files meanwhile
     except DirectoryError:
         (folder / files.LOCK).unlink()
         raise

@@ -54,7 +54,7 @@ class Word(enum.IntEnum):
     )
     KEEP = 12  # keep the directory when the last member leaves
     CLAIM_ROWS = 13  # rows of the claim table that were ever used
-    MAX_WITHIN = 14  # MAX_PRIORITY is the largest of the present rows, not of all ever
+    MAX_WITHIN = 14  # MAX_PRIORITY is the largest of the present rows, not of all rows ever
     NEXT_WRITE_COUNT = 15  # WRITE_COUNT after the publication in progress
     # counters, see ReplayDirectory.counters
     REREAD_ROWS = 16
@@ -83,7 +83,7 @@ class Word(enum.IntEnum):
     BELL_WAITED = 48
     BELL_RUNG = 49
     LIMITER_WAITS = 50  # a counter
-    ERA = 51  # of a shard, see ``host.HostState``
+    ERA = 51  # the era of a shard, see ``host.HostState``
     STREAMS = 52  # rows have a stream, see ``STREAM``
     RESTORES = 53  # how often a checkpoint was restored
     DRAWN = 54  # rows that samples drew without a limiter; see ``count``

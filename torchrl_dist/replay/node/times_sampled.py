@@ -91,7 +91,7 @@ def count_draws(
         todo = todo[np.argsort(slots[todo], kind="stable")]
         drawn = slots[todo]
         times = times_sampled(directory, drawn) + 1
-        times += np.arange(drawn.size) - np.searchsorted(drawn, drawn)  # earlier in this batch
+        times += np.arange(drawn.size) - np.searchsorted(drawn, drawn)  # earlier in the batch
         set_times_sampled(directory, drawn[times <= most], times[times <= most])
         full = drawn[times == most]
         tree.set(full, 0.0)
