@@ -11,7 +11,7 @@ shard ``s`` with probability ``p(x) / sum(r)``: shard ``s`` with probability ``r
 *The problem.* To need only one exchange of messages, a client chooses the shard of each draw before
 it asks the shards, by the masses ``r_old`` that it saw last. Each reply has rows that were drawn
 independently, and the shard's mass ``r_new`` at the instant of this draw. If the client took these
-rows as they are, the shards' shares would be those of ``r_old``.
+rows as they are, the shards' shares would be those of ``r_old``, which is outdated.
 
 *The correction* is the maximal coupling of two discrete laws (Lindvall 2002, "Lectures on the
 Coupling Method", I.5), here the shares ``P`` of ``r_old`` and ``Q`` of ``r_new``: a draw of shard

@@ -67,7 +67,7 @@ class Word(enum.IntEnum):
     NEXT_ALPHA = 23  # float64
     WAITING = 24  # a process waits for the lock, see ``FairLock``
     EMPTYING = 25  # the buffer is being emptied, see ``cursor.finish_emptying``
-    IN_PLACE = 26  # end of the slots written in place since the buffer was emptied
+    IN_PLACE = 26  # 1 + the highest slot written in place since the buffer was emptied
     IDENTITY = 27  # a random number that identifies this directory
     JOURNAL = 28  # to 38: journal of :meth:`ReplayDirectory.store_all`, a count and up to 5 pairs
     RESTORED_TIMES = 39  # ``max_times_sampled`` of the checkpoint that was restored last
