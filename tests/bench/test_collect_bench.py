@@ -19,7 +19,7 @@ from torchrl_dist.bench.collect_plan import FLOOR, OTHERS, OURS, Cell, Result
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.runtime import ForkServer
 
-FIELDS = """bench peer env workers step_s steps_per_message sps ideal_sps floor_sps efficiency
+FIELDS = """peer env workers step_s steps_per_message sps ideal_sps floor_sps efficiency
     startup_s""".split()
 
 
@@ -67,7 +67,7 @@ def test_medians_and_efficiencies_are_over_rounds_and_lines() -> None:
         return Cell(peer, "sleep", 4, 1, 0.1, 8, 1.0, 9.0)
 
     found = {
-        cell(peer): collect.Figures([Result(sps, 1.0, 0.1) for sps in rates])
+        (cell(peer),): [[Result(sps, 1.0, 0.1)] for sps in rates]
         for peer, rates in {"floor": [38, 40, 36], "ours": [10, 30, 20]}.items()
     }
     ours = next(c for c in collect.to_cells(found) if c["peer"] == "ours")
@@ -85,7 +85,7 @@ def test_the_defaults_measure_the_sleepers_and_leave_out_endless_messages(capsys
 
 
 def test_peers_that_cannot_be_measured_are_named_with_the_reason(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(PEERS["torchrl-ray"], "missing", classmethod(lambda cls: "no ray"))
+    monkeypatch.setattr(PEERS["torchrl-ray"], "missing", lambda: "no ray")
     assert "torchrl-ray" not in collect._chosen(parse("--peers", "torchrl-ray"))
     assert "skipped torchrl-ray: no ray" in capsys.readouterr().err
     assert collect._chosen(parse("--peers", "none", "--ours", "ours-node")) == [FLOOR, "ours-node"]

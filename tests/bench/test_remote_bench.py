@@ -8,7 +8,7 @@ import pytest
 
 from tests.bench.conftest import measured
 from torchrl_dist.bench import remote
-from torchrl_dist.bench.remote import Case, Result
+from torchrl_dist.bench.remote import Case
 
 TOY = ["--rounds", "1", "--seconds", "0.2", "--capacity", "4096"]
 
@@ -27,8 +27,7 @@ def test_learners_and_shards_give_lines_with_sane_content(tmp_path: Path, capsys
 
 
 def test_the_bound_and_the_extrapolation_are_straight_lines() -> None:
-    one = Result(rate=1, batch_ms=2.0, messages=1, bytes=1, empty_call_ms=0.5)
-    assert remote.shard_bound_ms(one, 8) == 5.5
+    assert remote.shard_bound_ms({"batch_ms": 2.0, "empty_call_ms": 0.5}, 8) == 5.5
     assert remote.extrapolated_ms({1: 2.0, 2: 3.0, 4: 5.0}, 32) == pytest.approx(33.0)
 
 

@@ -28,26 +28,28 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torchrl_dist.bench.command import (
-    above_zero,
+    MEMORY,
     add_figures,
+    add_names,
+    add_number,
     check_folders,
+    check_memory,
     describe,
     folder_in,
-    names,
     until_stopped,
 )
+from torchrl_dist.bench.results import append_json
 from torchrl_dist.bench.workloads import KINDS, make_rows
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.ui import show_table
 
 CASES = ("cp", "ours", "ours, written", "ours by RPC", "ours by RPC, sent", "torchrl")
-_MEMORY = Path("/dev/shm")
 _WRITE_BATCH = 256
 _CALL_S = 120.0
 _TURN_S = 60.0
@@ -56,15 +58,8 @@ _TURN_S = 60.0
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's description and options to ``parser``."""
     describe(parser, __doc__, run)
-    parser.add_argument(
-        "--kinds", type=names(list(KINDS)), default=list(KINDS), help="S, L or both (default)"
-    )
-    parser.add_argument(
-        "--rows",
-        type=above_zero(int),
-        metavar="N",
-        help="rows in the buffer (default: 1M or 50k)",
-    )
+    add_names(parser, "--kinds", KINDS)
+    add_number(parser, "--rows", int, None, "rows in the buffer (default: 1M or 50k)")
     parser.add_argument(
         "--to",
         type=Path,
@@ -86,49 +81,35 @@ def run(options: argparse.Namespace) -> int:
     """
     for path in (options.json, options.to / "x"):
         check_folders(path)
-    if not _MEMORY.is_dir():
-        raise ConfigurationError(f"there is no {_MEMORY} to keep the rows in")
+    check_memory()
     return until_stopped(lambda: _measure_all(options))
 
 
-@dataclass
-class Line:
-    """One case. Lists have one entry per round."""
-
-    kind: str
-    case: str
-    size_bytes: list[int] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    longest_extend_ms: list[float] = field(default_factory=list)
-
-    @property
-    def rate(self) -> float:
-        """Return the MiB of files per second."""
-        rates = [size / each for size, each in zip(self.size_bytes, self.seconds, strict=True)]
-        return statistics.median(rates) / 2**20
-
-
 def _measure_all(options: argparse.Namespace) -> int:
-    from torchrl_dist.bench.replay_peers import versions
-    from torchrl_dist.bench.table import append_json
-
-    lines: list[Line] = []
+    lines: list[dict[str, Any]] = []
     for kind in options.kinds:
         rows = options.rows or KINDS[kind].capacity
-        with folder_in(_MEMORY) as memory, folder_in(options.to) as disk:
-            lines += measure(kind, rows, options.rounds, memory, disk)
+        with folder_in(MEMORY) as memory, folder_in(options.to) as disk:
+            lines += to_lines(measure(kind, rows, options.rounds, memory, disk), kind)
     _print(lines)
-    if options.json is not None:
-        extra = {"rows": options.rows, "cpus": os.cpu_count(), "versions": versions([])}
-        append_json(options.json, [_cell(line, lines) for line in lines], extra)
+    append_json(options.json, "checkpoint", lines, rows=options.rows)
     return 0
 
 
-def measure(kind: str, rows: int, rounds: int, memory: Path, disk: Path) -> list[Line]:
+@dataclass(frozen=True)
+class Saved:
+    """One checkpoint: the bytes of its files, and its time."""
+
+    bytes: int
+    seconds: float
+    longest_extend_ms: float | None
+
+
+def measure(kind: str, rows: int, rounds: int, memory: Path, disk: Path) -> dict[str, list[Saved]]:
     """Measure all cases in turn, ``rounds`` times."""
     from torchrl_dist.runtime import local_cluster
 
-    lines = {case: Line(kind, case) for case in CASES}
+    found: dict[str, list[Saved]] = {case: [] for case in CASES}
     roles = {"learner": 1, "owner": 1, "writer": 1}
     with local_cluster(roles, timeout_s=_CALL_S) as session:
         buffers = _buffers(session, rows, memory)
@@ -146,7 +127,7 @@ def measure(kind: str, rows: int, rounds: int, memory: Path, disk: Path) -> list
         }
         (writer,) = session.of_role("writer")
         for round_ in range(rounds + 1):  # the first round warms up
-            for case, line in lines.items():
+            for case, saved in found.items():
                 os.sync()
                 writing = None
                 if case == "ours, written":
@@ -156,13 +137,10 @@ def measure(kind: str, rows: int, rounds: int, memory: Path, disk: Path) -> list
                 seconds = time.perf_counter() - begin
                 longest_ms = None if writing is None else writing.end()
                 if round_:
-                    line.seconds.append(seconds)
-                    line.size_bytes.append(_bytes_in(disk / case))
-                    if longest_ms is not None:
-                        line.longest_extend_ms.append(longest_ms)
+                    saved.append(Saved(_bytes_in(disk / case), seconds, longest_ms))
         for buffer in (ours, buffers["ours by RPC"]):
             buffer.storage.close()
-    return list(lines.values())
+    return found
 
 
 def _buffers(session: Any, rows: int, memory: Path) -> dict[str, Any]:
@@ -284,35 +262,37 @@ def _bytes_in(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _cell(line: Line, lines: list[Line]) -> dict[str, Any]:
-    floor = next(each for each in lines if (each.kind, each.case) == (line.kind, "cp"))
-    return {
-        "bench": "checkpoint",
-        "kind": line.kind,
-        "case": line.case,
-        "bytes": statistics.median(line.size_bytes),
-        "seconds": line.seconds,
-        "rate_mib_s": line.rate,
-        "of_cp": line.rate / floor.rate,
-        "longest_extend_ms": max(line.longest_extend_ms, default=None),
+def to_lines(found: Mapping[str, list[Saved]], kind: str) -> list[dict[str, Any]]:
+    """Return one JSON object per case."""
+    rates = {
+        case: statistics.median(each.bytes / each.seconds for each in rounds) / 2**20
+        for case, rounds in found.items()
     }
+    return [
+        {
+            "kind": kind,
+            "case": case,
+            "bytes": statistics.median(each.bytes for each in rounds),
+            "seconds": [each.seconds for each in rounds],
+            "rate_mib_s": rates[case],
+            "of_cp": rates[case] / rates["cp"],
+            "longest_extend_ms": max(e.longest_extend_ms or 0 for e in rounds) or None,
+        }
+        for case, rounds in found.items()
+    ]
 
 
-def _print(lines: list[Line]) -> None:
-    rows = []
-    for line in lines:
-        cell = _cell(line, lines)
-        longest = cell["longest_extend_ms"]
-        rows.append(
-            (
-                line.kind,
-                line.case,
-                f"{statistics.median(line.size_bytes) / 2**20:.0f}",
-                f"{statistics.median(line.seconds):.2f}",
-                f"{line.rate:.0f}",
-                f"{cell['of_cp']:.2f}",
-                "" if longest is None else f"{longest:.1f} ms",
-            )
-        )
+def _print(lines: list[dict[str, Any]]) -> None:
+    rows = [
+        [
+            *(line["kind"], line["case"]),
+            f"{line['bytes'] / 2**20:.0f}",
+            f"{statistics.median(line['seconds']):.2f}",
+            f"{line['rate_mib_s']:.0f}",
+            f"{line['of_cp']:.2f}",
+            f"{line['longest_extend_ms']:.1f} ms" if line["longest_extend_ms"] else "",
+        ]
+        for line in lines
+    ]
     columns = ("rows", "case", "MiB", "seconds", "MiB/s", "of cp", "longest extend")
     show_table("saving a full buffer, everything synced", columns, rows, left=("rows", "case"))

@@ -177,7 +177,7 @@ def _in_rounds(job: Job, folder: str, seconds: float) -> float:
         "deadlines", "ours", "sleep", layout.processes, layout.envs, job.step_s, layout.steps,
         seconds, durations=str(job.durations),
     )  # fmt: skip
-    return collect_learner.measure_alone(question)["sps"]
+    return collect_learner.measure_alone(question, folder)["sps"]
 
 
 def _stepped(job: Job, folder: str, seconds: float) -> float:

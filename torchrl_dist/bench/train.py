@@ -32,15 +32,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_dist.bench.command import (
-    above_zero,
     add_figures,
+    add_names,
+    add_number,
     check_folders,
     describe,
     in_rounds,
     names,
     say,
-    until_stopped,
 )
+from torchrl_dist.bench.results import append_json
 from torchrl_dist.bench.train_plan import (
     EPISODES,
     OTHERS,
@@ -81,33 +82,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="A,B",
         help=f"some of {','.join(RECIPES)} (default: those that fit the environment)",
     )
-    parser.add_argument(
-        "--peers",
-        type=names(PEERS),
-        default=list(PEERS),
-        metavar="A,B",
-        help=f"some of {','.join(PEERS)} (default: all)",
-    )
-    parser.add_argument(
-        "--seeds", type=above_zero(int), default=3, metavar="N", help="runs of each (default: 3)"
-    )
+    add_names(parser, "--peers", PEERS)
+    add_number(parser, "--seeds", int, 3, "runs of each")
     parser.add_argument(
         "--threshold",
         type=float,
         metavar="RETURN",
         help="mean return that ends a run (default: the environment's)",
     )
-    parser.add_argument(
-        "--frames",
-        type=above_zero(int),
-        help="frames of the longest run (default: the recipe's; for sb3 the zoo's)",
-    )
-    parser.add_argument(
-        "--threads",
-        type=above_zero(int),
-        default=1,
-        help="torch threads of torchrl and sb3; our processes have one each (default: 1)",
-    )
+    text = "frames of the longest run (default: the recipe's; for sb3 the zoo's)"
+    add_number(parser, "--frames", int, None, text)
+    text = "torch threads of torchrl and sb3; our processes have one each"
+    add_number(parser, "--threads", int, 1, text)
     add_figures(
         parser,
         timeout_s=600.0,
@@ -132,7 +118,7 @@ def run(options: argparse.Namespace) -> int:
     check_folders(options.json, options.plot)
     groups = plan(options)
     results: dict[Case, list[Run]] = {}
-    status = until_stopped(lambda: _measure_all(options, groups, results))
+    status = _measure_all(options, groups, results)
     _print(rows(results))
     if options.plot is not None and results:
         _plot(options.plot, results)
@@ -208,32 +194,21 @@ def missing(algorithm: str, env: str, peer: str) -> str | None:
 def _measure_all(
     options: argparse.Namespace, groups: list[list[Case]], results: dict[Case, list[Run]]
 ) -> int:
-    from torchrl_dist.bench.replay_peers import versions
-    from torchrl_dist.bench.table import append_json
     from torchrl_dist.bench.train_peers import GRACE_S, measure
 
-    about = {"cpus": os.cpu_count(), "versions": versions([SB3])}
-
-    def run_one(launcher: Any, case: Case, folder: Path) -> Run:
-        seed = len(results.get(case, []))
-        limit_s = case.limit_s + 2 * GRACE_S
-        return launcher.run(measure, case, seed, str(folder), folder=folder, timeout_s=limit_s)
-
-    def take(case: Case, run: Run) -> str:
-        results.setdefault(case, []).append(run)
-        if options.json is not None:
-            append_json(options.json, [as_line(case, run)], about)
+    def tell(case: Case, run: Run) -> str:
+        append_json(options.json, "train", [as_line(case, run)], [SB3])
         end = run.reached(case.threshold)
         if end is not None:
             return f"{case.threshold:g} after {end.frames:,} frames and {end.seconds:.1f} s"
         last = f", the last mean was {run.points[-1].mean:.1f}" if run.points else ""
         return f"never reached {case.threshold:g}: out of {run.ended}{last}"
 
-    def label(case: Case) -> str:
-        return f"{case.algorithm} {case.env} {case.peer}"
-
-    parent = Path(tempfile.gettempdir())
-    return in_rounds(options.seeds, groups, parent, run_one, label, take)
+    return in_rounds(
+        options.seeds, groups, Path(tempfile.gettempdir()), measure, results, tell,
+        arguments=lambda case: (case, len(results.get(case, []))),  # the second is the seed
+        timeout_s=lambda case: case.limit_s + 2 * GRACE_S,
+    )  # fmt: skip
 
 
 # ---- results

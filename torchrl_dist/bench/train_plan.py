@@ -58,6 +58,9 @@ class Case:
     limit_s: float
     threads: int
 
+    def __str__(self) -> str:
+        return f"{self.algorithm} {self.env} {self.peer}"
+
     @property
     def group(self) -> tuple[str, str]:
         """What cases that are compared have in common."""
@@ -333,7 +336,6 @@ def as_line(case: Case, run: Run) -> dict[str, Any]:
     """Return the JSON object of one run."""
     end = run.reached(case.threshold)
     return {
-        "bench": "train",
         "algorithm": case.algorithm,
         "env": case.env,
         "peer": case.peer,
