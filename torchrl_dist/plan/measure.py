@@ -28,7 +28,7 @@ from torchrl_dist.collect import FirstReady, RPCBatchedCollector
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.planner import Costs
 from torchrl_dist.recipes.parts.environments import image_factory
-from torchrl_dist.runtime import ForkServer, local_cluster
+from torchrl_dist.runtime import ForkServer, local_cluster, proc
 
 ENVS, NATIVE_ENVS = (1, 8, 64), (1, 8, 64, 512)
 _REPEATS = 5  # repeats of every measurement, for its median and its interval
@@ -406,10 +406,8 @@ def _messages(collector: RPCBatchedCollector, seconds: float) -> dict[str, list[
 
 def _weights(subject: Subject) -> nn.Module:
     """Return a module that has as many weights as the policy, but computes almost nothing."""
-    if subject.policy is None:
-        count = 1
-    else:
-        count = max(1, sum(p.numel() for p in subject.policy.parameters()))
+    parameters = () if subject.policy is None else subject.policy.parameters()
+    count = max(1, sum(each.numel() for each in parameters))
     return TensorDictModule(_Heavy(count), in_keys=["observation"], out_keys=["action"])
 
 
@@ -465,10 +463,10 @@ def _family_cpu_s() -> float:
     """Return the CPU time so far of this process and all its living descendants."""
     parents, used = {}, {}
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, IndexError, ValueError):  # the process has ended
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            parents[int(folder.name)] = int(fields[1])
-            used[int(folder.name)] = int(fields[11]) + int(fields[12])  # utime, stime in ticks
+        pid = int(folder.name)
+        if (words := proc.stat(pid)) is not None:
+            parents[pid] = int(words[proc.PARENT])
+            used[pid] = int(words[proc.USER]) + int(words[proc.SYSTEM])
     family, grown = {os.getpid()}, True
     while grown:
         children = {pid for pid, parent in parents.items() if parent in family} - family
