@@ -40,7 +40,6 @@ from torchrl_dist.bench.collect_plan import (
 )
 from torchrl_dist.bench.command import (
     MEMORY,
-    above_zero,
     add_counts,
     add_figures,
     add_names,
@@ -53,6 +52,7 @@ from torchrl_dist.bench.command import (
 )
 from torchrl_dist.bench.results import append_json, by, medians
 from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.ui import above_zero
 
 _SLEEPERS, _COMPUTERS = [4, 8, 16, 32], [2]  # default numbers of workers
 _STEP_S = [0.1, 0.01, 0.001]

@@ -175,18 +175,15 @@ class _Prepared:
     def __init__(self, kind: str, steps: int, policy: Any) -> None:
         shape, dtype, _ = _ROWS[kind]
         flag = torch.zeros(1, steps, 1, dtype=torch.bool)
-        ends = {name: flag.clone() for name in ("done", "terminated", "truncated")}
         seen = torch.zeros(1, steps, *shape, dtype=dtype)
-        following = {"observation": seen.clone(), "reward": torch.zeros(1, steps, 1), **ends}
-        self._rows = TensorDict(
-            {
-                "observation": seen,
-                "action": torch.zeros(1, steps, dtype=torch.int64),
-                "next": following,
-                **{name: flag.clone() for name in ends},
-            },
-            batch_size=[1, steps],
+        before, after = (
+            {"observation": seen.clone()}
+            | {name: flag.clone() for name in ("done", "terminated", "truncated")}
+            for _ in range(2)
         )
+        before["action"] = torch.zeros(1, steps, dtype=torch.int64)
+        after["reward"] = torch.zeros(1, steps, 1)
+        self._rows = TensorDict({**before, "next": after}, batch_size=[1, steps])
 
     def __call__(self, rollout: TensorDictBase) -> TensorDictBase:
         return self._rows

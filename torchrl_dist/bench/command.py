@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from torchrl_dist import own_files
 from torchrl_dist.errors import ConfigurationError, TorchRLDistError
+from torchrl_dist.ui import above_zero
 
 MEMORY = Path("/dev/shm")
 _REMOVAL_S = 5.0
@@ -104,17 +105,6 @@ def counts(text: str) -> list[int]:
     if min(chosen) < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected numbers above 0")
     return chosen
-
-
-def above_zero(kind: type) -> Callable[[str], Any]:
-    """Return a parser of numbers above 0."""
-
-    def parse(text: str) -> Any:
-        if kind(text) <= 0:
-            raise argparse.ArgumentTypeError(f"got {text!r}, expected a number above 0")
-        return kind(text)
-
-    return parse
 
 
 def available(peers: Iterable[str], missing: Callable[[str], str | None]) -> list[str]:

@@ -282,19 +282,15 @@ class _Update:
     def __init__(self, cell: Cell, rank: int) -> None:
         import torch
         from torch import nn
-        from torchrl.modules import QValueActor
+        from torchrl.modules import MLP, QValueActor
         from torchrl.objectives import DQNLoss, SoftUpdate
 
         torch.manual_seed(rank)
-        width = cell.width
         self._on_gpu = cell.device == "cuda"
-        network = nn.Sequential(
-            nn.Linear(_OBSERVATION, width),
-            nn.ReLU(),
-            nn.Linear(width, width),
-            nn.ReLU(),
-            nn.Linear(width, _ACTIONS),
-        ).to(cell.device)
+        network = MLP(
+            _OBSERVATION, _ACTIONS, depth=2, num_cells=cell.width, activation_class=nn.ReLU,
+            device=cell.device,
+        )  # fmt: skip
         actor = QValueActor(network, in_keys=["observation"], action_space="categorical")
         loss = DQNLoss(actor, action_space="categorical", delay_value=True)
         loss.make_value_estimator(gamma=0.99)
@@ -369,24 +365,12 @@ def _rows(count: int) -> Any:
     import torch
     from tensordict import TensorDict
 
-    def observations() -> Any:
-        return torch.randn(count, _OBSERVATION)
-
     ended = torch.zeros(count, 1, dtype=torch.bool)
-    following = {
-        "observation": observations(),
-        "reward": torch.randn(count, 1),
-        "terminated": ended,
-        "done": ended.clone(),
-    }
-    return TensorDict(
-        {
-            "observation": observations(),
-            "action": torch.randint(_ACTIONS, (count,)),
-            "next": TensorDict(following, [count]),
-        },
-        [count],
-    )
+    seen, following = torch.randn(2, count, _OBSERVATION)
+    after = {"observation": following, "reward": torch.randn(count, 1)}
+    after |= {"terminated": ended, "done": ended.clone()}
+    action = torch.randint(_ACTIONS, (count,))
+    return TensorDict({"observation": seen, "action": action, "next": after}, [count])
 
 
 # ---- results
