@@ -27,26 +27,16 @@ import shutil
 import statistics
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchrl_dist.bench.command import (
-    MEMORY,
-    add_figures,
-    add_names,
-    add_number,
-    check_folders,
-    check_memory,
-    describe,
-    folder_in,
-    until_stopped,
-)
+from torchrl_dist.bench import command
 from torchrl_dist.bench.results import append_json
 from torchrl_dist.bench.workloads import KINDS, make_rows
-from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.ui import show_table
 
 CASES = ("cp", "ours", "ours, written", "ours by RPC", "ours by RPC, sent", "torchrl")
@@ -57,9 +47,9 @@ _TURN_S = 60.0
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's description and options to ``parser``."""
-    describe(parser, __doc__, run)
-    add_names(parser, "--kinds", KINDS)
-    add_number(parser, "--rows", int, None, "rows in the buffer (default: 1M or 50k)")
+    command.describe(parser, __doc__, run)
+    command.add_names(parser, "--kinds", KINDS)
+    command.add_number(parser, "--rows", int, None, "rows in the buffer (default: 1M or 50k)")
     parser.add_argument(
         "--to",
         type=Path,
@@ -67,7 +57,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="folder on the disk to write to (default: the one for temporary files)",
     )
-    add_figures(parser, rounds=5)
+    command.add_figures(parser, rounds=5)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -80,16 +70,16 @@ def run(options: argparse.Namespace) -> int:
         ConfigurationError: a folder is missing.
     """
     for path in (options.json, options.to / "x"):
-        check_folders(path)
-    check_memory()
-    return until_stopped(lambda: _measure_all(options))
+        command.check_folders(path)
+    command.check_memory()
+    return command.until_stopped(lambda: _measure_all(options))
 
 
 def _measure_all(options: argparse.Namespace) -> int:
     lines: list[dict[str, Any]] = []
     for kind in options.kinds:
         rows = options.rows or KINDS[kind].capacity
-        with folder_in(MEMORY) as memory, folder_in(options.to) as disk:
+        with command.folder_in(command.MEMORY) as memory, command.folder_in(options.to) as disk:
             lines += to_lines(measure(kind, rows, options.rounds, memory, disk), kind)
     _print(lines)
     append_json(options.json, "checkpoint", lines, rows=options.rows)
@@ -125,19 +115,23 @@ def measure(kind: str, rows: int, rounds: int, memory: Path, disk: Path) -> dict
             "ours by RPC, sent": lambda to: _save_sent(buffers["ours by RPC"].storage, to),
             "torchrl": lambda to: _save_and_sync(buffers["torchrl"], to),
         }
-        (writer,) = session.of_role("writer")
+        (peer,) = session.of_role("writer")
         for round_ in range(rounds + 1):  # the first round warms up
             for case, saved in found.items():
                 os.sync()
-                writing = None
-                if case == "ours, written":
-                    writing = _Writing(session, writer, ours, kind, rows, disk / "stop")
+                written = case == "ours, written"
+                if written:
+                    pause_s = _TURN_S * _WRITE_BATCH / rows
+                    writer = session.remote(peer, Writer, ours, kind, pause_s)
+                    running = writer.submit("run")
                 begin = time.perf_counter()
                 saves[case](disk / case)
                 seconds = time.perf_counter() - begin
-                longest_ms = None if writing is None else writing.end()
+                if written:
+                    writer.call("end")
+                longest = running.result(_CALL_S) if written else None
                 if round_:
-                    saved.append(Saved(_bytes_in(disk / case), seconds, longest_ms))
+                    saved.append(Saved(_bytes_in(disk / case), seconds, longest))
         for buffer in (ours, buffers["ours by RPC"]):
             buffer.storage.close()
     return found
@@ -181,53 +175,29 @@ def _fill(buffer: Any, kind: str, rows: int) -> None:
         flush()
 
 
-class _Writing:
-    """Another process that extends the buffer until :meth:`end`."""
+class Writer:
+    """In another process: extends the buffer from :meth:`run` until :meth:`end`."""
 
-    def __init__(
-        self, session: Any, writer: Any, buffer: Any, kind: str, rows: int, stop: Path
-    ) -> None:
-        self._stop = stop
-        stop.unlink(missing_ok=True)
-        started = stop.with_name("started")
-        started.unlink(missing_ok=True)
-        pause_s = _TURN_S * _WRITE_BATCH / rows
-        self._future = session.submit(
-            writer, extend_until, buffer, kind, pause_s, str(started), str(stop)
-        )
-        deadline = time.monotonic() + _CALL_S
-        while not started.exists():
-            if self._future.done():
-                self._future.result()
-            if time.monotonic() > deadline:
-                raise ConfigurationError(
-                    f"the writer did not begin within {_CALL_S:g} s: repeat this on a less busy "
-                    "machine"
-                )
-            time.sleep(0.01)
+    def __init__(self, buffer: Any, kind: str, pause_s: float) -> None:
+        import torch
 
-    def end(self) -> float:
-        """End the process, and return its longest extend in ms."""
-        self._stop.touch()
-        return self._future.result(_CALL_S)
+        torch.set_num_threads(1)
+        self._buffer, self._batch, self._pause_s = buffer, make_rows(kind, _WRITE_BATCH), pause_s
+        self._ended = threading.Event()
+        buffer.extend(self._batch)
 
+    def run(self) -> float:
+        """Return the longest call in ms."""
+        longest, deadline = 0.0, time.monotonic() + _CALL_S
+        while True:
+            begin = time.perf_counter()
+            self._buffer.extend(self._batch)
+            longest = max(longest, time.perf_counter() - begin)
+            if self._ended.wait(self._pause_s) or time.monotonic() > deadline:
+                return 1e3 * longest
 
-def extend_until(buffer: Any, kind: str, pause_s: float, started: str, stop: str) -> float:
-    """Run in the writer: extend until the file ``stop`` exists, and return the longest call in
-    ms."""
-    import torch
-
-    torch.set_num_threads(1)
-    batch = make_rows(kind, _WRITE_BATCH)
-    buffer.extend(batch)
-    Path(started).touch()
-    longest, deadline = 0.0, time.monotonic() + _CALL_S
-    while not os.path.exists(stop) and time.monotonic() < deadline:
-        begin = time.perf_counter()
-        buffer.extend(batch)
-        longest = max(longest, time.perf_counter() - begin)
-        time.sleep(pause_s)
-    return 1e3 * longest
+    def end(self) -> None:
+        self._ended.set()
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -276,7 +246,10 @@ def to_lines(found: Mapping[str, list[Saved]], kind: str) -> list[dict[str, Any]
             "seconds": [each.seconds for each in rounds],
             "rate_mib_s": rates[case],
             "of_cp": rates[case] / rates["cp"],
-            "longest_extend_ms": max(e.longest_extend_ms or 0 for e in rounds) or None,
+            "longest_extend_ms": max(
+                (e.longest_extend_ms for e in rounds if e.longest_extend_ms is not None),
+                default=None,
+            ),
         }
         for case, rounds in found.items()
     ]
@@ -290,7 +263,7 @@ def _print(lines: list[dict[str, Any]]) -> None:
             f"{statistics.median(line['seconds']):.2f}",
             f"{line['rate_mib_s']:.0f}",
             f"{line['of_cp']:.2f}",
-            f"{line['longest_extend_ms']:.1f} ms" if line["longest_extend_ms"] else "",
+            "" if line["longest_extend_ms"] is None else f"{line['longest_extend_ms']:.1f} ms",
         ]
         for line in lines
     ]

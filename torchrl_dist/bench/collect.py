@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from torchrl_dist.bench import command
 from torchrl_dist.bench.collect_plan import (
     AUTO,
     DURATIONS,
@@ -38,18 +39,6 @@ from torchrl_dist.bench.collect_plan import (
     Cell,
     Result,
 )
-from torchrl_dist.bench.command import (
-    MEMORY,
-    add_counts,
-    add_figures,
-    add_names,
-    check_folders,
-    counts,
-    describe,
-    in_rounds,
-    names,
-    say,
-)
 from torchrl_dist.bench.results import append_json, by, medians
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.ui import above_zero
@@ -61,10 +50,10 @@ _LONGEST_MESSAGE_S = 5.0
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's description and options to ``parser``."""
-    describe(parser, __doc__, run)
+    command.describe(parser, __doc__, run)
     parser.add_argument("--env", choices=ENVS, default="sleep", help="(default: sleep)")
-    add_counts(parser, "--workers", None, "worker processes")
-    add_counts(parser, "--envs", "1", "envs per worker")
+    command.add_counts(parser, "--workers", None, "worker processes")
+    command.add_counts(parser, "--envs", "1", "envs per worker")
     parser.add_argument(
         "--step-s",
         type=lambda text: [above_zero(float)(part) for part in text.split(",")],
@@ -78,11 +67,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N,M",
         help="steps of each env in a message; auto: the collector chooses (default: 8,64,auto)",
     )
-    add_names(parser, "--ours", OURS)
+    command.add_names(parser, "--ours", OURS)
     known = ["none", "all", *OTHERS]
     parser.add_argument(
         "--peers",
-        type=names(known),
+        type=command.names(known),
         default=["all"],
         metavar="A,B",
         help="other peers, in addition to ours and the floor: none, all, or some of "
@@ -105,10 +94,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="deadlines of a receive, in seconds, or none (default: 0.0001,0.01,0.1,none)",
     )
     text = f"for deadlines, some of the distributions of step times {','.join(DURATIONS)}"
-    add_names(parser, "--durations", DURATIONS, text)
+    command.add_names(parser, "--durations", DURATIONS, text)
     text = f"for deadlines, some of the networks {','.join(NETWORKS)}"
-    add_names(parser, "--networks", NETWORKS, text)
-    add_figures(
+    command.add_names(parser, "--networks", NETWORKS, text)
+    command.add_figures(
         parser,
         rounds=3,
         seconds=3.0,
@@ -120,7 +109,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _steps(text: str) -> list[int]:
-    return [AUTO if part == "auto" else counts(part)[0] for part in text.split(",")]
+    return [AUTO if part == "auto" else command.counts(part)[0] for part in text.split(",")]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -132,7 +121,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ConfigurationError: nothing that was asked for can be measured.
     """
-    check_folders(options.json, options.plot)
+    command.check_folders(options.json, options.plot)
     if options.env == "halfcheetah":
         _require_mujoco()
     return _busy(options) if options.question == "busy" else _ask(options)
@@ -148,8 +137,8 @@ def _busy(options: argparse.Namespace) -> int:
             "nothing can be measured with these options: see above what was skipped and why"
         )
     found: dict[tuple[Cell, ...], list[list[Result]]] = {}
-    status = in_rounds(
-        options.rounds, groups, MEMORY, measure, found, _told, label=_label,
+    status = command.in_rounds(
+        options.rounds, groups, command.MEMORY, measure, found, _told, label=_label,
         timeout_s=lambda cells: cells[0].timeout_s + sum(3 * cell.seconds for cell in cells[1:]),
     )  # fmt: skip
     cells = to_cells(found)
@@ -180,8 +169,8 @@ def _ask(options: argparse.Namespace) -> int:
     from torchrl_dist.bench.collect_table import plot_deadlines, print_plain
 
     found: dict[collect_learner.Question, list[dict[str, Any]]] = {}
-    status = in_rounds(
-        options.rounds, [[cell] for cell in collect_learner.plan(options)], MEMORY,
+    status = command.in_rounds(
+        options.rounds, [[cell] for cell in collect_learner.plan(options)], command.MEMORY,
         collect_learner.measure_alone, found,
         lambda cell, figures: f"{figures['sps']:,.0f} steps/s",
     )  # fmt: skip
@@ -213,7 +202,7 @@ def _chosen(options: argparse.Namespace) -> list[str]:
             if reason is None:
                 chosen.append(name)
             else:
-                say(f"skipped {name}: {reason}")
+                command.say(f"skipped {name}: {reason}")
     return chosen
 
 
@@ -240,7 +229,9 @@ def plan(options: argparse.Namespace, peers: list[str]) -> list[list[tuple[Cell,
         for step_s in durations:
             message_s = steps * envs * step_s
             if message_s > _LONGEST_MESSAGE_S:
-                say(f"skipped {steps} steps of {step_s:g} s: a message would take {message_s:g} s")
+                command.say(
+                    f"skipped {steps} steps of {step_s:g} s: a message would take {message_s:g} s"
+                )
                 continue
             seconds = max(options.seconds, 3 * message_s)
             size = (processes, envs, step_s, steps, seconds, options.timeout_s)
@@ -256,7 +247,9 @@ def plan(options: argparse.Namespace, peers: list[str]) -> list[list[tuple[Cell,
                 if reason is None:
                     chosen.append(tuple(replace(cell, peer=name) for cell in start))
                 else:
-                    say(f"skipped {name} with {processes} x {envs}, {steps} steps: {reason}")
+                    command.say(
+                        f"skipped {name} with {processes} x {envs}, {steps} steps: {reason}"
+                    )
             groups.append(chosen)
     return groups
 

@@ -41,16 +41,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torchrl_dist.bench.command import (
-    add_counts,
-    add_figures,
-    add_names,
-    check_folders,
-    describe,
-    in_rounds,
-    say,
-    until_stopped,
-)
+from torchrl_dist.bench import command
 from torchrl_dist.bench.results import append_json, by, medians
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.recipes.parts.plots import save_figure
@@ -92,12 +83,12 @@ class Result:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's description and options to ``parser``."""
-    describe(parser, __doc__, run)
-    add_counts(parser, "--ranks", "2,4", "processes that learn together")
-    add_counts(parser, "--batches", "128,1024,8192", "rows of all ranks together")
-    add_counts(parser, "--widths", "64,256,1024", "widths of the hidden layers")
+    command.describe(parser, __doc__, run)
+    command.add_counts(parser, "--ranks", "2,4", "processes that learn together")
+    command.add_counts(parser, "--batches", "128,1024,8192", "rows of all ranks together")
+    command.add_counts(parser, "--widths", "64,256,1024", "widths of the hidden layers")
     text = f"some of {','.join(PEERS)}, in addition to one process"
-    add_names(parser, "--peers", PEERS, text)
+    command.add_names(parser, "--peers", PEERS, text)
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
@@ -107,7 +98,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-imports", action="store_true", help="do not measure how long imports take"
     )
-    add_figures(
+    command.add_figures(
         parser, rounds=3, seconds=1.0, timeout_s=120.0, timed="one measurement", plot="speed-ups"
     )
 
@@ -129,7 +120,7 @@ def run(options: argparse.Namespace) -> int:
                 "that can be divided among them equally"
             )
     _check_device(options)
-    check_folders(options.json, options.plot)
+    command.check_folders(options.json, options.plot)
     found: dict[Cell, list[Result]] = {}
     imports: dict[int, float] = {}
 
@@ -137,13 +128,13 @@ def run(options: argparse.Namespace) -> int:
         if not options.no_imports:
             imports.update((n, _import_seconds(n)) for n in sorted({1, *options.ranks}))
         # Each cell is its own group, in the order in which cells are compared.
-        return in_rounds(
+        return command.in_rounds(
             options.rounds, [[cell] for cell in plan(options)], Path(tempfile.gettempdir()),
             measure, found, lambda cell, result: f"{result.update_ms:.2f} ms per update",
             environment=lambda cell: {"GLOO_SOCKET_IFNAME": "lo", "RL_WARNINGS": "False"},
         )  # fmt: skip
 
-    status = until_stopped(all_of_it)
+    status = command.until_stopped(all_of_it)
     lines = to_lines(found)
     _print(lines, imports)
     append_json(options.json, "ddp", lines, import_s=imports, seconds=options.seconds)
@@ -173,7 +164,7 @@ def _check_device(options: argparse.Namespace) -> None:
     gpus = torch.cuda.device_count()
     if options.device == "cpu":
         if gpus:
-            say(f"{gpus} GPU(s) are available but not measured: use --device cuda")
+            command.say(f"{gpus} GPU(s) are available but not measured: use --device cuda")
         return
     if gpus < max(options.ranks):
         raise ConfigurationError(
@@ -181,7 +172,7 @@ def _check_device(options: argparse.Namespace) -> None:
             "per rank: choose fewer --ranks"
         )
     if "threads" in options.peers:
-        say("threads are not measured, because they do not compute on a GPU")
+        command.say("threads are not measured, because they do not compute on a GPU")
 
 
 def _import_seconds(processes: int) -> float:

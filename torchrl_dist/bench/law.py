@@ -38,7 +38,7 @@ from typing import Any
 
 import numpy as np
 
-from torchrl_dist.bench.command import add_figures, add_number, check_folders, describe
+from torchrl_dist.bench import command
 from torchrl_dist.bench.results import append_json, by
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.recipes.parts.plots import save_figure
@@ -52,14 +52,14 @@ _OLD_MASS = 10.0  # times the present mass
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's description and options to ``parser``."""
-    describe(parser, __doc__, run)
-    add_number(parser, "--workers", int, 4, "shards")
-    add_number(parser, "--rows", int, 256, "rows per shard, on average")
-    add_number(parser, "--batch", int, 256, "rows per batch")
-    add_number(parser, "--draws", int, 400_000, "rows drawn per round")
+    command.describe(parser, __doc__, run)
+    command.add_number(parser, "--workers", int, 4, "shards")
+    command.add_number(parser, "--rows", int, 256, "rows per shard, on average")
+    command.add_number(parser, "--batch", int, 256, "rows per batch")
+    command.add_number(parser, "--draws", int, 400_000, "rows drawn per round")
     text = "rounds with different random numbers; the table shows medians"
-    add_number(parser, "--rounds", int, 3, text)
-    add_figures(parser, plot="distances")
+    command.add_number(parser, "--rounds", int, 3, text)
+    command.add_figures(parser, plot="distances")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
             f"--batch: got {options.batch}, expected a multiple of --workers {options.workers}, so "
             "that every worker can draw an equal part of it"
         )
-    check_folders(options.json, options.plot)
+    command.check_folders(options.json, options.plot)
     lines = [line for kind in ALPHAS for case in CASES for line in measure(case, kind, options)]
     _print(lines)
     settings = {name: getattr(options, name) for name in ("workers", "rows", "batch", "draws")}

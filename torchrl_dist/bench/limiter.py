@@ -26,16 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torchrl_dist.bench.command import (
-    MEMORY,
-    add_figures,
-    add_number,
-    check_folders,
-    check_memory,
-    describe,
-    folder_in,
-    until_stopped,
-)
+from torchrl_dist.bench import command
 from torchrl_dist.bench.results import append_json
 from torchrl_dist.bench.workloads import make_rows
 from torchrl_dist.ui import show_table
@@ -52,9 +43,9 @@ Wakes = list[tuple[int, float]]
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's description and options to ``parser``."""
-    describe(parser, __doc__, run)
-    add_number(parser, "--wakes", int, 60, "wake-ups per case")
-    add_figures(parser)
+    command.describe(parser, __doc__, run)
+    command.add_number(parser, "--wakes", int, 60, "wake-ups per case")
+    command.add_figures(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -66,15 +57,18 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ConfigurationError: a folder is missing.
     """
-    check_folders(options.json)
-    check_memory()
-    return until_stopped(lambda: _measure_all(options))
+    command.check_folders(options.json)
+    command.check_memory()
+    return command.until_stopped(lambda: _measure_all(options))
 
 
 def _measure_all(options: argparse.Namespace) -> int:
     from torchrl_dist.runtime import local_cluster
 
-    with folder_in(MEMORY) as folder, local_cluster({"writer": 1, "reader": 1, "owner": 3}) as job:
+    with (
+        command.folder_in(command.MEMORY) as folder,
+        local_cluster({"writer": 1, "reader": 1, "owner": 3}) as job,
+    ):
         lines = [
             _measure(job, case, f"case-{number}", folder, options.wakes)
             for number, case in enumerate(CASES)

@@ -27,15 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torchrl_dist.bench.command import (
-    MEMORY,
-    add_names,
-    add_number,
-    check_folders,
-    describe,
-    folder_in,
-    say,
-)
+from torchrl_dist.bench import command
 from torchrl_dist.bench.results import append_json
 from torchrl_dist.planner import MIN_GAIN, Costs, Layout, predict
 
@@ -237,10 +229,10 @@ def _batches(job: Job, folder: str) -> Iterator[Iterator[Any]]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's description and options to ``parser``."""
-    describe(parser, __doc__, run)
-    add_names(parser, "--checks", CHECKS)
-    add_number(parser, "--seconds", float, 1.0, "per measurement")
-    add_number(parser, "--every", int, 1, "measure only each Nth setting")
+    command.describe(parser, __doc__, run)
+    command.add_names(parser, "--checks", CHECKS)
+    command.add_number(parser, "--seconds", float, 1.0, "per measurement")
+    command.add_number(parser, "--every", int, 1, "measure only each Nth setting")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append one line per setting")
 
 
@@ -248,16 +240,16 @@ def run(options: argparse.Namespace) -> int:
     """Measure and print. Return 0 unless a measurement raised."""
     from torchrl_dist.bench.processes import Launcher
 
-    check_folders(options.json)
+    command.check_folders(options.json)
     lines: list[dict[str, Any]] = []
     with Launcher() as launcher:
 
         def both(job: Job) -> tuple[float, float]:
             guess = predicted(job, seconds=options.seconds)
-            with folder_in(MEMORY) as folder:
+            with command.folder_in(command.MEMORY) as folder:
                 found = measured(job, folder, options.seconds, launcher)
             lines.append({**asdict(job), "predicted": guess, "measured": found})
-            say(f"{job.describe()}: predicted {guess:,.0f}, measured {found:,.0f} "
+            command.say(f"{job.describe()}: predicted {guess:,.0f}, measured {found:,.0f} "
                 f"({guess / found - 1:+.0%})")  # fmt: skip
             return guess, found
 
@@ -298,7 +290,7 @@ def check_verdicts(both: Both, every: int, guess_of: Callable[[Job], float]) -> 
         agree += chosen == winner
         regret = max(found, alone_found) / (found if chosen else alone_found) - 1
         regrets.append(regret if chosen != winner else 0.0)
-        say(f"    {'distribute' if chosen else 'do not distribute'}: "
+        command.say(f"    {'distribute' if chosen else 'do not distribute'}: "
             f"{'right' if chosen == winner else f'wrong, costs {regret:.0%}'}")  # fmt: skip
     return (
         f"verdicts: {agree} of {len(cases)} as measured; a wrong one costs at most "

@@ -30,16 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torchrl_dist.bench.command import (
-    add_counts,
-    add_figures,
-    add_names,
-    add_number,
-    available,
-    check_folders,
-    describe,
-    in_rounds,
-)
+from torchrl_dist.bench import command
 from torchrl_dist.bench.processes import Host
 from torchrl_dist.bench.replay_cells import Tally, Window, learner_step
 from torchrl_dist.bench.replay_peers import (
@@ -241,12 +232,12 @@ def learn(peer: Peer, window: Window) -> Learned:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's description and options to ``parser``."""
-    describe(parser, __doc__, run)
-    add_names(parser, "--peers", PEERS)
-    add_counts(parser, "--learners", "1,4", "concurrent learners, with one host")
-    add_counts(parser, "--shards", "1,2,4,8", "hosts, with one learner")
-    add_number(parser, "--capacity", int, 1_000_000, "rows of the buffer")
-    add_figures(
+    command.describe(parser, __doc__, run)
+    command.add_names(parser, "--peers", PEERS)
+    command.add_counts(parser, "--learners", "1,4", "concurrent learners, with one host")
+    command.add_counts(parser, "--shards", "1,2,4,8", "hosts, with one learner")
+    command.add_number(parser, "--capacity", int, 1_000_000, "rows of the buffer")
+    command.add_figures(
         parser,
         rounds=3,
         seconds=2.0,
@@ -267,9 +258,9 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ConfigurationError: a file has no folder, or no peer can be measured.
     """
-    check_folders(options.json, options.plot)
+    command.check_folders(options.json, options.plot)
     found: dict[Case, list[Result]] = {}
-    status = in_rounds(
+    status = command.in_rounds(
         options.rounds, [plan(options)], options.scratch_dir, measure, found,
         lambda case, result: f"{result.rate:,.0f} batches/s",
         timeout_s=lambda case: options.timeout_s,
@@ -298,7 +289,7 @@ def run(options: argparse.Namespace) -> int:
 
 def plan(options: argparse.Namespace) -> list[Case]:
     """Return what one round measures."""
-    peers = available(options.peers, lambda name: PEERS[name].missing())
+    peers = command.available(options.peers, lambda name: PEERS[name].missing())
     layouts = [(peer, learners, 1) for peer in peers for learners in options.learners]
     layouts += [("ours", 1, shards) for shards in options.shards if "ours" in peers]
     return [Case(*each, options.capacity, options.seconds) for each in dict.fromkeys(layouts)]

@@ -29,16 +29,7 @@ import itertools
 import os
 from dataclasses import replace
 
-from torchrl_dist.bench.command import (
-    add_counts,
-    add_figures,
-    add_names,
-    add_number,
-    available,
-    check_folders,
-    describe,
-    in_rounds,
-)
+from torchrl_dist.bench import command
 from torchrl_dist.bench.replay_cells import Cell, Result, measure
 from torchrl_dist.bench.replay_peers import PEERS, SAMPLE_BATCH
 from torchrl_dist.bench.replay_table import plot, print_rates, to_cells
@@ -54,14 +45,14 @@ _MIXED_WRITERS, _MIXED_BATCH = 2, 64
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's description and options to ``parser``."""
-    describe(parser, __doc__, run)
+    command.describe(parser, __doc__, run)
     for option, known in (("--peers", PEERS), ("--kinds", KINDS), ("--ops", OPS)):
-        add_names(parser, option, known)
-    add_counts(parser, "--batches", "64,512", "batch sizes of writers")
-    add_counts(parser, "--writers", "1,4", "numbers of writing processes")
+        command.add_names(parser, option, known)
+    command.add_counts(parser, "--batches", "64,512", "batch sizes of writers")
+    command.add_counts(parser, "--writers", "1,4", "numbers of writing processes")
     text = "rows of the buffer (default: 1000000 for S, 50000 for L)"
-    add_number(parser, "--capacity", int, None, text)
-    add_figures(
+    command.add_number(parser, "--capacity", int, None, text)
+    command.add_figures(
         parser,
         rounds=3,
         seconds=2.0,
@@ -81,16 +72,16 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ConfigurationError: nothing that was asked for can be measured.
     """
-    check_folders(options.json, options.plot)
+    command.check_folders(options.json, options.plot)
     least = 2 * max(SAMPLE_BATCH, *options.batches) * max(_MIXED_WRITERS, *options.writers)
     if options.capacity is not None and options.capacity < least:
         raise ConfigurationError(
             f"--capacity: got {options.capacity}, expected at least {least} rows: two "
             "batches per writer"
         )
-    peers = available(options.peers, lambda name: PEERS[name].missing())
+    peers = command.available(options.peers, lambda name: PEERS[name].missing())
     found: dict[Cell, list[list[Result]]] = {}
-    status = in_rounds(
+    status = command.in_rounds(
         options.rounds, plan(options, peers), options.scratch_dir, measure, found, _told,
         environment=lambda cell: PEERS[cell.peer].environment,
     )  # fmt: skip

@@ -185,9 +185,10 @@ def _no_trees() -> str | None:
     return None
 
 
-def _prioritized_buffer(storage: Any, **options: Any) -> Any:
-    from torchrl.data import TensorDictPrioritizedReplayBuffer
+def _prioritized_buffer(capacity: int, storage: Any = None, **options: Any) -> Any:
+    from torchrl.data import LazyTensorStorage, TensorDictPrioritizedReplayBuffer
 
+    storage = LazyTensorStorage(capacity) if storage is None else storage
     return TensorDictPrioritizedReplayBuffer(
         alpha=ALPHA, beta=BETA, storage=storage, batch_size=SAMPLE_BATCH, **options
     )
@@ -201,9 +202,7 @@ class TorchRL(TorchRLBuffer):
     needs_trees = True
 
     def open(self, workers: int) -> None:
-        from torchrl.data import LazyTensorStorage
-
-        self.buffer = _prioritized_buffer(LazyTensorStorage(self.capacity))
+        self.buffer = _prioritized_buffer(self.capacity)
 
 
 class TorchRLShared(TorchRLBuffer):
@@ -218,7 +217,7 @@ class TorchRLShared(TorchRLBuffer):
         storage = LazyMemmapStorage(
             self.capacity, scratch_dir=f"{self.folder}/torchrl", shared_init=True
         )
-        self.buffer = _prioritized_buffer(storage, shared=True, sync=False)
+        self.buffer = _prioritized_buffer(self.capacity, storage, shared=True, sync=False)
         super().open(workers)
 
 
@@ -239,10 +238,8 @@ class TorchRLQueue(Peer):
         super().open(workers)
 
     def _own(self) -> None:
-        from torchrl.data import LazyTensorStorage
-
         die_with_parent()
-        buffer = _prioritized_buffer(LazyTensorStorage(self.capacity))
+        buffer = _prioritized_buffer(self.capacity)
         while (request := self._requests.get()) is not None:
             operation, data = request
             if operation == "extend":
@@ -522,12 +519,9 @@ class Floor(Peer):
 
         rows = self.prepare(make_rows(self.kind, 1))
         self._ring = [
-            torch.zeros(self.capacity, *leaf.shape[1:], dtype=leaf.dtype).share_memory_()
-            for leaf in rows
+            leaf.new_zeros(self.capacity, *leaf.shape[1:]).share_memory_() for leaf in rows
         ]
-        self._batch = [
-            torch.empty(SAMPLE_BATCH, *leaf.shape[1:], dtype=leaf.dtype) for leaf in rows
-        ]
+        self._batch = [leaf.new_empty(SAMPLE_BATCH, *leaf.shape[1:]) for leaf in rows]
         self._priorities = torch.zeros(self.capacity)
         self._random = np.random.default_rng()
         share = self.capacity // max(1, workers)

@@ -31,16 +31,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrl_dist.bench.command import (
-    add_figures,
-    add_names,
-    add_number,
-    check_folders,
-    describe,
-    in_rounds,
-    names,
-    say,
-)
+from torchrl_dist.bench import command
 from torchrl_dist.bench.results import append_json
 from torchrl_dist.bench.train_plan import (
     EPISODES,
@@ -72,18 +63,18 @@ if TYPE_CHECKING:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's description and options to ``parser``."""
-    describe(parser, __doc__, run)
+    command.describe(parser, __doc__, run)
     parser.add_argument(
         "--env", default="CartPole-v1", help="a gymnasium environment (default: CartPole-v1)"
     )
     parser.add_argument(
         "--algorithms",
-        type=names(list(RECIPES)),
+        type=command.names(list(RECIPES)),
         metavar="A,B",
         help=f"some of {','.join(RECIPES)} (default: those that fit the environment)",
     )
-    add_names(parser, "--peers", PEERS)
-    add_number(parser, "--seeds", int, 3, "runs of each")
+    command.add_names(parser, "--peers", PEERS)
+    command.add_number(parser, "--seeds", int, 3, "runs of each")
     parser.add_argument(
         "--threshold",
         type=float,
@@ -91,10 +82,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="mean return that ends a run (default: the environment's)",
     )
     text = "frames of the longest run (default: the recipe's; for sb3 the zoo's)"
-    add_number(parser, "--frames", int, None, text)
+    command.add_number(parser, "--frames", int, None, text)
     text = "torch threads of torchrl and sb3; our processes have one each"
-    add_number(parser, "--threads", int, 1, text)
-    add_figures(
+    command.add_number(parser, "--threads", int, 1, text)
+    command.add_figures(
         parser,
         timeout_s=600.0,
         timed="a run's training",
@@ -115,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ConfigurationError: nothing that was asked for can be measured.
     """
-    check_folders(options.json, options.plot)
+    command.check_folders(options.json, options.plot)
     groups = plan(options)
     results: dict[Case, list[Run]] = {}
     status = _measure_all(options, groups, results)
@@ -146,7 +137,7 @@ def plan(options: argparse.Namespace) -> list[list[Case]]:
         for peer in options.peers:
             reason = missing(algorithm, options.env, peer)
             if reason is not None:
-                say(f"left out: {algorithm} {peer}: {reason}")
+                command.say(f"left out: {algorithm} {peer}: {reason}")
                 continue
             limits = options.frames, options.timeout_s, options.threads
             cases[algorithm].append(Case(algorithm, options.env, peer, threshold, *limits))
@@ -204,7 +195,7 @@ def _measure_all(
         last = f", the last mean was {run.points[-1].mean:.1f}" if run.points else ""
         return f"never reached {case.threshold:g}: out of {run.ended}{last}"
 
-    return in_rounds(
+    return command.in_rounds(
         options.seeds, groups, Path(tempfile.gettempdir()), measure, results, tell,
         arguments=lambda case: (case, len(results.get(case, []))),  # the second is the seed
         timeout_s=lambda case: case.limit_s + 2 * GRACE_S,
