@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import functools
 import time
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import cloudpickle
 import numpy as np
 import pytest
 
-from tests.bench.conftest import measured
+from tests.bench.conftest import measured, parsed
 from torchrl_dist.bench import collect, collect_learner
 from torchrl_dist.bench.collect_cells import set_step_s, single_env, steps_so_far
 from torchrl_dist.bench.collect_learner import draw_durations
@@ -23,10 +23,7 @@ FIELDS = """peer env workers step_s steps_per_message sps ideal_sps floor_sps ef
     startup_s""".split()
 
 
-def parse(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    collect.add_options(parser)
-    return parser.parse_args(arguments)
+parse = functools.partial(parsed, collect)
 
 
 @pytest.mark.alone

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.conftest import measured
+from tests.bench.conftest import measured, parsed
 from torchrl_dist.bench import remote
 from torchrl_dist.bench.remote import Case
 
@@ -32,9 +32,7 @@ def test_the_bound_and_the_extrapolation_are_straight_lines() -> None:
 
 
 def test_shards_are_measured_for_our_buffer_only() -> None:
-    parser = remote.argparse.ArgumentParser()
-    remote.add_options(parser)
-    cases = remote.plan(parser.parse_args(["--peers", "ours,ours-8"]))
+    cases = remote.plan(parsed(remote, "--peers", "ours,ours-8"))
     assert Case("ours", 1, 8, 1_000_000, 2.0) in cases
     assert {case.peer for case in cases if case.shards > 1} == {"ours"}
     assert len(cases) == len(set(cases)) == 7

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import warm
-from tests.bench.conftest import measured, run_bench
+from tests.bench.conftest import measured, parsed, run_bench
 from torchrl_dist.bench import processes, replay
 from torchrl_dist.bench.command import available
 from torchrl_dist.bench.processes import MeasurementError
@@ -61,9 +61,7 @@ def test_peers_that_cannot_be_measured_are_named_with_the_reason(monkeypatch, ca
 
 
 def test_writers_of_a_buffer_in_one_process_are_not_measured_together() -> None:
-    options = replay.argparse.ArgumentParser()
-    replay.add_options(options)
-    groups = replay.plan(options.parse_args([]), ["ours-c", "torchrl", "floor"])
+    groups = replay.plan(parsed(replay), ["ours-c", "torchrl", "floor"])
     measured = {(cell.peer, cell.op, cell.processes) for group in groups for cell in group}
     assert ("torchrl", "write", 1) in measured and ("ours-c", "write", 4) in measured
     assert ("torchrl", "write", 4) not in measured and ("torchrl", "mixed", 2) not in measured

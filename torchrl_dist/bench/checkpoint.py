@@ -50,13 +50,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     command.describe(parser, __doc__, run)
     command.add_names(parser, "--kinds", KINDS)
     command.add_number(parser, "--rows", int, None, "rows in the buffer (default: 1M or 50k)")
-    parser.add_argument(
-        "--to",
-        type=Path,
-        default=Path(tempfile.gettempdir()),
-        metavar="FOLDER",
-        help="folder on the disk to write to (default: the one for temporary files)",
-    )
+    text = "folder on the disk to write to (default: the one for temporary files)"
+    here = Path(tempfile.gettempdir())
+    parser.add_argument("--to", type=Path, default=here, metavar="FOLDER", help=text)
     command.add_figures(parser, rounds=5)
 
 

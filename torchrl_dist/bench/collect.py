@@ -54,19 +54,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--env", choices=ENVS, default="sleep", help="(default: sleep)")
     command.add_counts(parser, "--workers", None, "worker processes")
     command.add_counts(parser, "--envs", "1", "envs per worker")
-    parser.add_argument(
-        "--step-s",
-        type=lambda text: [above_zero(float)(part) for part in text.split(",")],
-        metavar="S,T",
-        help="seconds that a step sleeps (default: 0.1,0.01,0.001)",
-    )
-    parser.add_argument(
-        "--steps-per-message",
-        type=_steps,
-        default=[8, 64, AUTO],
-        metavar="N,M",
-        help="steps of each env in a message; auto: the collector chooses (default: 8,64,auto)",
-    )
+    text = "seconds that a step sleeps (default: 0.1,0.01,0.001)"
+    command.add_list(parser, "--step-s", above_zero(float), None, text, "S,T")
+    text = "steps of each env in a message; auto: the collector chooses"
+    command.add_list(parser, "--steps-per-message", _steps, "8,64,auto", text)
     command.add_names(parser, "--ours", OURS)
     known = ["none", "all", *OTHERS]
     parser.add_argument(
@@ -86,13 +77,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "long as those of HalfCheetah with --env cartpole); weights: delay of a policy of 50 MB "
         "(default: busy)",
     )
-    parser.add_argument(
-        "--deadlines",
-        type=lambda text: [math.inf if part == "none" else float(part) for part in text.split(",")],
-        default=[0.0001, 0.01, 0.1, math.inf],
-        metavar="S,T",
-        help="deadlines of a receive, in seconds, or none (default: 0.0001,0.01,0.1,none)",
-    )
+    text = "deadlines of a receive, in seconds, or none"
+    command.add_list(parser, "--deadlines", _deadline_s, "0.0001,0.01,0.1,none", text, "S,T")
     text = f"for deadlines, some of the distributions of step times {','.join(DURATIONS)}"
     command.add_names(parser, "--durations", DURATIONS, text)
     text = f"for deadlines, some of the networks {','.join(NETWORKS)}"
@@ -108,8 +94,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _steps(text: str) -> list[int]:
-    return [AUTO if part == "auto" else command.counts(part)[0] for part in text.split(",")]
+def _steps(text: str) -> int:
+    return AUTO if text == "auto" else above_zero(int)(text)
+
+
+def _deadline_s(text: str) -> float:
+    return math.inf if text == "none" else float(text)
 
 
 def run(options: argparse.Namespace) -> int:

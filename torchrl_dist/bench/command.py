@@ -69,13 +69,29 @@ def add_number(
     parser.add_argument(option, type=above_zero(kind), default=default, help=text)
 
 
+def add_list(
+    parser: argparse.ArgumentParser,
+    option: str,
+    kind: Callable[[str], Any],
+    default: str | None,
+    text: str,
+    metavar: str = "N,M",
+) -> None:
+    """Add an option for several values, separated by commas, each of which ``kind`` parses."""
+
+    def parse(values: str) -> list[Any]:
+        return [kind(value) for value in values.split(",")]
+
+    if default is not None:
+        text += f" (default: {default})"
+    parser.add_argument(option, type=parse, default=default, metavar=metavar, help=text)
+
+
 def add_counts(
     parser: argparse.ArgumentParser, option: str, default: str | None, text: str
 ) -> None:
     """Add an option for several whole numbers above 0."""
-    if default is not None:
-        text += f" (default: {default})"
-    parser.add_argument(option, type=counts, default=default, metavar="N,M", help=text)
+    add_list(parser, option, above_zero(int), default, text)
 
 
 def add_names(
@@ -97,14 +113,6 @@ def names(known: Collection[str]) -> Callable[[str], list[str]]:
         return chosen
 
     return parse
-
-
-def counts(text: str) -> list[int]:
-    """Parse whole numbers above 0, separated by commas."""
-    chosen = [int(number) for number in text.split(",")]
-    if min(chosen) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected numbers above 0")
-    return chosen
 
 
 def available(peers: Iterable[str], missing: Callable[[str], str | None]) -> list[str]:

@@ -89,15 +89,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     command.add_counts(parser, "--widths", "64,256,1024", "widths of the hidden layers")
     text = f"some of {','.join(PEERS)}, in addition to one process"
     command.add_names(parser, "--peers", PEERS, text)
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cpu",
-        help="cuda: one GPU per rank (default: cpu)",
-    )
-    parser.add_argument(
-        "--no-imports", action="store_true", help="do not measure how long imports take"
-    )
+    text = "cuda: one GPU per rank (default: cpu)"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=text)
+    text = "do not measure how long imports take"
+    parser.add_argument("--no-imports", action="store_true", help=text)
     command.add_figures(
         parser, rounds=3, seconds=1.0, timeout_s=120.0, timed="one measurement", plot="speed-ups"
     )
@@ -178,10 +173,10 @@ def _check_device(options: argparse.Namespace) -> None:
 def _import_seconds(processes: int) -> float:
     """Return the time until ``processes`` concurrent new processes have imported what a rank
     needs."""
-    command = [sys.executable, "-c", "import torchrl.objectives, torchrl_dist.learn"]
+    program = [sys.executable, "-c", "import torchrl.objectives, torchrl_dist.learn"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     start = time.monotonic()
-    started = [subprocess.Popen(command, env=environment) for _ in range(processes)]
+    started = [subprocess.Popen(program, env=environment) for _ in range(processes)]
     try:
         for process in started:
             process.wait(120)

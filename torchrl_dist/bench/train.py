@@ -64,23 +64,15 @@ if TYPE_CHECKING:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's description and options to ``parser``."""
     command.describe(parser, __doc__, run)
-    parser.add_argument(
-        "--env", default="CartPole-v1", help="a gymnasium environment (default: CartPole-v1)"
-    )
-    parser.add_argument(
-        "--algorithms",
-        type=command.names(list(RECIPES)),
-        metavar="A,B",
-        help=f"some of {','.join(RECIPES)} (default: those that fit the environment)",
-    )
+    text = "a gymnasium environment (default: CartPole-v1)"
+    parser.add_argument("--env", default="CartPole-v1", help=text)
+    text = f"some of {','.join(RECIPES)} (default: those that fit the environment)"
+    known = command.names(RECIPES)
+    parser.add_argument("--algorithms", type=known, metavar="A,B", help=text)
     command.add_names(parser, "--peers", PEERS)
     command.add_number(parser, "--seeds", int, 3, "runs of each")
-    parser.add_argument(
-        "--threshold",
-        type=float,
-        metavar="RETURN",
-        help="mean return that ends a run (default: the environment's)",
-    )
+    text = "mean return that ends a run (default: the environment's)"
+    parser.add_argument("--threshold", type=float, metavar="RETURN", help=text)
     text = "frames of the longest run (default: the recipe's; for sb3 the zoo's)"
     command.add_number(parser, "--frames", int, None, text)
     text = "torch threads of torchrl and sb3; our processes have one each"
