@@ -41,7 +41,7 @@ from torchrl_dist.bench.collect_plan import (
 )
 from torchrl_dist.bench.results import append_json, by, medians
 from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.ui import above_zero
+from torchrl_dist.ui import above_zero, at_least
 
 _SLEEPERS, _COMPUTERS = [4, 8, 16, 32], [2]  # default numbers of workers
 _STEP_S = [0.1, 0.01, 0.001]
@@ -99,7 +99,7 @@ def _steps(text: str) -> int:
 
 
 def _deadline_s(text: str) -> float:
-    return math.inf if text == "none" else float(text)
+    return math.inf if text == "none" else at_least(0, float)(text)
 
 
 def run(options: argparse.Namespace) -> int:

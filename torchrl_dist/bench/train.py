@@ -31,27 +31,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrl_dist.bench import command
+from torchrl_dist.bench import command, train_plan
 from torchrl_dist.bench.results import append_json
-from torchrl_dist.bench.train_plan import (
-    EPISODES,
-    OTHERS,
-    PEERS,
-    REASONS,
-    SB3,
-    THRESHOLDS,
-    TORCHRL,
-    ZOO,
-    Case,
-    Gain,
-    Row,
-    Run,
-    as_line,
-    band,
-    gains,
-    rows,
-    same_as_another,
-)
+from torchrl_dist.bench.train_plan import OTHERS, PEERS, SB3, TORCHRL, Case, Gain, Row, Run
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.recipes.catalog import RECIPES
 from torchrl_dist.recipes.parts.plots import save_figure
@@ -102,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
     groups = plan(options)
     results: dict[Case, list[Run]] = {}
     status = _measure_all(options, groups, results)
-    _print(rows(results))
+    _print(train_plan.rows(results))
     if options.plot is not None and results:
         _plot(options.plot, results)
     return status
@@ -119,7 +101,7 @@ def plan(options: argparse.Namespace) -> list[list[Case]]:
     threshold = options.threshold
     if threshold is None:
         own = next(iter(tasks.values())).reward_threshold
-        threshold = THRESHOLDS.get(options.env, own)
+        threshold = train_plan.THRESHOLDS.get(options.env, own)
     if threshold is None:
         raise ConfigurationError(
             f"{options.env} has no known threshold: expected --threshold RETURN"
@@ -160,7 +142,7 @@ def _fitting(env: str, algorithms: Sequence[str] | None) -> dict[str, Task]:
 
 def missing(algorithm: str, env: str, peer: str) -> str | None:
     """Return why the peer cannot be measured here, or None."""
-    if same_as_another(algorithm, peer):
+    if train_plan.same_as_another(algorithm, peer):
         return "with 0 processes its learner steps environments itself, which ours-1 does, too"
     if peer == TORCHRL and algorithm == "apex":
         from torchrl_dist.bench.replay_peers import PEERS as BUFFERS
@@ -169,7 +151,7 @@ def missing(algorithm: str, env: str, peer: str) -> str | None:
     if peer == SB3:
         if importlib.util.find_spec("stable_baselines3") is None:
             return "not installed: pip install 'torchrl-dist[bench-sb3]'"
-        if (algorithm, env) not in ZOO:
+        if (algorithm, env) not in train_plan.ZOO:
             return f"the zoo's settings for {env} are not included here"
     return None
 
@@ -180,7 +162,7 @@ def _measure_all(
     from torchrl_dist.bench.train_peers import GRACE_S, measure
 
     def tell(case: Case, run: Run) -> str:
-        append_json(options.json, "train", [as_line(case, run)], [SB3])
+        append_json(options.json, "train", [train_plan.as_line(case, run)], [SB3])
         end = run.reached(case.threshold)
         if end is not None:
             return f"{case.threshold:g} after {end.frames:,} frames and {end.seconds:.1f} s"
@@ -216,7 +198,7 @@ def _print(table: list[Row]) -> None:
     figures = ("reached", "frames", "seconds", "frames/s", *(f"x {name}" for name in OTHERS))
     title = "to the threshold: medians, and ratio of our seconds to a peer's"
     show_table(title, (*left, *figures, "start, s"), rows, left=left, width=120)
-    if found := gains(table):
+    if found := train_plan.gains(table):
         _print_gains(found)
 
 
@@ -238,7 +220,7 @@ def _print_gains(found: list[Gain]) -> None:
             *(gain.best.algorithm, gain.best.env, f"{gain.best.peer} by {gain.fewest.peer}"),
             *(f"{figure:.2f}" for figure in (gain.speed_up, gain.frames, gain.pace)),
             "-" if gain.best.learner_waits is None else f"{gain.best.learner_waits:.0%}",
-            REASONS[gain.best.algorithm],
+            train_plan.REASONS[gain.best.algorithm],
         ]
         for gain in found
     ]
@@ -274,7 +256,7 @@ def _plot(path: Path, results: Mapping[Case, list[Run]]) -> None:
                 _draw(axis, case, results[case], over)
             axis.axhline(cases[0].threshold, color="black", linewidth=0.8, linestyle=":")
             axis.set(xlabel="frames" if over == "frames" else "training, s")
-            axis.set(ylabel=f"return, greedy mean of {EPISODES} episodes")
+            axis.set(ylabel=f"return, greedy mean of {train_plan.EPISODES} episodes")
             axis.xaxis.set_major_formatter(EngFormatter(sep=""))  # 150k, to keep labels apart
             axis.set_title(f"{algorithm} on {env}", fontsize=10)
             axis.grid(alpha=0.3)
@@ -290,7 +272,9 @@ def _plot(path: Path, results: Mapping[Case, list[Run]]) -> None:
 
 
 def _draw(axis: Any, case: Case, runs: list[Run], over: str) -> None:
-    curve = band([[(getattr(p, over), p.mean) for p in run.points] for run in runs if run.points])
+    curve = train_plan.band(
+        [[(getattr(p, over), p.mean) for p in run.points] for run in runs if run.points]
+    )
     if curve is None:
         return
     color, stroke, mark = _LINES[case.peer]
