@@ -27,12 +27,11 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
-from torch import nn
 
 from torchrl_dist.bench.collect_cells import SleepEnv, make_policy
 from torchrl_dist.bench.results import medians
 from torchrl_dist.collect import FirstReady, Quorum, RPCBatchedCollector, WaitAll
-from torchrl_dist.plan.measure import Blank
+from torchrl_dist.plan.measure import Blank, Heavy
 from torchrl_dist.runtime import ForkServer, local_cluster
 
 _STAND_IN_S = 37e-6  # duration of a step of HalfCheetah
@@ -269,19 +268,9 @@ class _Drawn(gymnasium.vector.VectorEnv):
 # ---- weights
 
 
-class _Large(nn.Module):
-    """A module that computes almost nothing and has many weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.Parameter(torch.zeros(_MEGABYTES, 1 << 18))
-
-    def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        return observation[..., 0].long()
-
-
 def _weights(cell: Question, server: ForkServer | None) -> dict[str, Any]:
-    policy = TensorDictModule(_Large(), in_keys=["observation"], out_keys=["action"])
+    heavy = Heavy(_MEGABYTES << 18)  # weights of 4 bytes
+    policy = TensorDictModule(heavy, in_keys=["observation"], out_keys=["action"])
     ranks, processes = (1, cell.workers) if cell.peer == "ours-node" else (cell.workers, 0)
     with _collector(
         cell, server, ranks, functools.partial(SleepEnv, cell.step_s), policy,

@@ -172,7 +172,7 @@ def _repeat(call: Callable[[], Any], seconds: float) -> Iterator[tuple[float, fl
 
 def _measure_env(subject: Subject, found: Measured, seconds: float) -> None:
     """Measure the reset time, and the step times of one env with their spread."""
-    with contextlib.closing(_single(subject)) as env:
+    with contextlib.closing(subject.make_env(1)()) as env:
         resets = _repeat(env.reset, seconds / 4)
         found.figures["reset_s"] = [passed for _, passed in resets]
         act, step = _actions(env)
@@ -209,10 +209,6 @@ def _is_idle(act: Callable[[], Any], step: Callable[[Any], Any]) -> bool:
         step(act())
     cpu, passed = clock.read()
     return passed > 1.2 * cpu
-
-
-def _single(subject: Subject) -> Any:
-    return subject.make_env(1)()
 
 
 def _actions(env: Any) -> tuple[Callable[[], Any], Callable[[Any], bool]]:
@@ -408,10 +404,12 @@ def _weights(subject: Subject) -> nn.Module:
     """Return a module that has as many weights as the policy, but computes almost nothing."""
     parameters = () if subject.policy is None else subject.policy.parameters()
     count = max(1, sum(each.numel() for each in parameters))
-    return TensorDictModule(_Heavy(count), in_keys=["observation"], out_keys=["action"])
+    return TensorDictModule(Heavy(count), in_keys=["observation"], out_keys=["action"])
 
 
-class _Heavy(nn.Module):
+class Heavy(nn.Module):
+    """A module that has many weights and computes almost nothing."""
+
     def __init__(self, weights: int) -> None:
         super().__init__()
         self.weights = nn.Parameter(torch.zeros(weights))
@@ -482,7 +480,7 @@ def _measure_requests(subject: Subject, collect: Any, found: Measured, seconds: 
     cost of a request.
     """
     found.figures["request_s"] = found.figures["request_latency_s"] = [0.0]
-    spaces = _spaces(subject)
+    spaces = _spaces(subject.make_env(1))
     if spaces is None or subject.policy is None:
         return
     blank = functools.partial(Blank, *spaces)
@@ -503,16 +501,6 @@ def _measure_requests(subject: Subject, collect: Any, found: Measured, seconds: 
             ]
 
 
-def _spaces(subject: Subject) -> tuple[gymnasium.Space, gymnasium.Space] | None:
-    """Return the spaces of one env, or None for a TorchRL env, which ``Blank`` cannot replace."""
-    with contextlib.closing(_single(subject)) as env:
-        if isinstance(env, gymnasium.vector.VectorEnv):
-            return env.single_observation_space, env.single_action_space
-        if isinstance(env, gymnasium.Env):
-            return env.observation_space, env.action_space
-    return None
-
-
 # ---- building the subject
 
 
@@ -524,24 +512,31 @@ def _layers(inputs: int, hidden: Sequence[int], outputs: int) -> list[nn.Module]
     return [*found, nn.Linear(inputs, outputs)]
 
 
+def _spaces(make_env: Callable[[], Any]) -> tuple[gymnasium.Space, gymnasium.Space] | None:
+    """Return the spaces of one env's observations and actions, or None for an env of TorchRL."""
+    with contextlib.closing(make_env()) as env:
+        if isinstance(env, gymnasium.vector.VectorEnv):
+            return env.single_observation_space, env.single_action_space
+        if isinstance(env, gymnasium.Env):
+            return env.observation_space, env.action_space
+    return None
+
+
 def small_policy(make_env: Callable[[], Any], hidden: Sequence[int] = (64, 64)) -> nn.Module | None:
     """Return a few layers for flat observations, None (random actions) for others."""
-    with contextlib.closing(make_env()) as env:
-        vector = isinstance(env, gymnasium.vector.VectorEnv)
-        if not vector and not isinstance(env, gymnasium.Env):
-            return None
-        seen = env.single_observation_space if vector else env.observation_space
-        acts = env.single_action_space if vector else env.action_space
+    seen, acts = _spaces(make_env) or (None, None)
     if not isinstance(seen, gymnasium.spaces.Box) or len(seen.shape) != 1:
         return None
-    discrete = isinstance(acts, gymnasium.spaces.Discrete)
-    if not discrete and (not isinstance(acts, gymnasium.spaces.Box) or len(acts.shape) != 1):
+    last: nn.Module
+    if isinstance(acts, gymnasium.spaces.Discrete):
+        outputs, last = int(acts.n), nn.Identity()
+    elif isinstance(acts, gymnasium.spaces.Box) and len(acts.shape) == 1:
+        outputs, last = acts.shape[0], nn.Tanh()
+    else:
         return None
-    outputs = int(acts.n) if discrete else acts.shape[0]
-    layers = nn.Sequential(
-        *_layers(seen.shape[0], hidden, outputs), nn.Identity() if discrete else nn.Tanh()
-    )
-    return TensorDictModule(_Acting(layers, discrete), in_keys=["observation"], out_keys=["action"])
+    layers = nn.Sequential(*_layers(seen.shape[0], hidden, outputs), last)
+    acting = _Acting(layers, isinstance(acts, gymnasium.spaces.Discrete))
+    return TensorDictModule(acting, in_keys=["observation"], out_keys=["action"])
 
 
 class _Acting(nn.Module):
