@@ -36,6 +36,7 @@ from . import __version__, own_files
 from .errors import CheckpointError, ConfigurationError, DirectoryError, TorchRLDistError
 from .forks import imports_to_be_forked
 from .stopping import Stopped
+from .ui import at_least
 
 _STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _END_S = 10.0  # how long threads and exit functions of other modules may delay the end
@@ -435,7 +436,8 @@ def _add_play(commands: argparse._SubParsersAction) -> None:
         description="Run episodes with a checkpoint's policy, greedily, in this process only.",
     )
     play.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint.pt, or its folder")
-    play.add_argument("--episodes", type=int, default=20, metavar="N", help="(default: 20)")
+    text = "(default: 20)"
+    play.add_argument("--episodes", type=at_least(1), default=20, metavar="N", help=text)
     play.add_argument("--seed", type=int, default=0, help="seed of the environment (default: 0)")
     play.add_argument("--render", action="store_true", help="show the episodes in a window")
     play.add_argument(
@@ -445,20 +447,13 @@ def _add_play(commands: argparse._SubParsersAction) -> None:
 
 
 def _play(options: argparse.Namespace) -> int:
-    if options.episodes < 1:
-        raise ConfigurationError(f"--episodes: got {options.episodes}, expected at least 1")
     if not 0 <= options.seed < 2**31:
         raise ConfigurationError(f"--seed: got {options.seed}, expected 0 to 2147483647")
     from .recipes.parts.play import play
 
+    names = ("episodes", "seed", "render", "video")
     return _print_result(
-        play(
-            options.checkpoint,
-            episodes=options.episodes,
-            seed=options.seed,
-            render=options.render,
-            video=options.video,
-        )
+        play(options.checkpoint, **{name: getattr(options, name) for name in names})
     )
 
 

@@ -50,3 +50,15 @@ def at_least(least: int, kind: type = int) -> Callable[[str], Any]:
         raise argparse.ArgumentTypeError(f"got {text!r}, {expected}")
 
     return parse
+
+
+def above_zero(kind: type) -> Callable[[str], Any]:
+    """Return a parser of finite numbers above 0."""
+
+    def parse(text: str) -> Any:
+        with contextlib.suppress(ValueError):
+            if 0 < kind(text) < math.inf:
+                return kind(text)
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number above 0")
+
+    return parse

@@ -23,11 +23,16 @@ PREFIX = "torchrl-bench-"
 _MARK, _VALUE = "TORCHRL_DIST_TEST_LAUNCHER", uuid.uuid4().hex
 
 
-def run_bench(module: Any, argv: Sequence[str]) -> int:
-    """As ``torchrl-dist bench`` does, but that errors are raised."""
+def parsed(module: Any, *argv: str) -> argparse.Namespace:
+    """Return the benchmark's options."""
     parser = argparse.ArgumentParser()
     module.add_options(parser)
-    return module.run(parser.parse_args(argv))
+    return parser.parse_args(argv)
+
+
+def run_bench(module: Any, argv: Sequence[str]) -> int:
+    """Run the benchmark as ``torchrl-dist bench`` does, except that errors are raised."""
+    return module.run(parsed(module, *argv))
 
 
 def measured(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import functools
 import time
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import cloudpickle
 import numpy as np
 import pytest
 
-from tests.bench.conftest import measured
+from tests.bench.conftest import measured, parsed
 from torchrl_dist.bench import collect, collect_learner
 from torchrl_dist.bench.collect_cells import set_step_s, single_env, steps_so_far
 from torchrl_dist.bench.collect_learner import draw_durations
@@ -19,14 +19,11 @@ from torchrl_dist.bench.collect_plan import FLOOR, OTHERS, OURS, Cell, Result
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.runtime import ForkServer
 
-FIELDS = """bench peer env workers step_s steps_per_message sps ideal_sps floor_sps efficiency
+FIELDS = """peer env workers step_s steps_per_message sps ideal_sps floor_sps efficiency
     startup_s""".split()
 
 
-def parse(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    collect.add_options(parser)
-    return parser.parse_args(arguments)
+parse = functools.partial(parsed, collect)
 
 
 @pytest.mark.alone
@@ -67,7 +64,7 @@ def test_medians_and_efficiencies_are_over_rounds_and_lines() -> None:
         return Cell(peer, "sleep", 4, 1, 0.1, 8, 1.0, 9.0)
 
     found = {
-        cell(peer): collect.Figures([Result(sps, 1.0, 0.1) for sps in rates])
+        (cell(peer),): [[Result(sps, 1.0, 0.1)] for sps in rates]
         for peer, rates in {"floor": [38, 40, 36], "ours": [10, 30, 20]}.items()
     }
     ours = next(c for c in collect.to_cells(found) if c["peer"] == "ours")
@@ -85,7 +82,7 @@ def test_the_defaults_measure_the_sleepers_and_leave_out_endless_messages(capsys
 
 
 def test_peers_that_cannot_be_measured_are_named_with_the_reason(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(PEERS["torchrl-ray"], "missing", classmethod(lambda cls: "no ray"))
+    monkeypatch.setattr(PEERS["torchrl-ray"], "missing", lambda: "no ray")
     assert "torchrl-ray" not in collect._chosen(parse("--peers", "torchrl-ray"))
     assert "skipped torchrl-ray: no ray" in capsys.readouterr().err
     assert collect._chosen(parse("--peers", "none", "--ours", "ours-node")) == [FLOOR, "ours-node"]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.conftest import measured
+from tests.bench.conftest import measured, parsed
 from torchrl_dist.bench import remote
-from torchrl_dist.bench.remote import Case, Result
+from torchrl_dist.bench.remote import Case
 
 TOY = ["--rounds", "1", "--seconds", "0.2", "--capacity", "4096"]
 
@@ -27,15 +27,12 @@ def test_learners_and_shards_give_lines_with_sane_content(tmp_path: Path, capsys
 
 
 def test_the_bound_and_the_extrapolation_are_straight_lines() -> None:
-    one = Result(rate=1, batch_ms=2.0, messages=1, bytes=1, empty_call_ms=0.5)
-    assert remote.shard_bound_ms(one, 8) == 5.5
+    assert remote.shard_bound_ms({"batch_ms": 2.0, "empty_call_ms": 0.5}, 8) == 5.5
     assert remote.extrapolated_ms({1: 2.0, 2: 3.0, 4: 5.0}, 32) == pytest.approx(33.0)
 
 
 def test_shards_are_measured_for_our_buffer_only() -> None:
-    parser = remote.argparse.ArgumentParser()
-    remote.add_options(parser)
-    cases = remote.plan(parser.parse_args(["--peers", "ours,ours-8"]))
+    cases = remote.plan(parsed(remote, "--peers", "ours,ours-8"))
     assert Case("ours", 1, 8, 1_000_000, 2.0) in cases
     assert {case.peer for case in cases if case.shards > 1} == {"ours"}
     assert len(cases) == len(set(cases)) == 7

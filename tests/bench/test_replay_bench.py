@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests import warm
-from tests.bench.conftest import measured, run_bench
+from tests.bench.conftest import measured, parsed, run_bench
 from torchrl_dist.bench import processes, replay
+from torchrl_dist.bench.command import available
 from torchrl_dist.bench.processes import MeasurementError
+from torchrl_dist.bench.replay_cells import Cell, Result
 from torchrl_dist.bench.replay_peers import PEERS
-from torchrl_dist.bench.table import Table
+from torchrl_dist.bench.replay_table import to_cells
 from torchrl_dist.errors import ConfigurationError, DeadlineError
 
 TOY = ["--rounds", "1", "--seconds", "0.1", "--capacity", "4096", "--kinds", "S"]
@@ -54,14 +56,12 @@ def test_a_capacity_too_small_for_the_batches_is_refused() -> None:
 
 def test_peers_that_cannot_be_measured_are_named_with_the_reason(monkeypatch, capsys) -> None:
     monkeypatch.setattr(PEERS["ray"], "missing", classmethod(lambda cls: "not installed"))
-    assert replay._available(["ours-numpy", "ray"]) == ["ours-numpy"]
+    assert available(["ours-numpy", "ray"], lambda name: PEERS[name].missing()) == ["ours-numpy"]
     assert "skipped ray: not installed" in capsys.readouterr().err
 
 
 def test_writers_of_a_buffer_in_one_process_are_not_measured_together() -> None:
-    options = replay.argparse.ArgumentParser()
-    replay.add_options(options)
-    groups = replay.plan(options.parse_args([]), ["ours-c", "torchrl", "floor"])
+    groups = replay.plan(parsed(replay), ["ours-c", "torchrl", "floor"])
     measured = {(cell.peer, cell.op, cell.processes) for group in groups for cell in group}
     assert ("torchrl", "write", 1) in measured and ("ours-c", "write", 4) in measured
     assert ("torchrl", "write", 4) not in measured and ("torchrl", "mixed", 2) not in measured
@@ -69,13 +69,14 @@ def test_writers_of_a_buffer_in_one_process_are_not_measured_together() -> None:
 
 
 def test_medians_and_ratios_are_over_rounds_and_lines() -> None:
-    table = Table()
-    from torchrl_dist.bench.replay_cells import Result
-
-    for peer, rates in {"ours-c": [100, 300, 200], "other": [50, 60, 900], "floor": [400]}.items():
-        for rate in rates:
-            table.add("S", peer, Result("sample", 256, 1, rate, "batches/s", 1.0, 2.0, 0.5))
-    cells = {cell["peer"]: cell for cell in table.cells("replay", ["ours-c"], "floor")}
+    figures = {"ours-c": [100, 300, 200], "other": [50, 60, 900], "floor": [400]}
+    found = {
+        Cell(peer, "S", "sample", 256, 1, 4096, 1.0, 9.0): [
+            [Result("sample", 256, 1, rate, "batches/s", 1.0, 2.0, 0.5)] for rate in rates
+        ]
+        for peer, rates in figures.items()
+    }
+    cells = {cell["peer"]: cell for cell in to_cells(found, ["ours-c"], "floor")}
     assert cells["ours-c"]["rate"] == 200 and cells["ours-c"]["ratio_to_ours"] == 1
     assert cells["other"]["rate"] == 60 and cells["other"]["ratio_to_ours"] == 0.3
     assert cells["other"]["floor_rate"] == 400 and cells["other"]["rates"] == [50, 60, 900]

@@ -377,4 +377,4 @@ def test_the_table_names_check_finding_and_cure(healthy: Probe, capsys) -> None:
     said = capsys.readouterr().out
     assert "at most 100" in said and "fail open files: ulimit -n 4096" in said
     assert main(["doctor", "--processes", "0"]) == 2
-    assert "--processes: got 0" in capsys.readouterr().err
+    assert "--processes: got '0'" in capsys.readouterr().err

@@ -27,27 +27,19 @@ import shutil
 import statistics
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchrl_dist.bench.command import (
-    above_zero,
-    add_figures,
-    check_folders,
-    describe,
-    folder_in,
-    names,
-    until_stopped,
-)
+from torchrl_dist.bench import command
+from torchrl_dist.bench.results import append_json
 from torchrl_dist.bench.workloads import KINDS, make_rows
-from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.ui import show_table
 
 CASES = ("cp", "ours", "ours, written", "ours by RPC", "ours by RPC, sent", "torchrl")
-_MEMORY = Path("/dev/shm")
 _WRITE_BATCH = 256
 _CALL_S = 120.0
 _TURN_S = 60.0
@@ -55,24 +47,13 @@ _TURN_S = 60.0
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's description and options to ``parser``."""
-    describe(parser, __doc__, run)
-    parser.add_argument(
-        "--kinds", type=names(list(KINDS)), default=list(KINDS), help="S, L or both (default)"
-    )
-    parser.add_argument(
-        "--rows",
-        type=above_zero(int),
-        metavar="N",
-        help="rows in the buffer (default: 1M or 50k)",
-    )
-    parser.add_argument(
-        "--to",
-        type=Path,
-        default=Path(tempfile.gettempdir()),
-        metavar="FOLDER",
-        help="folder on the disk to write to (default: the one for temporary files)",
-    )
-    add_figures(parser, rounds=5)
+    command.describe(parser, __doc__, run)
+    command.add_names(parser, "--kinds", KINDS)
+    command.add_number(parser, "--rows", int, None, "rows in the buffer (default: 1M or 50k)")
+    text = "folder on the disk to write to (default: the one for temporary files)"
+    here = Path(tempfile.gettempdir())
+    parser.add_argument("--to", type=Path, default=here, metavar="FOLDER", help=text)
+    command.add_figures(parser, rounds=5)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -85,50 +66,36 @@ def run(options: argparse.Namespace) -> int:
         ConfigurationError: a folder is missing.
     """
     for path in (options.json, options.to / "x"):
-        check_folders(path)
-    if not _MEMORY.is_dir():
-        raise ConfigurationError(f"there is no {_MEMORY} to keep the rows in")
-    return until_stopped(lambda: _measure_all(options))
-
-
-@dataclass
-class Line:
-    """One case. Lists have one entry per round."""
-
-    kind: str
-    case: str
-    size_bytes: list[int] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    longest_extend_ms: list[float] = field(default_factory=list)
-
-    @property
-    def rate(self) -> float:
-        """Return the MiB of files per second."""
-        rates = [size / each for size, each in zip(self.size_bytes, self.seconds, strict=True)]
-        return statistics.median(rates) / 2**20
+        command.check_folders(path)
+    command.check_memory()
+    return command.until_stopped(lambda: _measure_all(options))
 
 
 def _measure_all(options: argparse.Namespace) -> int:
-    from torchrl_dist.bench.replay_peers import versions
-    from torchrl_dist.bench.table import append_json
-
-    lines: list[Line] = []
+    lines: list[dict[str, Any]] = []
     for kind in options.kinds:
         rows = options.rows or KINDS[kind].capacity
-        with folder_in(_MEMORY) as memory, folder_in(options.to) as disk:
-            lines += measure(kind, rows, options.rounds, memory, disk)
+        with command.folder_in(command.MEMORY) as memory, command.folder_in(options.to) as disk:
+            lines += to_lines(measure(kind, rows, options.rounds, memory, disk), kind)
     _print(lines)
-    if options.json is not None:
-        extra = {"rows": options.rows, "cpus": os.cpu_count(), "versions": versions([])}
-        append_json(options.json, [_cell(line, lines) for line in lines], extra)
+    append_json(options.json, "checkpoint", lines, rows=options.rows)
     return 0
 
 
-def measure(kind: str, rows: int, rounds: int, memory: Path, disk: Path) -> list[Line]:
+@dataclass(frozen=True)
+class Saved:
+    """One checkpoint: the bytes of its files, and its time."""
+
+    bytes: int
+    seconds: float
+    longest_extend_ms: float | None
+
+
+def measure(kind: str, rows: int, rounds: int, memory: Path, disk: Path) -> dict[str, list[Saved]]:
     """Measure all cases in turn, ``rounds`` times."""
     from torchrl_dist.runtime import local_cluster
 
-    lines = {case: Line(kind, case) for case in CASES}
+    found: dict[str, list[Saved]] = {case: [] for case in CASES}
     roles = {"learner": 1, "owner": 1, "writer": 1}
     with local_cluster(roles, timeout_s=_CALL_S) as session:
         buffers = _buffers(session, rows, memory)
@@ -144,25 +111,26 @@ def measure(kind: str, rows: int, rounds: int, memory: Path, disk: Path) -> list
             "ours by RPC, sent": lambda to: _save_sent(buffers["ours by RPC"].storage, to),
             "torchrl": lambda to: _save_and_sync(buffers["torchrl"], to),
         }
-        (writer,) = session.of_role("writer")
+        (peer,) = session.of_role("writer")
         for round_ in range(rounds + 1):  # the first round warms up
-            for case, line in lines.items():
+            for case, saved in found.items():
                 os.sync()
-                writing = None
-                if case == "ours, written":
-                    writing = _Writing(session, writer, ours, kind, rows, disk / "stop")
+                written = case == "ours, written"
+                if written:
+                    pause_s = _TURN_S * _WRITE_BATCH / rows
+                    writer = session.remote(peer, Writer, ours, kind, pause_s)
+                    running = writer.submit("run")
                 begin = time.perf_counter()
                 saves[case](disk / case)
                 seconds = time.perf_counter() - begin
-                longest_ms = None if writing is None else writing.end()
+                if written:
+                    writer.call("end")
+                longest = running.result(_CALL_S) if written else None
                 if round_:
-                    line.seconds.append(seconds)
-                    line.size_bytes.append(_bytes_in(disk / case))
-                    if longest_ms is not None:
-                        line.longest_extend_ms.append(longest_ms)
+                    saved.append(Saved(_bytes_in(disk / case), seconds, longest))
         for buffer in (ours, buffers["ours by RPC"]):
             buffer.storage.close()
-    return list(lines.values())
+    return found
 
 
 def _buffers(session: Any, rows: int, memory: Path) -> dict[str, Any]:
@@ -203,53 +171,29 @@ def _fill(buffer: Any, kind: str, rows: int) -> None:
         flush()
 
 
-class _Writing:
-    """Another process that extends the buffer until :meth:`end`."""
+class Writer:
+    """In another process: extends the buffer from :meth:`run` until :meth:`end`."""
 
-    def __init__(
-        self, session: Any, writer: Any, buffer: Any, kind: str, rows: int, stop: Path
-    ) -> None:
-        self._stop = stop
-        stop.unlink(missing_ok=True)
-        started = stop.with_name("started")
-        started.unlink(missing_ok=True)
-        pause_s = _TURN_S * _WRITE_BATCH / rows
-        self._future = session.submit(
-            writer, extend_until, buffer, kind, pause_s, str(started), str(stop)
-        )
-        deadline = time.monotonic() + _CALL_S
-        while not started.exists():
-            if self._future.done():
-                self._future.result()
-            if time.monotonic() > deadline:
-                raise ConfigurationError(
-                    f"the writer did not begin within {_CALL_S:g} s: repeat this on a less busy "
-                    "machine"
-                )
-            time.sleep(0.01)
+    def __init__(self, buffer: Any, kind: str, pause_s: float) -> None:
+        import torch
 
-    def end(self) -> float:
-        """End the process, and return its longest extend in ms."""
-        self._stop.touch()
-        return self._future.result(_CALL_S)
+        torch.set_num_threads(1)
+        self._buffer, self._batch, self._pause_s = buffer, make_rows(kind, _WRITE_BATCH), pause_s
+        self._ended = threading.Event()
+        buffer.extend(self._batch)
 
+    def run(self) -> float:
+        """Return the longest call in ms."""
+        longest, deadline = 0.0, time.monotonic() + _CALL_S
+        while True:
+            begin = time.perf_counter()
+            self._buffer.extend(self._batch)
+            longest = max(longest, time.perf_counter() - begin)
+            if self._ended.wait(self._pause_s) or time.monotonic() > deadline:
+                return 1e3 * longest
 
-def extend_until(buffer: Any, kind: str, pause_s: float, started: str, stop: str) -> float:
-    """Run in the writer: extend until the file ``stop`` exists, and return the longest call in
-    ms."""
-    import torch
-
-    torch.set_num_threads(1)
-    batch = make_rows(kind, _WRITE_BATCH)
-    buffer.extend(batch)
-    Path(started).touch()
-    longest, deadline = 0.0, time.monotonic() + _CALL_S
-    while not os.path.exists(stop) and time.monotonic() < deadline:
-        begin = time.perf_counter()
-        buffer.extend(batch)
-        longest = max(longest, time.perf_counter() - begin)
-        time.sleep(pause_s)
-    return 1e3 * longest
+    def end(self) -> None:
+        self._ended.set()
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -284,35 +228,40 @@ def _bytes_in(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _cell(line: Line, lines: list[Line]) -> dict[str, Any]:
-    floor = next(each for each in lines if (each.kind, each.case) == (line.kind, "cp"))
-    return {
-        "bench": "checkpoint",
-        "kind": line.kind,
-        "case": line.case,
-        "bytes": statistics.median(line.size_bytes),
-        "seconds": line.seconds,
-        "rate_mib_s": line.rate,
-        "of_cp": line.rate / floor.rate,
-        "longest_extend_ms": max(line.longest_extend_ms, default=None),
+def to_lines(found: Mapping[str, list[Saved]], kind: str) -> list[dict[str, Any]]:
+    """Return one JSON object per case."""
+    rates = {
+        case: statistics.median(each.bytes / each.seconds for each in rounds) / 2**20
+        for case, rounds in found.items()
     }
+    return [
+        {
+            "kind": kind,
+            "case": case,
+            "bytes": statistics.median(each.bytes for each in rounds),
+            "seconds": [each.seconds for each in rounds],
+            "rate_mib_s": rates[case],
+            "of_cp": rates[case] / rates["cp"],
+            "longest_extend_ms": max(
+                (e.longest_extend_ms for e in rounds if e.longest_extend_ms is not None),
+                default=None,
+            ),
+        }
+        for case, rounds in found.items()
+    ]
 
 
-def _print(lines: list[Line]) -> None:
-    rows = []
-    for line in lines:
-        cell = _cell(line, lines)
-        longest = cell["longest_extend_ms"]
-        rows.append(
-            (
-                line.kind,
-                line.case,
-                f"{statistics.median(line.size_bytes) / 2**20:.0f}",
-                f"{statistics.median(line.seconds):.2f}",
-                f"{line.rate:.0f}",
-                f"{cell['of_cp']:.2f}",
-                "" if longest is None else f"{longest:.1f} ms",
-            )
-        )
+def _print(lines: list[dict[str, Any]]) -> None:
+    rows = [
+        [
+            *(line["kind"], line["case"]),
+            f"{line['bytes'] / 2**20:.0f}",
+            f"{statistics.median(line['seconds']):.2f}",
+            f"{line['rate_mib_s']:.0f}",
+            f"{line['of_cp']:.2f}",
+            "" if line["longest_extend_ms"] is None else f"{line['longest_extend_ms']:.1f} ms",
+        ]
+        for line in lines
+    ]
     columns = ("rows", "case", "MiB", "seconds", "MiB/s", "of cp", "longest extend")
     show_table("saving a full buffer, everything synced", columns, rows, left=("rows", "case"))

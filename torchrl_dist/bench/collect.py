@@ -21,16 +21,17 @@ import argparse
 import itertools
 import math
 import os
-import statistics
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from torchrl_dist.bench import command
 from torchrl_dist.bench.collect_plan import (
     AUTO,
     DURATIONS,
     ENVS,
     FLOOR,
+    LINE,
     NETWORKS,
     OTHERS,
     OURS,
@@ -38,18 +39,9 @@ from torchrl_dist.bench.collect_plan import (
     Cell,
     Result,
 )
-from torchrl_dist.bench.command import (
-    above_zero,
-    add_figures,
-    check_folders,
-    counts,
-    describe,
-    in_rounds,
-    names,
-    say,
-    until_stopped,
-)
+from torchrl_dist.bench.results import append_json, by, medians
 from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.ui import above_zero, at_least
 
 _SLEEPERS, _COMPUTERS = [4, 8, 16, 32], [2]  # default numbers of workers
 _STEP_S = [0.1, 0.01, 0.001]
@@ -58,36 +50,19 @@ _LONGEST_MESSAGE_S = 5.0
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's description and options to ``parser``."""
-    describe(parser, __doc__, run)
+    command.describe(parser, __doc__, run)
     parser.add_argument("--env", choices=ENVS, default="sleep", help="(default: sleep)")
-    parser.add_argument("--workers", type=counts, metavar="N,M", help="worker processes")
-    parser.add_argument(
-        "--envs", type=counts, default=[1], metavar="N,M", help="envs per worker (default: 1)"
-    )
-    parser.add_argument(
-        "--step-s",
-        type=lambda text: [above_zero(float)(part) for part in text.split(",")],
-        metavar="S,T",
-        help="seconds that a step sleeps (default: 0.1,0.01,0.001)",
-    )
-    parser.add_argument(
-        "--steps-per-message",
-        type=_steps,
-        default=[8, 64, AUTO],
-        metavar="N,M",
-        help="steps of each env in a message; auto: the collector chooses (default: 8,64,auto)",
-    )
-    parser.add_argument(
-        "--ours",
-        type=names(OURS),
-        default=list(OURS),
-        metavar="A,B",
-        help=f"some of {','.join(OURS)} (default: all)",
-    )
+    command.add_counts(parser, "--workers", None, "worker processes")
+    command.add_counts(parser, "--envs", "1", "envs per worker")
+    text = "seconds that a step sleeps (default: 0.1,0.01,0.001)"
+    command.add_list(parser, "--step-s", above_zero(float), None, text, "S,T")
+    text = "steps of each env in a message; auto: the collector chooses"
+    command.add_list(parser, "--steps-per-message", _steps, "8,64,auto", text)
+    command.add_names(parser, "--ours", OURS)
     known = ["none", "all", *OTHERS]
     parser.add_argument(
         "--peers",
-        type=names(known),
+        type=command.names(known),
         default=["all"],
         metavar="A,B",
         help="other peers, in addition to ours and the floor: none, all, or some of "
@@ -102,28 +77,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "long as those of HalfCheetah with --env cartpole); weights: delay of a policy of 50 MB "
         "(default: busy)",
     )
-    parser.add_argument(
-        "--deadlines",
-        type=lambda text: [math.inf if part == "none" else float(part) for part in text.split(",")],
-        default=[0.0001, 0.01, 0.1, math.inf],
-        metavar="S,T",
-        help="deadlines of a receive, in seconds, or none (default: 0.0001,0.01,0.1,none)",
-    )
-    parser.add_argument(
-        "--durations",
-        type=names(DURATIONS),
-        default=list(DURATIONS),
-        metavar="A,B",
-        help=f"distributions of step times, for deadlines (default: {','.join(DURATIONS)})",
-    )
-    parser.add_argument(
-        "--networks",
-        type=names(NETWORKS),
-        default=list(NETWORKS),
-        metavar="A,B",
-        help=f"networks, for deadlines (default: {','.join(NETWORKS)})",
-    )
-    add_figures(
+    text = "deadlines of a receive, in seconds, or none"
+    command.add_list(parser, "--deadlines", _deadline_s, "0.0001,0.01,0.1,none", text, "S,T")
+    text = f"for deadlines, some of the distributions of step times {','.join(DURATIONS)}"
+    command.add_names(parser, "--durations", DURATIONS, text)
+    text = f"for deadlines, some of the networks {','.join(NETWORKS)}"
+    command.add_names(parser, "--networks", NETWORKS, text)
+    command.add_figures(
         parser,
         rounds=3,
         seconds=3.0,
@@ -134,8 +94,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _steps(text: str) -> list[int]:
-    return [AUTO if part == "auto" else counts(part)[0] for part in text.split(",")]
+def _steps(text: str) -> int:
+    return AUTO if text == "auto" else above_zero(int)(text)
+
+
+def _deadline_s(text: str) -> float:
+    return math.inf if text == "none" else at_least(0, float)(text)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -147,60 +111,62 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ConfigurationError: nothing that was asked for can be measured.
     """
-    check_folders(options.json, options.plot)
-    if options.question != "busy":
-        return _ask(options)
+    command.check_folders(options.json, options.plot)
+    if options.env == "halfcheetah":
+        _require_mujoco()
+    return _busy(options) if options.question == "busy" else _ask(options)
+
+
+def _busy(options: argparse.Namespace) -> int:
+    from torchrl_dist.bench.collect_peers import measure
+    from torchrl_dist.bench.collect_table import plot, print_table
+
     groups = plan(options, _chosen(options))
     if not any(groups):
         raise ConfigurationError(
             "nothing can be measured with these options: see above what was skipped and why"
         )
-    found: dict[Cell, Figures] = {}
-    status = until_stopped(lambda: _measure_all(options.rounds, groups, found))
-    from torchrl_dist.bench.collect_table import plot, print_table
-    from torchrl_dist.bench.replay_peers import versions
-    from torchrl_dist.bench.table import append_json
-
+    found: dict[tuple[Cell, ...], list[list[Result]]] = {}
+    status = command.in_rounds(
+        options.rounds, groups, command.MEMORY, measure, found, _told, label=_label,
+        timeout_s=lambda cells: cells[0].timeout_s + sum(3 * cell.seconds for cell in cells[1:]),
+    )  # fmt: skip
     cells = to_cells(found)
     print_table(cells)
-    if options.json is not None:
-        extra = {"seconds": options.seconds, "cpus": os.cpu_count()}
-        peers = [p for p in ("ray", "tianshou") if any(p in cell["peer"] for cell in cells)]
-        append_json(options.json, cells, {**extra, "versions": versions(peers)})
+    peers = [p for p in ("ray", "tianshou") if any(p in cell["peer"] for cell in cells)]
+    append_json(options.json, "collect", cells, peers, seconds=options.seconds)
     if options.plot is not None:
         plot(options.plot, cells, f"median of {options.rounds} rounds, {os.cpu_count()} cores")
     return status
+
+
+def _label(start: tuple[Cell, ...]) -> str:
+    first = start[0]
+    line = f"{first.peer} {first.env} {first.workers} x {first.envs}"
+    return f"{line}, {first.steps or 'auto'} per message"
+
+
+def _told(start: tuple[Cell, ...], results: list[Result]) -> str:
+    text = f"first batch after {results[0].startup_s:.1f} s"
+    for cell, result in zip(start, results, strict=True):
+        text += f"\n    step {cell.step_s:g} s: {result.sps:,.0f} steps/s"
+    return text
 
 
 def _ask(options: argparse.Namespace) -> int:
     """Answer another question than how busy the cores are."""
     from torchrl_dist.bench import collect_learner
     from torchrl_dist.bench.collect_table import plot_deadlines, print_plain
-    from torchrl_dist.bench.table import append_json
 
-    if options.env == "halfcheetah":
-        _require_mujoco()
-    questions = collect_learner.plan(options)
-    found: dict[Any, list[dict[str, Any]]] = {}
-
-    def run_one(launcher: Any, cell: Any, folder: Path) -> dict[str, Any]:
-        return launcher.run(
-            collect_learner.measure_alone, cell, folder=folder, timeout_s=cell.timeout_s
-        )
-
-    def take(cell: Any, figures: dict[str, Any]) -> str:
-        found.setdefault(cell, []).append(figures)
-        return f"{figures['sps']:,.0f} steps/s"
-
-    def measure_all() -> int:
-        groups = [[cell] for cell in questions]
-        return in_rounds(options.rounds, groups, Path("/dev/shm"), run_one, str, take)
-
-    status = until_stopped(measure_all)
+    found: dict[collect_learner.Question, list[dict[str, Any]]] = {}
+    status = command.in_rounds(
+        options.rounds, [[cell] for cell in collect_learner.plan(options)], command.MEMORY,
+        collect_learner.measure_alone, found,
+        lambda cell, figures: f"{figures['sps']:,.0f} steps/s",
+    )  # fmt: skip
     cells = [collect_learner.to_cell(cell, rounds) for cell, rounds in found.items()]
     print_plain(cells)
-    if options.json is not None:
-        append_json(options.json, cells, {"cpus": os.cpu_count()})
+    append_json(options.json, "collect", cells)
     if options.plot is not None and options.question == "deadlines":
         plot_deadlines(options.plot, cells)
     return status
@@ -216,8 +182,6 @@ def _require_mujoco() -> None:
 
 
 def _chosen(options: argparse.Namespace) -> list[str]:
-    if options.env == "halfcheetah":
-        _require_mujoco()
     from torchrl_dist.bench.collect_peers import PEERS
 
     asked = set(options.peers)
@@ -228,7 +192,7 @@ def _chosen(options: argparse.Namespace) -> list[str]:
             if reason is None:
                 chosen.append(name)
             else:
-                say(f"skipped {name}: {reason}")
+                command.say(f"skipped {name}: {reason}")
     return chosen
 
 
@@ -249,20 +213,20 @@ def plan(options: argparse.Namespace, peers: list[str]) -> list[list[tuple[Cell,
     workers = options.workers or (_SLEEPERS if sleeps else _COMPUTERS)
     durations = sorted(options.step_s or _STEP_S) if sleeps else [0.0]
     groups = []
-    for processes, envs, steps in itertools.product(
-        workers, options.envs, options.steps_per_message
-    ):
+    sizes = itertools.product(workers, options.envs, options.steps_per_message)
+    for processes, envs, steps in sizes:
         cells = []
         for step_s in durations:
             message_s = steps * envs * step_s
             if message_s > _LONGEST_MESSAGE_S:
-                say(f"skipped {steps} steps of {step_s:g} s: a message would take {message_s:g} s")
+                command.say(
+                    f"skipped {steps} steps of {step_s:g} s: a message would take {message_s:g} s"
+                )
                 continue
             seconds = max(options.seconds, 3 * message_s)
-            cells.append(
-                Cell("", options.env, processes, envs, step_s, steps, seconds, options.timeout_s)
-            )
-        for start in [(cell,) for cell in cells] if steps == AUTO else [tuple(cells)]:
+            size = (processes, envs, step_s, steps, seconds, options.timeout_s)
+            cells.append(Cell("", options.env, *size))
+        for start in [[cell] for cell in cells] if steps == AUTO else [cells]:
             chosen = []
             for name in peers if start else []:
                 if steps == AUTO and name in OTHERS:
@@ -273,71 +237,34 @@ def plan(options: argparse.Namespace, peers: list[str]) -> list[list[tuple[Cell,
                 if reason is None:
                     chosen.append(tuple(replace(cell, peer=name) for cell in start))
                 else:
-                    say(f"skipped {name} with {processes} x {envs}, {steps} steps: {reason}")
+                    command.say(
+                        f"skipped {name} with {processes} x {envs}, {steps} steps: {reason}"
+                    )
             groups.append(chosen)
     return groups
 
 
-@dataclass
-class Figures:
-    """The results of one cell. Lists have one entry per round."""
-
-    results: list[Result] = field(default_factory=list)
-
-    def median(self, name: str) -> float:
-        return statistics.median(getattr(result, name) for result in self.results)
-
-
-def _measure_all(
-    rounds: int, groups: list[list[tuple[Cell, ...]]], found: dict[Cell, Figures]
-) -> int:
-    from torchrl_dist.bench.collect_peers import measure
-
-    def run_one(launcher: Any, start: tuple[Cell, ...], folder: Path) -> list[Result]:
-        timeout_s = start[0].timeout_s + sum(3 * cell.seconds for cell in start[1:])
-        return launcher.run(measure, start, str(folder), folder=folder, timeout_s=timeout_s)
-
-    def label(start: tuple[Cell, ...]) -> str:
-        first = start[0]
-        line = f"{first.peer} {first.env} {first.workers} x {first.envs}"
-        return f"{line}, {first.steps or 'auto'} per message"
-
-    def take(start: tuple[Cell, ...], results: list[Result]) -> str:
-        text = f"first batch after {results[0].startup_s:.1f} s"
-        for cell, result in zip(start, results, strict=True):
-            found.setdefault(cell, Figures()).results.append(result)
-            text += f"\n    step {cell.step_s:g} s: {result.sps:,.0f} steps/s"
-        return text
-
-    return in_rounds(rounds, groups, Path("/dev/shm"), run_one, label, take)
-
-
-def to_cells(found: dict[Cell, Figures]) -> list[dict[str, Any]]:
-    """Return one JSON object per cell."""
-    floors = {cell.line: f.median("sps") for cell, f in found.items() if cell.peer == FLOOR}
-    cells = []
-    for cell, figures in found.items():
-        floor = floors.get(cell.line)
-        ideal = cell.workers / cell.step_s if cell.step_s else floor
-        sps = figures.median("sps")
-        cells.append(
-            {
-                "bench": "collect",
-                "peer": cell.peer,
-                "env": cell.env,
-                "workers": cell.workers,
-                "envs": cell.envs,
-                "step_s": cell.step_s,
-                "steps_per_message": cell.steps if cell.steps != AUTO else "auto",
-                "sps": sps,
+def to_cells(found: Mapping[tuple[Cell, ...], list[list[Result]]]) -> list[dict[str, Any]]:
+    """Return one JSON object per cell, with medians over the rounds in ``found``."""
+    lines = [
+        {
+            **{name: getattr(cell, name) for name in ("peer", "env", "workers", "envs", "step_s")},
+            "steps_per_message": cell.steps if cell.steps != AUTO else "auto",
+            **medians([vars(results[place]) for results in rounds]),
+            "rounds": len(rounds),
+            "sps_of_rounds": [results[place].sps for results in rounds],
+        }
+        for start, rounds in found.items()
+        for place, cell in enumerate(start)
+    ]
+    for of_line in by(lines, *LINE).values():
+        floor = next((line["sps"] for line in of_line if line["peer"] == FLOOR), None)
+        for line in of_line:
+            ideal = line["workers"] / line["step_s"] if line["step_s"] else floor
+            line |= {
                 "ideal_sps": ideal,
                 "floor_sps": floor,
-                "efficiency": sps / ideal if ideal else None,
-                "of_floor": sps / floor if floor else None,
-                "startup_s": figures.median("startup_s"),
-                "learner_cpu": figures.median("learner_cpu"),
-                "rounds": len(figures.results),
-                "sps_of_rounds": [result.sps for result in figures.results],
+                "efficiency": line["sps"] / ideal if ideal else None,
+                "of_floor": line["sps"] / floor if floor else None,
             }
-        )
-    return cells
+    return lines

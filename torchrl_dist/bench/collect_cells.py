@@ -150,26 +150,25 @@ def make_env(cell: Cell, folder: str) -> Callable[[], Any]:
     return functools.partial(single_env, cell.env, folder)
 
 
-# ---- the policy: two layers of 64 units
+# ---- the policy: two layers
 
 
 class Greedy(nn.Module):
     """Maps an observation ``[*, n]`` to the preferred action ``[*]``, or a continuous ``[*,
     m]``."""
 
-    def __init__(self, env: str) -> None:
+    def __init__(self, env: str, width: int = 64) -> None:
         super().__init__()
         inputs, outputs, self.continuous = _SHAPES[env]
-        self.layers = nn.Sequential(
-            nn.Linear(inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs)
-        )
+        layers = [nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh()]
+        self.layers = nn.Sequential(*layers, nn.Linear(width, outputs))
 
     def forward(self, observation: Tensor) -> Tensor:
         out = self.layers(observation.float())
         return out.tanh() if self.continuous else out.argmax(-1)
 
 
-def make_policy(env: str) -> TensorDictModule:
+def make_policy(env: str, width: int = 64) -> TensorDictModule:
     """Return a policy that has the same weights in every process."""
     torch.manual_seed(0)
-    return TensorDictModule(Greedy(env), in_keys=["observation"], out_keys=["action"])
+    return TensorDictModule(Greedy(env, width), in_keys=["observation"], out_keys=["action"])

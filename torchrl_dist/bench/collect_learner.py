@@ -11,12 +11,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,11 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
-from torch import nn
 
+from torchrl_dist.bench.collect_cells import SleepEnv, make_policy
+from torchrl_dist.bench.results import medians
 from torchrl_dist.collect import FirstReady, Quorum, RPCBatchedCollector, WaitAll
+from torchrl_dist.plan.measure import Blank, Heavy
 from torchrl_dist.runtime import ForkServer, local_cluster
 
 _STAND_IN_S = 37e-6  # duration of a step of HalfCheetah
@@ -99,7 +102,7 @@ def measure(cell: Question, server: ForkServer | None = None) -> dict[str, Any]:
     return answers[cell.question](cell, server)
 
 
-def measure_alone(cell: Question) -> dict[str, Any]:
+def measure_alone(cell: Question, folder: str) -> dict[str, Any]:
     """Call ``measure`` in its own process, on one thread."""
     torch.set_num_threads(1)
     return measure(cell)
@@ -111,30 +114,48 @@ def to_cell(cell: Question, rounds: list[dict[str, Any]]) -> dict[str, Any]:
     fields["steps_per_message"] = fields.pop("steps")
     if cell.deadline_s == math.inf:
         fields["deadline_s"] = None
-    medians = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
     nothing = {"ideal_sps": None, "floor_sps": None, "efficiency": None}
-    return {"bench": "collect", **fields, **nothing, **medians, "rounds": len(rounds)}
+    return {**fields, **nothing, **medians(rounds), "rounds": len(rounds)}
+
+
+@contextlib.contextmanager
+def _collector(
+    cell: Question,
+    server: ForkServer | None,
+    ranks: int,
+    make_env: Any,
+    policy: Any,
+    **options: Any,
+) -> Iterator[tuple[RPCBatchedCollector, dict[str, float]]]:
+    """Yield a collector after its first batch, and the seconds until then."""
+    begun = time.perf_counter()
+    with (
+        local_cluster({"learner": 1, "collector": ranks}, fork_server=server) as session,
+        RPCBatchedCollector(
+            make_env, policy, session=session, timeout_s=cell.timeout_s,
+            categorical_action_encoding=True, **options,
+        ) as collector,
+    ):  # fmt: skip
+        collector.next()
+        yield collector, {"startup_s": time.perf_counter() - begun}
 
 
 # ---- ingest
 
 
 def _ingest(cell: Question, server: ForkServer | None) -> dict[str, Any]:
-    begun = time.perf_counter()
-    with (
-        local_cluster({"learner": 1, "collector": cell.workers}, fork_server=server) as session,
-        RPCBatchedCollector(
-            _Still, None, session=session, frames_per_batch=1, readiness=FirstReady(),
-            max_policy_lag=1, timeout_s=cell.timeout_s,
-            postproc_factory=functools.partial(_Prepared, cell.env, cell.steps),
-        ) as collector,
-    ):  # fmt: skip
-        batch = collector.next()
-        startup_s = time.perf_counter() - begun
+    make_env = functools.partial(
+        Blank, gymnasium.spaces.Box(-1, 1, (1,)), gymnasium.spaces.Discrete(2)
+    )
+    with _collector(
+        cell, server, cell.workers, make_env, None, frames_per_batch=1, readiness=FirstReady(),
+        max_policy_lag=1, postproc_factory=functools.partial(_Prepared, cell.env, cell.steps),
+    ) as (collector, startup):  # fmt: skip
         rows = messages = 0
         start, cpu = time.perf_counter(), time.process_time()
         while time.perf_counter() - start < cell.seconds:
-            rows += collector.next().numel()
+            batch = collector.next()
+            rows += batch.numel()
             messages += 1
         elapsed, cpu = time.perf_counter() - start, time.process_time() - cpu
         size = sum(value.nbytes for value in batch.values(True, True))
@@ -143,19 +164,8 @@ def _ingest(cell: Question, server: ForkServer | None) -> dict[str, Any]:
         "message_bytes": size,
         "bytes_per_s": size * messages / elapsed,
         "learner_cpu_us_per_message": 1e6 * cpu / messages,
-        "startup_s": startup_s,
+        **startup,
     }
-
-
-class _Still(gymnasium.Env):
-    observation_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def reset(self, **_: Any) -> tuple[np.ndarray, dict[str, Any]]:
-        return np.zeros(1, np.float32), {}
-
-    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        return np.zeros(1, np.float32), 0.0, False, False, {}
 
 
 class _Prepared:
@@ -164,18 +174,15 @@ class _Prepared:
     def __init__(self, kind: str, steps: int, policy: Any) -> None:
         shape, dtype, _ = _ROWS[kind]
         flag = torch.zeros(1, steps, 1, dtype=torch.bool)
-        ends = {name: flag.clone() for name in ("done", "terminated", "truncated")}
         seen = torch.zeros(1, steps, *shape, dtype=dtype)
-        following = {"observation": seen.clone(), "reward": torch.zeros(1, steps, 1), **ends}
-        self._rows = TensorDict(
-            {
-                "observation": seen,
-                "action": torch.zeros(1, steps, dtype=torch.int64),
-                "next": following,
-                **{name: flag.clone() for name in ends},
-            },
-            batch_size=[1, steps],
+        before, after = (
+            {"observation": seen.clone()}
+            | {name: flag.clone() for name in ("done", "terminated", "truncated")}
+            for _ in range(2)
         )
+        before["action"] = torch.zeros(1, steps, dtype=torch.int64)
+        after["reward"] = torch.zeros(1, steps, 1)
+        self._rows = TensorDict({**before, "next": after}, batch_size=[1, steps])
 
     def __call__(self, rollout: TensorDictBase) -> TensorDictBase:
         return self._rows
@@ -185,29 +192,17 @@ class _Prepared:
 
 
 def _deadlines(cell: Question, server: ForkServer | None) -> dict[str, Any]:
-    readiness = (
-        WaitAll()
-        if cell.deadline_s == math.inf
-        else Quorum(min_workers=1, timeout_s=cell.deadline_s)
-    )
+    patient = cell.deadline_s == math.inf
     make_env: Callable[[], Any] = functools.partial(
         _Drawn, cell.envs, cell.step_s, cell.durations, cell.env == "sleep"
     )
-    shape = (4, 2)
     if cell.env == "halfcheetah":
-        make_env, shape = functools.partial(gymnasium.make, "HalfCheetah-v5"), (17, 6)
-    policy = _network(*shape, _NETWORKS[cell.network], discrete=cell.env != "halfcheetah")
-    begun = time.perf_counter()
-    with (
-        local_cluster({"learner": 1, "collector": cell.workers}, fork_server=server) as session,
-        RPCBatchedCollector(
-            make_env, policy, session=session, readiness=readiness,
-            frames_per_batch=cell.workers * cell.envs * cell.steps, num_envs=cell.envs,
-            categorical_action_encoding=True, timeout_s=cell.timeout_s,
-        ) as collector,
-    ):  # fmt: skip
-        collector.next()
-        startup_s = time.perf_counter() - begun
+        make_env = functools.partial(gymnasium.make, "HalfCheetah-v5")
+    with _collector(
+        cell, server, cell.workers, make_env, make_policy(cell.env, _NETWORKS[cell.network]),
+        readiness=WaitAll() if patient else Quorum(min_workers=1, timeout_s=cell.deadline_s),
+        frames_per_batch=cell.workers * cell.envs * cell.steps, num_envs=cell.envs,
+    ) as (collector, startup):  # fmt: skip
         frames, receives, workers = 0, 0, 0
         start = time.perf_counter()
         while time.perf_counter() - start < cell.seconds:
@@ -223,7 +218,7 @@ def _deadlines(cell: Question, server: ForkServer | None) -> dict[str, Any]:
         "seconds_per_100k_frames": 1e5 * elapsed / frames,
         "largest_share": max(shares),
         "smallest_share": min(shares),
-        "startup_s": startup_s,
+        **startup,
     }
 
 
@@ -270,59 +265,17 @@ class _Drawn(gymnasium.vector.VectorEnv):
         return self._seen, np.ones(self.num_envs), self._no, self._no, {}
 
 
-class _Greedy(nn.Module):
-    def __init__(self, layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        return self.layers(observation).argmax(-1)
-
-
-def _network(inputs: int, outputs: int, width: int, discrete: bool = True) -> TensorDictModule:
-    layers = nn.Sequential(
-        nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(),
-        nn.Linear(width, outputs), nn.Identity() if discrete else nn.Tanh(),
-    )  # fmt: skip
-    chosen = _Greedy(layers) if discrete else nn.Sequential(_Single(), layers)
-    return TensorDictModule(chosen, in_keys=["observation"], out_keys=["action"])
-
-
-class _Single(nn.Module):
-    def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        return observation.float()
-
-
 # ---- weights
 
 
-class _Large(nn.Module):
-    """A module that computes almost nothing and has many weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.Parameter(torch.zeros(_MEGABYTES, 1 << 18))
-
-    def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        return observation[..., 0].long()
-
-
 def _weights(cell: Question, server: ForkServer | None) -> dict[str, Any]:
-    from torchrl_dist.bench.collect_cells import SleepEnv
-
-    policy = TensorDictModule(_Large(), in_keys=["observation"], out_keys=["action"])
+    heavy = Heavy(_MEGABYTES << 18)  # weights of 4 bytes
+    policy = TensorDictModule(heavy, in_keys=["observation"], out_keys=["action"])
     ranks, processes = (1, cell.workers) if cell.peer == "ours-node" else (cell.workers, 0)
-    begun = time.perf_counter()
-    with (
-        local_cluster({"learner": 1, "collector": ranks}, fork_server=server) as session,
-        RPCBatchedCollector(
-            functools.partial(SleepEnv, cell.step_s), policy, session=session,
-            frames_per_batch=cell.workers * cell.steps, env_processes=processes,
-            categorical_action_encoding=True, timeout_s=cell.timeout_s,
-        ) as collector,
-    ):  # fmt: skip
-        collector.next()
-        startup_s = time.perf_counter() - begun
+    with _collector(
+        cell, server, ranks, functools.partial(SleepEnv, cell.step_s), policy,
+        frames_per_batch=cell.workers * cell.steps, env_processes=processes,
+    ) as (collector, startup):  # fmt: skip
         plain: list[float] = []
         updated: list[float] = []
         packing: list[float] = []
@@ -347,7 +300,7 @@ def _weights(cell: Question, server: ForkServer | None) -> dict[str, Any]:
         "pack_s": statistics.median(packing),
         "delay_s": statistics.median(updated) - statistics.median(plain),
         "copy_s": copy_s,
-        "startup_s": startup_s,
+        **startup,
     }
 
 

@@ -9,6 +9,7 @@ import importlib.util
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,24 +32,24 @@ _GIB = 1 << 30
 _MANY = 10**12  # stands for endless frames, because some collectors take -1 as no frames
 
 
+@dataclass
 class Peer:
-    """A way to collect. Peers are used through their class and never instantiated."""
+    """A way to collect, which needs the installed modules ``requires``."""
 
-    name: ClassVar[str]
+    name: str
+    requires: tuple[str, ...] = field(default=(), kw_only=True)
     sends_single_steps: ClassVar[bool] = False  # no matter which length of a message is requested
 
-    @classmethod
-    def missing(cls) -> str | None:
+    def missing(self) -> str | None:
         """Return why this peer cannot be measured here, or None."""
-        return None
+        absent = (name for name in self.requires if importlib.util.find_spec(name) is None)
+        return next((f"{name} is not installed" for name in absent), None)
 
-    @classmethod
-    def refuses(cls, cell: Cell) -> str | None:
+    def refuses(self, cell: Cell) -> str | None:
         """Return why this peer cannot measure this cell, or None."""
         return None
 
-    @classmethod
-    def open(cls, cell: Cell, folder: str) -> contextlib.AbstractContextManager[Iterator[Any]]:
+    def open(self, cell: Cell, folder: str) -> contextlib.AbstractContextManager[Iterator[Any]]:
         """Start the workers. The iterator blocks for the next batch and never ends."""
         raise NotImplementedError
 
@@ -59,12 +60,9 @@ class Peer:
 class Floor(Peer):
     """Every worker steps its envs with the policy and does nothing else: no data, no messages."""
 
-    name = "floor"
-
-    @classmethod
     @contextlib.contextmanager
-    def open(cls, cell: Cell, folder: str) -> Iterator[Iterator[Any]]:
-        workers = [ForkedWorker(_Nothing()) for _ in range(cell.workers)]
+    def open(self, cell: Cell, folder: str) -> Iterator[Iterator[Any]]:
+        workers = [ForkedWorker(contextlib.ExitStack()) for _ in range(cell.workers)]
         loops = [worker.submit(bare_loop, cell, folder) for worker in workers]
 
         def wait() -> Iterator[None]:
@@ -78,11 +76,6 @@ class Floor(Peer):
             loop.result(30)
         for worker in workers:
             worker.close()
-
-
-class _Nothing:
-    def close(self) -> None:
-        pass
 
 
 def bare_loop(_: Any, cell: Cell, folder: str) -> None:
@@ -102,7 +95,8 @@ def bare_loop(_: Any, cell: Cell, folder: str) -> None:
             if vectorized:
                 seen[0] = env.step(policy(torch.from_numpy(seen[0])).numpy())[0]
             else:
-                stacked = torch.as_tensor(seen[0])[None] if len(seen) == 1 else _stack(seen)
+                tensors = [torch.as_tensor(each) for each in seen]
+                stacked = tensors[0][None] if len(tensors) == 1 else torch.stack(tensors)
                 actions = policy(stacked)
                 actions = actions.numpy() if policy.continuous else actions.tolist()
                 for i, each in enumerate(envs):
@@ -116,39 +110,39 @@ def bare_loop(_: Any, cell: Cell, folder: str) -> None:
                 done = stop.exists()
 
 
-def _stack(seen: list[Any]) -> torch.Tensor:
-    return torch.stack([torch.as_tensor(observation) for observation in seen])
-
-
 # ---- ours
 
 
+@dataclass
 class Ours(Peer):
-    """``RPCBatchedCollector`` with one process per worker. No worker waits for another."""
+    """``RPCBatchedCollector``. No worker waits for another.
 
-    name = "ours"
+    Attributes:
+        node: whether the processes are those of a single worker, which sends one message for all of
+            them. Otherwise each process is a worker.
+        groups: if not 0, the policy is at the learner. A process steps one of its groups of envs
+            while the others wait for their actions.
+    """
 
-    @classmethod
-    def ranks(cls, cell: Cell) -> tuple[int, int]:
-        """Return the number of workers of the session, and of the env processes of each worker."""
-        return cell.workers, 0
+    node: bool = False
+    groups: int = 0
 
-    @classmethod
-    def options(cls, cell: Cell) -> dict[str, Any]:
-        """Return the arguments of the collector."""
-        return {}
+    def refuses(self, cell: Cell) -> str | None:
+        alike = not self.groups or cell.env == "sleep"
+        return None if alike else "it is only measured with --env sleep"
 
-    @classmethod
     @contextlib.contextmanager
-    def open(cls, cell: Cell, folder: str) -> Iterator[Iterator[Any]]:
+    def open(self, cell: Cell, folder: str) -> Iterator[Iterator[Any]]:
         from torchrl_dist.collect import FirstReady, RPCBatchedCollector
         from torchrl_dist.runtime import local_cluster
 
-        workers, processes = cls.ranks(cell)
-        options = {"num_envs": cell.envs, "env_processes": processes, **cls.options(cell)}
+        workers, processes = (1, cell.workers) if self.node else (cell.workers, 0)
+        envs = cell.envs * max(1, self.groups)
+        options: dict[str, Any] = {"num_envs": envs, "env_processes": processes}
+        if self.groups:
+            options |= {"inference": "learner", "env_groups": self.groups}
         if cell.steps != AUTO:
-            per_process = cell.steps * options["num_envs"]
-            options["frames_per_batch"] = per_process * max(1, processes)
+            options["frames_per_batch"] = cell.steps * envs * max(1, processes)
         with (
             local_cluster({"learner": 1, "collector": workers}) as session,
             RPCBatchedCollector(
@@ -165,43 +159,6 @@ class Ours(Peer):
             yield iter(collector)
 
 
-class OursOnOneNode(Ours):
-    """Ours with a single worker, whose env processes collect, and send one message together."""
-
-    name = "ours-node"
-
-    @classmethod
-    def ranks(cls, cell: Cell) -> tuple[int, int]:
-        return 1, cell.workers
-
-
-class OursWithLearnersPolicy(OursOnOneNode):
-    """The policy is at the learner. An env process steps one group of envs and waits for
-    actions."""
-
-    name = "ours-inference-1"
-    groups: ClassVar[int] = 1
-
-    @classmethod
-    def options(cls, cell: Cell) -> dict[str, Any]:
-        return {
-            "inference": "learner",
-            "env_groups": cls.groups,
-            "num_envs": cell.envs * cls.groups,
-        }
-
-    @classmethod
-    def refuses(cls, cell: Cell) -> str | None:
-        return None if cell.env == "sleep" else "it is only measured with --env sleep"
-
-
-class OursWithTwoGroups(OursWithLearnersPolicy):
-    """Two groups of envs per process: one steps while the other waits for its actions."""
-
-    name = "ours-inference-2"
-    groups: ClassVar[int] = 2
-
-
 # ---- TorchRL
 
 
@@ -216,151 +173,91 @@ def torchrl_env(cell: Cell, folder: str) -> Any:
     return GymWrapper(env, categorical_action_encoding=True)
 
 
-class _TorchRLCollector(Peer):
+@dataclass
+class TorchRL(Peer):
     """One of TorchRL's collectors. If it is asynchronous, a batch is one worker's message."""
 
-    class_name: ClassVar[str]
+    class_name: str
+    options: Callable[[Cell, str], dict[str, Any]]
 
-    @classmethod
-    def build(cls, cell: Cell, envs: Sequence[Callable[[], Any]], **options: Any) -> Any:
+    @contextlib.contextmanager
+    def open(self, cell: Cell, folder: str) -> Iterator[Iterator[Any]]:
         from torchrl import collectors
         from torchrl.collectors import distributed
 
-        made = getattr(collectors, cls.class_name, None) or getattr(distributed, cls.class_name)
-        return made(envs, make_policy(cell.env), total_frames=_MANY, **options)
-
-    @classmethod
-    def options(cls, cell: Cell, folder: str) -> dict[str, Any]:
-        return {"frames_per_batch": cell.steps * cell.envs, "sync": False}
-
-    @classmethod
-    @contextlib.contextmanager
-    def open(cls, cell: Cell, folder: str) -> Iterator[Iterator[Any]]:
         # Spawn, as a separate program would, because DistributedCollector's processes hang if
         # forked.
         torch.multiprocessing.set_start_method("spawn", force=True)
+        name, options = self.class_name, self.options(cell, folder)
+        made = getattr(collectors, name, None) or getattr(distributed, name)
         envs = [functools.partial(torchrl_env, cell, folder)] * cell.workers
-        collector = cls.build(cell, envs, **cls.options(cell, folder))
-        yield iter(collector)
+        yield iter(made(envs, make_policy(cell.env), total_frames=_MANY, **options))
         # The collector is not shut down, because some collectors hang then. The process group is
         # killed instead.
 
 
-class TorchRLRPC(_TorchRLCollector):
-    name = "torchrl-rpc"
-    class_name = "RPCCollector"
-
-    @classmethod
-    def options(cls, cell: Cell, folder: str) -> dict[str, Any]:
-        return super().options(cell, folder) | {"launcher": "mp", "tcp_port": _free_port()}
+def _asynchronous(cell: Cell, **options: Any) -> dict[str, Any]:
+    return {"frames_per_batch": cell.steps * cell.envs, "sync": False, **options}
 
 
-class TorchRLDistributed(_TorchRLCollector):
-    name = "torchrl-distributed"
-    class_name = "DistributedCollector"
-
-    @classmethod
-    def options(cls, cell: Cell, folder: str) -> dict[str, Any]:
-        more = {"launcher": "mp", "tcp_port": _free_port(), "backend": "gloo"}
-        return super().options(cell, folder) | more
+def _by_port(cell: Cell, folder: str) -> dict[str, Any]:
+    return _asynchronous(cell, launcher="mp", tcp_port=_free_port())
 
 
-class TorchRLMultiSync(_TorchRLCollector):
-    """Lockstep by design: each batch needs a message of every worker."""
-
-    name = "torchrl-multisync"
-    class_name = "MultiSyncCollector"
-
-    @classmethod
-    def options(cls, cell: Cell, folder: str) -> dict[str, Any]:
-        return {"frames_per_batch": cell.steps * cell.envs * cell.workers}
+def _by_gloo(cell: Cell, folder: str) -> dict[str, Any]:
+    return _by_port(cell, folder) | {"backend": "gloo"}
 
 
-class TorchRLRay(_TorchRLCollector):
-    name = "torchrl-ray"
-    class_name = "RayCollector"
+def _in_lockstep(cell: Cell, folder: str) -> dict[str, Any]:
+    """By design: each batch needs a message of every worker."""
+    return {"frames_per_batch": cell.steps * cell.envs * cell.workers}
 
-    @classmethod
-    def missing(cls) -> str | None:
-        return None if importlib.util.find_spec("ray") else "ray is not installed"
 
-    @classmethod
-    def options(cls, cell: Cell, folder: str) -> dict[str, Any]:
-        from torchrl.collectors.distributed.ray import DEFAULT_RAY_INIT_CONFIG
+def _by_ray(cell: Cell, folder: str) -> dict[str, Any]:
+    from torchrl.collectors.distributed.ray import DEFAULT_RAY_INIT_CONFIG
 
+    return _asynchronous(
+        cell,
+        ray_init_config=DEFAULT_RAY_INIT_CONFIG | _ray_options(folder),
         # If actors together ask for more cores than there are, most wait indefinitely.
-        few = {"num_cpus": 0, "num_gpus": 0, "memory": 0}
-        return super().options(cell, folder) | {
-            "ray_init_config": {
-                **DEFAULT_RAY_INIT_CONFIG,
-                "include_dashboard": False,
-                "object_store_memory": _GIB,
-                "_temp_dir": folder,
-                "log_to_driver": False,
-            },
-            "remote_configs": few,
-            "num_collectors": cell.workers,
-        }
+        remote_configs={"num_cpus": 0, "num_gpus": 0, "memory": 0},
+        num_collectors=cell.workers,
+    )
 
 
-# ---- gymnasium
+def _ray_options(folder: str) -> dict[str, Any]:
+    return {
+        "include_dashboard": False,
+        "object_store_memory": _GIB,
+        "_temp_dir": folder,
+        "log_to_driver": False,
+    }
 
 
-class GymnasiumAsync(Peer):
-    """``AsyncVectorEnv``: envs in processes, the policy here, every step in lockstep."""
+# ---- vector environments
 
-    name = "gymnasium-async"
+
+@dataclass
+class Vector(Peer):
+    """Envs in processes, the policy here, every step in lockstep.
+
+    Attributes:
+        make: makes the vector env, and returns it with a function that closes it.
+        resets: whether the vector env resets its envs.
+    """
+
+    make: Callable[[list[Callable[[], Any]], str], tuple[Any, Callable[[], Any]]]
+    resets: bool = False
     sends_single_steps = True
 
-    @classmethod
-    @contextlib.contextmanager
-    def open(cls, cell: Cell, folder: str) -> Iterator[Iterator[Any]]:
-        from gymnasium.vector import AsyncVectorEnv
-
-        single = functools.partial(single_env, cell.env, folder)
-        envs = AsyncVectorEnv([single] * (cell.workers * cell.envs))
-        torch.manual_seed(0)
-        policy = Greedy(cell.env)
-
-        def batches() -> Iterator[None]:
-            seen, _ = envs.reset()
-            with torch.no_grad():
-                while True:
-                    for _ in range(cell.steps):
-                        seen = envs.step(policy(torch.from_numpy(seen)).numpy())[0]
-                    yield
-
-        yield batches()
-        envs.close(terminate=True)
-
-    @classmethod
-    def refuses(cls, cell: Cell) -> str | None:
+    def refuses(self, cell: Cell) -> str | None:
         processes = cell.workers * cell.envs
         return None if processes <= 64 else f"it would need {processes} processes"
 
-
-# ---- tianshou
-
-
-class TianshouSubproc(Peer):
-    """tianshou's ``SubprocVectorEnv``: envs in processes, the policy here, in lockstep."""
-
-    name = "tianshou-subproc"
-    sends_single_steps = True
-    class_name: ClassVar[str] = "SubprocVectorEnv"
-
-    @classmethod
-    def missing(cls) -> str | None:
-        return None if importlib.util.find_spec("tianshou") else "tianshou is not installed"
-
-    @classmethod
     @contextlib.contextmanager
-    def open(cls, cell: Cell, folder: str) -> Iterator[Iterator[Any]]:
-        from tianshou import env as tianshou_env
-
-        cls.prepare(folder)
+    def open(self, cell: Cell, folder: str) -> Iterator[Iterator[Any]]:
         single = functools.partial(single_env, cell.env, folder)
-        envs = getattr(tianshou_env, cls.class_name)([single] * (cell.workers * cell.envs))
+        envs, close = self.make([single] * (cell.workers * cell.envs), folder)
         torch.manual_seed(0)
         policy = Greedy(cell.env)
 
@@ -371,41 +268,34 @@ class TianshouSubproc(Peer):
                     for _ in range(cell.steps):
                         actions = policy(torch.from_numpy(seen)).numpy()
                         seen, _, ended, cut, _ = envs.step(actions)
-                        done = np.flatnonzero(ended | cut)
-                        if len(done):  # like tianshou's collector, because these envs do not reset
-                            seen[done] = envs.reset(done)[0]
+                        if not self.resets and len(done := np.flatnonzero(ended | cut)):
+                            seen[done] = envs.reset(done)[0]  # like tianshou's collector
                     yield
 
         yield batches()
-        envs.close()
-
-    @classmethod
-    def prepare(cls, folder: str) -> None:
-        """Prepare what must exist before the envs are made."""
-
-    @classmethod
-    def refuses(cls, cell: Cell) -> str | None:
-        return GymnasiumAsync.refuses(cell)
+        close()
 
 
-class TianshouRay(TianshouSubproc):
-    """tianshou's ``RayVectorEnv``: one actor per env."""
+def _gymnasium(envs: list[Callable[[], Any]], folder: str) -> tuple[Any, Callable[[], Any]]:
+    from gymnasium.vector import AsyncVectorEnv
 
-    name = "tianshou-ray"
-    class_name = "RayVectorEnv"
+    made = AsyncVectorEnv(envs)
+    return made, functools.partial(made.close, terminate=True)
 
-    @classmethod
-    def missing(cls) -> str | None:
-        return super().missing() or TorchRLRay.missing()
 
-    @classmethod
-    def prepare(cls, folder: str) -> None:
-        importlib.import_module("ray").init(
-            include_dashboard=False,
-            object_store_memory=_GIB,
-            _temp_dir=folder,
-            log_to_driver=False,
-        )
+def _tianshou(envs: list[Callable[[], Any]], folder: str) -> tuple[Any, Callable[[], Any]]:
+    from tianshou.env import SubprocVectorEnv
+
+    made = SubprocVectorEnv(envs)
+    return made, made.close
+
+
+def _tianshou_by_ray(envs: list[Callable[[], Any]], folder: str) -> tuple[Any, Callable[[], Any]]:
+    from tianshou.env import RayVectorEnv
+
+    importlib.import_module("ray").init(**_ray_options(folder))
+    made = RayVectorEnv(envs)  # one actor per env
+    return made, made.close
 
 
 def _free_port() -> str:
@@ -416,23 +306,21 @@ def _free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-PEERS: dict[str, type[Peer]] = {
-    peer.name: peer
-    for peer in (
-        Floor,
-        Ours,
-        OursOnOneNode,
-        OursWithLearnersPolicy,
-        OursWithTwoGroups,
-        TorchRLRPC,
-        TorchRLDistributed,
-        TorchRLMultiSync,
-        TorchRLRay,
-        GymnasiumAsync,
-        TianshouSubproc,
-        TianshouRay,
-    )
-}
+_ALL: tuple[Peer, ...] = (
+    Floor("floor"),
+    Ours("ours"),
+    Ours("ours-node", node=True),
+    Ours("ours-inference-1", node=True, groups=1),
+    Ours("ours-inference-2", node=True, groups=2),
+    TorchRL("torchrl-rpc", "RPCCollector", _by_port),
+    TorchRL("torchrl-distributed", "DistributedCollector", _by_gloo),
+    TorchRL("torchrl-multisync", "MultiSyncCollector", _in_lockstep),
+    TorchRL("torchrl-ray", "RayCollector", _by_ray, requires=("ray",)),
+    Vector("gymnasium-async", _gymnasium, resets=True),
+    Vector("tianshou-subproc", _tianshou, requires=("tianshou",)),
+    Vector("tianshou-ray", _tianshou_by_ray, requires=("tianshou", "ray")),
+)
+PEERS = {peer.name: peer for peer in _ALL}
 
 
 # ---- the clock

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 AUTO = 0  # steps per message: the collector's choice
 ENVS = ("sleep", "cartpole", "halfcheetah")
@@ -21,6 +20,8 @@ OTHERS = (
     "tianshou-subproc",
     "tianshou-ray",
 )
+LINE = ("env", "workers", "envs", "step_s", "steps_per_message")
+"""What the JSON objects of cells that differ only in the peer have in common."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,6 @@ class Cell:
     steps: int
     seconds: float
     timeout_s: float
-
-    @property
-    def line(self) -> tuple[Any, ...]:
-        """What cells that differ only in the peer have in common."""
-        return (self.env, self.workers, self.envs, self.step_s, self.steps)
 
 
 @dataclass(frozen=True)

@@ -5,29 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from torchrl_dist.bench.collect_plan import LINE
+from torchrl_dist.bench.results import by, plot_bars
 from torchrl_dist.recipes.parts.plots import save_figure
 from torchrl_dist.ui import show_table
-
-_LINE = ("env", "workers", "envs", "step_s", "steps_per_message")
-
-
-def _lines(cells: list[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, dict[str, Any]]]:
-    lines: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
-    for cell in cells:
-        line = tuple(cell[name] for name in _LINE)
-        lines.setdefault(line, {})[cell["peer"]] = cell
-    return lines
 
 
 def print_table(cells: list[dict[str, Any]]) -> None:
     """Print a column per peer: steps/s, efficiency, and the fraction of the floor."""
     peers = list(dict.fromkeys(cell["peer"] for cell in cells))
     left = ("env", "workers", "envs", "step s", "steps")
-    rows = [
-        [f"{x:g}" if isinstance(x, float) else str(x) for x in line]
-        + [_figures(found.get(peer)) for peer in peers]
-        for line, found in _lines(cells).items()
-    ]
+    rows = []
+    for line, of_line in by(cells, *LINE).items():
+        found = {cell["peer"]: cell for cell in of_line}
+        words = [f"{x:g}" if isinstance(x, float) else str(x) for x in line]
+        rows.append(words + [_figures(found.get(peer)) for peer in peers])
     title = "median steps/s, efficiency, and the fraction of the floor"
     show_table(title, (*left, *peers), rows, left=left, width=max(100, 40 + 17 * len(peers)))
 
@@ -43,28 +35,14 @@ def _figures(cell: dict[str, Any] | None) -> str:
 
 def plot(path: Path, cells: list[dict[str, Any]], title: str) -> None:
     """Plot one panel of bars (efficiency) per line of the table, as a PNG."""
-    from matplotlib.figure import Figure
-
-    panels = _lines([cell for cell in cells if cell["efficiency"] is not None])
-    if not panels:
-        return
-    columns = min(4, len(panels))
-    rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(4 * columns, 2.4 * rows), layout="constrained")
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for axis, (line, found) in zip(axes, panels.items(), strict=False):
-        colors = ["tab:blue" if peer.startswith("ours") else "tab:gray" for peer in found]
-        axis.barh(list(found), [cell["efficiency"] for cell in found.values()], color=colors)
-        axis.invert_yaxis()
-        env, workers, envs, step_s, steps = line
+    lines = by((cell for cell in cells if cell["efficiency"] is not None), *LINE)
+    panels = []
+    for (env, workers, envs, step_s, steps), of_line in lines.items():
         duration = f", {step_s:g} s" if step_s else ""
-        axis.set_title(f"{env}{duration}, {workers} x {envs}, {steps} per message", fontsize=8)
-        axis.set_xlabel("efficiency", fontsize=8)
-        axis.tick_params(labelsize=7)
-    for axis in axes[len(panels) :]:
-        axis.set_visible(False)
-    figure.suptitle(title, fontsize=10)
-    save_figure(figure, path)
+        name = f"{env}{duration}, {workers} x {envs}, {steps} per message"
+        bars = {cell["peer"]: cell["efficiency"] for cell in of_line}
+        panels.append((name, "efficiency", bars))
+    plot_bars(path, title, panels)
 
 
 _CELL = ("peer", "env", "workers", "envs", "steps_per_message", "durations", "network",
@@ -100,9 +78,7 @@ def plot_deadlines(path: Path, cells: list[dict[str, Any]]) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
-    lines: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for cell in cells:
-        lines.setdefault((cell["durations"], cell["network"], cell["envs"]), []).append(cell)
+    lines = by(cells, "durations", "network", "envs")
     for axis, name in zip(
         figure.subplots(1, 2), ("workers_per_receive", "seconds_per_100k_frames"), strict=True
     ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -11,19 +12,19 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torchrl_dist import own_files
 from torchrl_dist.errors import ConfigurationError, TorchRLDistError
+from torchrl_dist.ui import above_zero
 
-if TYPE_CHECKING:
-    from torchrl_dist.bench.processes import Launcher
-
+MEMORY = Path("/dev/shm")
 _REMOVAL_S = 5.0
 
 _Case = TypeVar("_Case")
+_Result = TypeVar("_Result")
 
 
 def describe(parser: argparse.ArgumentParser, text: str | None, run: Callable[..., int]) -> None:
@@ -45,27 +46,63 @@ def add_figures(
     scratch: bool = False,
 ) -> None:
     """Add options for how often and how long to measure and where figures go, with defaults."""
-    for option, kind, default, text in (
-        ("--rounds", int, rounds, ""),
-        ("--seconds", float, seconds, "per measurement "),
-        ("--timeout-s", float, timeout_s, f"longest duration of {timed} "),
-    ):
-        if default is not None:
-            help = f"{text}(default: {default:g})"
-            parser.add_argument(option, type=above_zero(kind), default=default, help=help)
+    if rounds is not None:
+        add_number(parser, "--rounds", int, rounds)
+    if seconds is not None:
+        add_number(parser, "--seconds", float, seconds, "per measurement")
+    if timeout_s is not None:
+        add_number(parser, "--timeout-s", float, timeout_s, f"longest duration of {timed}")
     parser.add_argument("--json", type=Path, metavar="FILE", help=f"append one line per {line_per}")
     if plot is not None:
         parser.add_argument("--plot", type=Path, metavar="FILE.png", help=f"plot the {plot}")
     if scratch:
-        parser.add_argument(
-            "--scratch-dir",
-            type=Path,
-            default=Path("/dev/shm"),
-            help="folder for buffers during a measurement (default: /dev/shm)",
-        )
+        text = "folder for buffers during a measurement (default: /dev/shm)"
+        parser.add_argument("--scratch-dir", type=Path, default=MEMORY, help=text)
 
 
-def names(known: Sequence[str]) -> Callable[[str], list[str]]:
+def add_number(
+    parser: argparse.ArgumentParser, option: str, kind: type, default: Any, text: str = ""
+) -> None:
+    """Add an option for a number above 0. If there is no default, ``text`` says what happens."""
+    if default is not None:
+        text = f"{text} (default: {default if kind is int else format(default, 'g')})".lstrip()
+    parser.add_argument(option, type=above_zero(kind), default=default, help=text)
+
+
+def add_list(
+    parser: argparse.ArgumentParser,
+    option: str,
+    kind: Callable[[str], Any],
+    default: str | None,
+    text: str,
+    metavar: str = "N,M",
+) -> None:
+    """Add an option for several values, separated by commas, each of which ``kind`` parses."""
+
+    def parse(values: str) -> list[Any]:
+        return [kind(value) for value in values.split(",")]
+
+    if default is not None:
+        text += f" (default: {default})"
+    parser.add_argument(option, type=parse, default=default, metavar=metavar, help=text)
+
+
+def add_counts(
+    parser: argparse.ArgumentParser, option: str, default: str | None, text: str
+) -> None:
+    """Add an option for several whole numbers above 0."""
+    add_list(parser, option, above_zero(int), default, text)
+
+
+def add_names(
+    parser: argparse.ArgumentParser, option: str, known: Collection[str], text: str | None = None
+) -> None:
+    """Add an option for some of the ``known`` names. The default is all of them."""
+    text = (text or f"some of {','.join(known)}") + " (default: all)"
+    parser.add_argument(option, type=names(known), default=[*known], metavar="A,B", help=text)
+
+
+def names(known: Collection[str]) -> Callable[[str], list[str]]:
     """Return a parser of names from ``known``, separated by commas."""
 
     def parse(text: str) -> list[str]:
@@ -78,23 +115,22 @@ def names(known: Sequence[str]) -> Callable[[str], list[str]]:
     return parse
 
 
-def counts(text: str) -> list[int]:
-    """Parse whole numbers above 0, separated by commas."""
-    chosen = [int(number) for number in text.split(",")]
-    if min(chosen) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected numbers above 0")
-    return chosen
+def available(peers: Iterable[str], missing: Callable[[str], str | None]) -> list[str]:
+    """Return the peers that can be measured here. Print why the others are skipped.
 
-
-def above_zero(kind: type) -> Callable[[str], Any]:
-    """Return a parser of numbers above 0."""
-
-    def parse(text: str) -> Any:
-        if kind(text) <= 0:
-            raise argparse.ArgumentTypeError(f"got {text!r}, expected a number above 0")
-        return kind(text)
-
-    return parse
+    Raises:
+        ConfigurationError: none can be measured.
+    """
+    reasons = {peer: missing(peer) for peer in peers}
+    for peer, reason in reasons.items():
+        if reason is not None:
+            say(f"skipped {peer}: {reason}")
+    found = [peer for peer, reason in reasons.items() if reason is None]
+    if not found:
+        raise ConfigurationError(
+            "none of the peers can be measured here: see above for the reasons"
+        )
+    return found
 
 
 class _Held:
@@ -158,42 +194,58 @@ def in_rounds(
     rounds: int,
     groups: Sequence[Sequence[_Case]],
     parent: Path,
-    measure: Callable[[Launcher, _Case, Path], Any],
-    label: Callable[[_Case], str],
-    take: Callable[[_Case, Any], str],
+    measure: Callable[..., _Result],
+    found: dict[_Case, list[_Result]],
+    tell: Callable[[_Case, _Result], str],
+    *,
+    arguments: Callable[[_Case], tuple[Any, ...]] = lambda case: (case,),
+    timeout_s: Callable[[Any], float] = lambda case: case.timeout_s,
+    environment: Callable[[Any], Mapping[str, str]] = lambda case: {},
+    label: Callable[[_Case], str] = str,
 ) -> int:
     """Measure each case once per round, each in new processes and a new folder in ``parent``.
 
     The order within a group rotates, so that no case is always first. A case that fails is reported
-    and left out of the following rounds.
+    and left out of the following rounds. A signal ends the measurements.
 
     Args:
-        measure: measures one case, with ``Launcher.run``.
-        take: stores the result, and returns what to print about it.
+        measure: called in a new process, with ``arguments`` and the folder.
+        found: gets the results of each case, one per round.
+        tell: returns what to print about a result.
+        timeout_s, environment: of the new process.
 
     Returns:
-        0, or 1 if a case failed.
+        0; 1 if a case failed; 130 or 143 after SIGINT or SIGTERM.
     """
     from torchrl_dist.bench.processes import Launcher
 
     failed: set[_Case] = set()
-    with Launcher() as launcher:
-        for round_ in range(rounds):
-            for group in groups:
+
+    def measure_one(launcher: Launcher, case: _Case) -> str:
+        with folder_in(parent) as folder:
+            result = launcher.run(
+                measure, *arguments(case), str(folder), folder=folder, timeout_s=timeout_s(case),
+                environment=environment(case),
+            )  # fmt: skip
+        found.setdefault(case, []).append(result)
+        return tell(case, result)
+
+    def measure_all() -> int:
+        with Launcher() as launcher:
+            for round_, group in itertools.product(range(rounds), groups):
                 shift = round_ % max(1, len(group))
                 for case in [*group[shift:], *group[:shift]]:
                     if case in failed:
                         continue
-                    begin = f"round {round_ + 1}: {label(case)}"
                     try:
-                        with folder_in(parent) as folder:
-                            result = measure(launcher, case, folder)
+                        told = measure_one(launcher, case)
                     except TorchRLDistError as error:
                         failed.add(case)
-                        say(f"{begin}: failed: {error}")
-                        continue
-                    say(f"{begin}: {take(case, result)}")
-    return 1 if failed else 0
+                        told = f"failed: {error}"
+                    say(f"round {round_ + 1}: {label(case)}: {told}")
+        return 1 if failed else 0
+
+    return until_stopped(measure_all)
 
 
 class TerminatedError(BaseException):
@@ -264,6 +316,12 @@ def check_folders(lines: Path | None, picture: Path | None = None) -> None:
                 raise ConfigurationError(
                     f"{picture} exists and is not a picture: choose another file, or remove it"
                 )
+
+
+def check_memory() -> None:
+    """Refuse to measure without the folder for rows in memory."""
+    if not MEMORY.is_dir():
+        raise ConfigurationError(f"there is no {MEMORY} to keep the rows in")
 
 
 def say(text: str) -> None:

@@ -35,22 +35,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torchrl_dist.bench.command import (
-    add_figures,
-    check_folders,
-    counts,
-    describe,
-    in_rounds,
-    names,
-    say,
-    until_stopped,
-)
+from torchrl_dist.bench import command
+from torchrl_dist.bench.results import append_json, by, medians
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.recipes.parts.plots import save_figure
 from torchrl_dist.ui import show_table
@@ -75,8 +67,11 @@ class Cell:
     timeout_s: float
     device: str = "cpu"
 
+    def __str__(self) -> str:
+        return f"{self.peer} x{self.ranks}, batch {self.batch}, width {self.width}"
 
-@dataclass
+
+@dataclass(frozen=True)
 class Result:
     """The median update of rank 0, and its start, in milliseconds."""
 
@@ -86,45 +81,19 @@ class Result:
     wrap_ms: float = 0.0
 
 
-@dataclass
-class Rounds:
-    """The results of all rounds by cell, and medians over rounds."""
-
-    results: dict[Cell, list[Result]] = field(default_factory=dict)
-
-    def median(self, cell: Cell, value: str, part: str | None = None) -> float:
-        found = [getattr(result, value) for result in self.results[cell]]
-        return statistics.median(f[part] if part else f for f in found)
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's description and options to ``parser``."""
-    describe(parser, __doc__, run)
-    for option, default, text in (
-        ("--ranks", "2,4", "processes that learn together"),
-        ("--batches", "128,1024,8192", "rows of all ranks together"),
-        ("--widths", "64,256,1024", "widths of the hidden layers"),
-    ):
-        parser.add_argument(
-            option, type=counts, default=counts(default), metavar="N,M", help=f"{text} ({default})"
-        )
-    parser.add_argument(
-        "--peers",
-        type=names(list(PEERS)),
-        default=list(PEERS),
-        metavar="A,B",
-        help=f"some of {','.join(PEERS)}, in addition to one process (default: all)",
-    )
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cpu",
-        help="cuda: one GPU per rank (default: cpu)",
-    )
-    parser.add_argument(
-        "--no-imports", action="store_true", help="do not measure how long imports take"
-    )
-    add_figures(
+    command.describe(parser, __doc__, run)
+    command.add_counts(parser, "--ranks", "2,4", "processes that learn together")
+    command.add_counts(parser, "--batches", "128,1024,8192", "rows of all ranks together")
+    command.add_counts(parser, "--widths", "64,256,1024", "widths of the hidden layers")
+    text = f"some of {','.join(PEERS)}, in addition to one process"
+    command.add_names(parser, "--peers", PEERS, text)
+    text = "cuda: one GPU per rank (default: cpu)"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=text)
+    text = "do not measure how long imports take"
+    parser.add_argument("--no-imports", action="store_true", help=text)
+    command.add_figures(
         parser, rounds=3, seconds=1.0, timeout_s=120.0, timed="one measurement", plot="speed-ups"
     )
 
@@ -139,9 +108,6 @@ def run(options: argparse.Namespace) -> int:
         ConfigurationError: a batch cannot be divided among the ranks, there are fewer GPUs than
             ranks, or a file has no folder.
     """
-    from torchrl_dist.bench.replay_peers import versions
-    from torchrl_dist.bench.table import append_json
-
     for batch, ranks in itertools.product(options.batches, options.ranks):
         if batch % ranks or ranks < 2:
             raise ConfigurationError(
@@ -149,21 +115,24 @@ def run(options: argparse.Namespace) -> int:
                 "that can be divided among them equally"
             )
     _check_device(options)
-    check_folders(options.json, options.plot)
-    rounds = Rounds()
+    command.check_folders(options.json, options.plot)
+    found: dict[Cell, list[Result]] = {}
     imports: dict[int, float] = {}
 
     def all_of_it() -> int:
         if not options.no_imports:
             imports.update((n, _import_seconds(n)) for n in sorted({1, *options.ranks}))
-        return _measure_all(options, rounds)
+        # Each cell is its own group, in the order in which cells are compared.
+        return command.in_rounds(
+            options.rounds, [[cell] for cell in plan(options)], Path(tempfile.gettempdir()),
+            measure, found, lambda cell, result: f"{result.update_ms:.2f} ms per update",
+            environment=lambda cell: {"GLOO_SOCKET_IFNAME": "lo", "RL_WARNINGS": "False"},
+        )  # fmt: skip
 
-    status = until_stopped(all_of_it)
-    lines = list(_lines(rounds))
-    _print(lines, rounds, imports)
-    if options.json is not None:
-        extra = {"seconds": options.seconds, "cpus": os.cpu_count(), "versions": versions([])}
-        append_json(options.json, lines, {"bench": "ddp", "import_s": imports, **extra})
+    status = command.until_stopped(all_of_it)
+    lines = to_lines(found)
+    _print(lines, imports)
+    append_json(options.json, "ddp", lines, import_s=imports, seconds=options.seconds)
     if options.plot is not None:
         _plot(options.plot, lines)
     return status
@@ -171,20 +140,17 @@ def run(options: argparse.Namespace) -> int:
 
 def plan(options: argparse.Namespace) -> list[Cell]:
     """Return what one round measures. Cells that are compared follow each other."""
-    cells: dict[Cell, None] = {}  # a set that keeps its order
+    peers = [PEERS[name] for name in options.peers]
+    if options.device != "cpu":
+        peers = [peer for peer in peers if peer != THREADS]
+    cells = []
     for width, batch in itertools.product(options.widths, options.batches):
-
-        def cell(peer: str, ranks: int, rows: int, width: int = width) -> Cell:
-            seconds, timeout_s, device = options.seconds, options.timeout_s, options.device
-            return Cell(peer, ranks, rows, width, seconds, timeout_s, device)
-
-        cells[cell(ALONE, 1, batch)] = None
+        compared = [(ALONE, 1, batch)]
         for ranks in options.ranks:
-            cells[cell(ALONE, 1, batch // ranks)] = None
-            for name in options.peers:
-                if options.device == "cpu" or PEERS[name] != THREADS:
-                    cells[cell(PEERS[name], ranks, batch)] = None
-    return list(cells)
+            compared += [(ALONE, 1, batch // ranks), *((peer, ranks, batch) for peer in peers)]
+        for each in compared:
+            cells.append(Cell(*each, width, options.seconds, options.timeout_s, options.device))
+    return list(dict.fromkeys(cells))
 
 
 def _check_device(options: argparse.Namespace) -> None:
@@ -193,7 +159,7 @@ def _check_device(options: argparse.Namespace) -> None:
     gpus = torch.cuda.device_count()
     if options.device == "cpu":
         if gpus:
-            say(f"{gpus} GPU(s) are available but not measured: use --device cuda")
+            command.say(f"{gpus} GPU(s) are available but not measured: use --device cuda")
         return
     if gpus < max(options.ranks):
         raise ConfigurationError(
@@ -201,41 +167,16 @@ def _check_device(options: argparse.Namespace) -> None:
             "per rank: choose fewer --ranks"
         )
     if "threads" in options.peers:
-        say("threads are not measured, because they do not compute on a GPU")
-
-
-def _measure_all(options: argparse.Namespace, rounds: Rounds) -> int:
-    def run_one(launcher: Any, cell: Cell, folder: Path) -> Result:
-        return launcher.run(
-            measure,
-            cell,
-            str(folder),
-            folder=folder,
-            timeout_s=cell.timeout_s,
-            environment={"GLOO_SOCKET_IFNAME": "lo", "RL_WARNINGS": "False"},
-        )
-
-    def take(cell: Cell, result: Result) -> str:
-        rounds.results.setdefault(cell, []).append(result)
-        return f"{result.update_ms:.2f} ms per update"
-
-    # Each cell is its own group, in the order in which cells are compared.
-    groups = [[cell] for cell in plan(options)]
-    parent = Path(tempfile.gettempdir())
-    return in_rounds(options.rounds, groups, parent, run_one, _label, take)
-
-
-def _label(cell: Cell) -> str:
-    return f"{cell.peer} x{cell.ranks}, batch {cell.batch}, width {cell.width}"
+        command.say("threads are not measured, because they do not compute on a GPU")
 
 
 def _import_seconds(processes: int) -> float:
     """Return the time until ``processes`` concurrent new processes have imported what a rank
     needs."""
-    command = [sys.executable, "-c", "import torchrl.objectives, torchrl_dist.learn"]
+    program = [sys.executable, "-c", "import torchrl.objectives, torchrl_dist.learn"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     start = time.monotonic()
-    started = [subprocess.Popen(command, env=environment) for _ in range(processes)]
+    started = [subprocess.Popen(program, env=environment) for _ in range(processes)]
     try:
         for process in started:
             process.wait(120)
@@ -327,19 +268,15 @@ class _Update:
     def __init__(self, cell: Cell, rank: int) -> None:
         import torch
         from torch import nn
-        from torchrl.modules import QValueActor
+        from torchrl.modules import MLP, QValueActor
         from torchrl.objectives import DQNLoss, SoftUpdate
 
         torch.manual_seed(rank)
-        width = cell.width
         self._on_gpu = cell.device == "cuda"
-        network = nn.Sequential(
-            nn.Linear(_OBSERVATION, width),
-            nn.ReLU(),
-            nn.Linear(width, width),
-            nn.ReLU(),
-            nn.Linear(width, _ACTIONS),
-        ).to(cell.device)
+        network = MLP(
+            _OBSERVATION, _ACTIONS, depth=2, num_cells=cell.width, activation_class=nn.ReLU,
+            device=cell.device,
+        )  # fmt: skip
         actor = QValueActor(network, in_keys=["observation"], action_space="categorical")
         loss = DQNLoss(actor, action_space="categorical", delay_value=True)
         loss.make_value_estimator(gamma=0.99)
@@ -414,56 +351,38 @@ def _rows(count: int) -> Any:
     import torch
     from tensordict import TensorDict
 
-    def observations() -> Any:
-        return torch.randn(count, _OBSERVATION)
-
     ended = torch.zeros(count, 1, dtype=torch.bool)
-    following = {
-        "observation": observations(),
-        "reward": torch.randn(count, 1),
-        "terminated": ended,
-        "done": ended.clone(),
-    }
-    return TensorDict(
-        {
-            "observation": observations(),
-            "action": torch.randint(_ACTIONS, (count,)),
-            "next": TensorDict(following, [count]),
-        },
-        [count],
-    )
+    seen, following = torch.randn(2, count, _OBSERVATION)
+    after = {"observation": following, "reward": torch.randn(count, 1)}
+    after |= {"terminated": ended, "done": ended.clone()}
+    action = torch.randint(_ACTIONS, (count,))
+    return TensorDict({"observation": seen, "action": action, "next": after}, [count])
 
 
 # ---- results
 
 
-def _lines(rounds: Rounds) -> Iterator[dict[str, Any]]:
-    """Yield a JSON object per measured cell, with the speed-up over one process and the verdict."""
-    for cell in rounds.results:
-        update = rounds.median(cell, "update_ms")
-        alone = _alone(cell, rounds, cell.batch)
-        part = _alone(cell, rounds, cell.batch // cell.ranks)
+def to_lines(found: Mapping[Cell, list[Result]]) -> list[dict[str, Any]]:
+    """Return a JSON object per measured cell, with the speed-up over one process and the
+    verdict."""
+    update_ms = {c: statistics.median(each.update_ms for each in of) for c, of in found.items()}
+    lines = []
+    for cell, results in found.items():
+        alone, part = (
+            update_ms.get(dataclasses.replace(cell, peer=ALONE, ranks=1, batch=batch))
+            for batch in (cell.batch, cell.batch // cell.ranks)
+        )
         line = {
-            "peer": cell.peer,
-            "device": cell.device,
-            "ranks": cell.ranks,
-            "batch": cell.batch,
-            "width": cell.width,
-            "update_ms": update,
-            "parts_ms": {p: rounds.median(cell, "parts_ms", p) for p in PARTS},
-            "join_ms": rounds.median(cell, "join_ms"),
-            "wrap_ms": rounds.median(cell, "wrap_ms"),
-            "rounds": len(rounds.results[cell]),
-            "speed_up": alone / update if alone else None,
+            **{name: getattr(cell, name) for name in ("peer", "device", "ranks", "batch", "width")},
+            **medians([vars(result) for result in results], "update_ms", "join_ms", "wrap_ms"),
+            "parts_ms": medians([result.parts_ms for result in results]),
+            "rounds": len(results),
+            "speed_up": alone / update_ms[cell] if alone else None,
             "part_alone_ms": part,
             "saved_ms": alone - part if alone and part and cell.ranks > 1 else None,
         }
-        yield {**line, "verdict": verdict(line, os.cpu_count() or 1)}
-
-
-def _alone(cell: Cell, rounds: Rounds, batch: int) -> float | None:
-    same = dataclasses.replace(cell, peer=ALONE, ranks=1, batch=batch)
-    return rounds.median(same, "update_ms") if same in rounds.results else None
+        lines.append({**line, "verdict": verdict(line, os.cpu_count() or 1)})
+    return lines
 
 
 def verdict(line: dict[str, Any], cpus: int) -> str:
@@ -486,7 +405,7 @@ def verdict(line: dict[str, Any], cpus: int) -> str:
     return f"ranks add more time than the {saved:.2f} ms that they save"
 
 
-def _print(lines: list[dict[str, Any]], rounds: Rounds, imports: dict[int, float]) -> None:
+def _print(lines: list[dict[str, Any]], imports: dict[int, float]) -> None:
     from rich.console import Console
 
     left = ("width", "batch", "peer", "ranks")
@@ -503,29 +422,29 @@ def _print(lines: list[dict[str, Any]], rounds: Rounds, imports: dict[int, float
     columns = (*left, "update", *PARTS, "speed-up", "saved", "verdict")
     show_table("one update, ms", columns, rows, left=(*left, "verdict"), width=150)
     console = Console(width=150)
-    for ranks in sorted({line["ranks"] for line in lines if line["peer"] == OURS}):
-        console.print(_summary([x for x in lines if x["peer"] == OURS and x["ranks"] == ranks]))
+    ours = [line for line in lines if line["peer"] == OURS]
+    for _, of_ranks in sorted(by(ours, "ranks").items()):
+        console.print(_summary(of_ranks))
     if imports:
         told = ", ".join(f"{n} at once {s:.1f} s" for n, s in imports.items())
         console.print(f"import of TorchRL in new processes: {told}")
-    started = [line for line in lines if line["peer"] == OURS]
-    if started:
-        join, wrap = (statistics.median(x[n] for x in started) for n in ("join_ms", "wrap_ms"))
+    if ours:
+        join, wrap = medians(ours, "join_ms", "wrap_ms").values()
         console.print(f"join {join:.0f} ms, wrap {wrap:.0f} ms (medians of ours)")
 
 
 def _summary(lines: list[dict[str, Any]]) -> str:
     """Return, for each width, from which batch on ranks pay."""
     told = []
-    for width in sorted({line["width"] for line in lines}):
-        here = sorted((x["batch"], x["verdict"] == "pays") for x in lines if x["width"] == width)
-        pays = [batch for batch, does in here if does]
-        if not pays:
+    for (width,), of_width in sorted(by(lines, "width").items()):
+        pays = {line["batch"]: line["verdict"] == "pays" for line in of_width}
+        paying = sorted(batch for batch, does in pays.items() if does)
+        if not paying:
             point = "never here"
-        elif all(does for batch, does in here if batch >= pays[0]):
-            point = f"from batch {pays[0]} on"
+        elif all(does for batch, does in pays.items() if batch >= paying[0]):
+            point = f"from batch {paying[0]} on"
         else:
-            point = "at batch " + ", ".join(map(str, pays))
+            point = "at batch " + ", ".join(map(str, paying))
         told.append(f"width {width}: {point}")
     return f"{lines[0]['ranks']} ranks pay with " + "; ".join(told)
 
@@ -536,14 +455,11 @@ def _plot(path: Path, lines: list[dict[str, Any]]) -> None:
     figure = Figure(figsize=(8, 4), layout="constrained")
     axis = figure.subplots()
     drawn = [line for line in lines if line["peer"] == OURS and line["speed_up"]]
-    for ranks, width in sorted({(line["ranks"], line["width"]) for line in drawn}):
-        of_curve = [x for x in drawn if (x["ranks"], x["width"]) == (ranks, width)]
+    for (ranks, width), curve in sorted(by(drawn, "ranks", "width").items()):
         axis.plot(
-            [x["batch"] for x in of_curve],
-            [x["speed_up"] for x in of_curve],
-            marker="o",
-            label=f"{ranks} ranks, width {width}",
-        )
+            [x["batch"] for x in curve], [x["speed_up"] for x in curve],
+            marker="o", label=f"{ranks} ranks, width {width}",
+        )  # fmt: skip
     axis.axhline(1, color="gray", linewidth=1)
     axis.set(xscale="log", xlabel="rows per update", ylabel="speed-up over one process")
     where = "GPUs" if any(x["device"] == "cuda" for x in drawn) else f"{os.cpu_count()} cores"

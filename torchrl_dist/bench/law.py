@@ -31,16 +31,15 @@ of ``per worker``, computed without drawing.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from torchrl_dist.bench.command import add_figures, check_folders, describe
+from torchrl_dist.bench import command
+from torchrl_dist.bench.results import append_json, by
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.recipes.parts.plots import save_figure
 from torchrl_dist.ui import show_table
@@ -53,16 +52,14 @@ _OLD_MASS = 10.0  # times the present mass
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's description and options to ``parser``."""
-    describe(parser, __doc__, run)
-    for option, default, text in (
-        ("--workers", 4, "shards"),
-        ("--rows", 256, "rows per shard, on average"),
-        ("--batch", 256, "rows per batch"),
-        ("--draws", 400_000, "rows drawn per round"),
-        ("--rounds", 3, "rounds with different random numbers; the table shows medians"),
-    ):
-        parser.add_argument(option, type=int, default=default, help=f"{text} (default: {default})")
-    add_figures(parser, plot="distances")
+    command.describe(parser, __doc__, run)
+    command.add_number(parser, "--workers", int, 4, "shards")
+    command.add_number(parser, "--rows", int, 256, "rows per shard, on average")
+    command.add_number(parser, "--batch", int, 256, "rows per batch")
+    command.add_number(parser, "--draws", int, 400_000, "rows drawn per round")
+    text = "rounds with different random numbers; the table shows medians"
+    command.add_number(parser, "--rounds", int, 3, text)
+    command.add_figures(parser, plot="distances")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -74,76 +71,54 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ConfigurationError: an option has an invalid value.
     """
-    from torchrl_dist.bench.replay_peers import versions
-    from torchrl_dist.bench.table import append_json
-
-    for name, least in (("workers", 2), ("rows", 1), ("draws", 1), ("rounds", 1)):
-        if getattr(options, name) < least:
-            raise ConfigurationError(
-                f"--{name}: got {getattr(options, name)}, expected at least {least}"
-            )
-    if options.batch < 1 or options.batch % options.workers:
+    if options.workers < 2:
+        raise ConfigurationError(f"--workers: got {options.workers}, expected at least 2")
+    if options.batch % options.workers:
         raise ConfigurationError(
             f"--batch: got {options.batch}, expected a multiple of --workers {options.workers}, so "
             "that every worker can draw an equal part of it"
         )
-    check_folders(options.json, options.plot)
-    lines = [measure(case, kind, options) for kind in ALPHAS for case in CASES]
+    command.check_folders(options.json, options.plot)
+    lines = [line for kind in ALPHAS for case in CASES for line in measure(case, kind, options)]
     _print(lines)
-    if options.json is not None:
-        settings = {name: getattr(options, name) for name in ("workers", "rows", "batch", "draws")}
-        extra = {**settings, "cpus": os.cpu_count(), "versions": versions([])}
-        append_json(options.json, [cell for line in lines for cell in line.cells()], extra)
+    settings = {name: getattr(options, name) for name in ("workers", "rows", "batch", "draws")}
+    append_json(options.json, "law", lines, **settings)
     if options.plot is not None:
         _plot(options.plot, lines, options)
     return 0
 
 
-@dataclass
-class Line:
-    """The distances of one case. ``distances[way]`` has one entry per round."""
+def measure(case: str, kind: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Draw in every way, and compare with the distribution of the single buffer.
 
-    case: str
-    kind: str
-    exact: float
-    distances: dict[str, list[float]] = field(default_factory=dict)
-
-    def distance(self, way: str) -> float:
-        return statistics.median(self.distances[way])
-
-    def cells(self) -> list[dict[str, Any]]:
-        """Return one JSON object per way."""
-        return [
-            {
-                "bench": "law",
-                "case": self.case,
-                "kind": self.kind,
-                "way": way,
-                "distance": self.distance(way),
-                "distances": distances,
-                "ratio_to_floor": self.distance(way) / self.distance("single"),
-                "exact_per_worker": self.exact,
-            }
-            for way, distances in self.distances.items()
-        ]
-
-
-def measure(case: str, kind: str, options: argparse.Namespace) -> Line:
-    """Draw in every way, and compare with the distribution of the single buffer."""
+    Returns:
+        One JSON object per way.
+    """
     priorities = _priorities(case, options.workers, options.rows)
     leaves = [part ** ALPHAS[kind] for part in priorities]
     everything = np.concatenate(leaves)
     law = everything / everything.sum()
     per_worker = np.concatenate([part / part.sum() / len(leaves) for part in leaves])
-    line = Line(case, kind, exact=variation(per_worker, law))
+    distances: dict[str, list[float]] = {way: [] for way in WAYS}
     for round_ in range(options.rounds):
-        for way in WAYS:
-            draw = Drawer(leaves, np.random.default_rng([round_, WAYS.index(way)])).way(way)
+        for number, way in enumerate(WAYS):
+            draw = Drawer(leaves, np.random.default_rng([round_, number])).way(way)
             counts = np.zeros(law.size, dtype=np.int64)
             for _ in range(-(-options.draws // options.batch)):
                 counts += np.bincount(draw(options.batch), minlength=law.size)
-            line.distances.setdefault(way, []).append(variation(counts / counts.sum(), law))
-    return line
+            distances[way].append(variation(counts / counts.sum(), law))
+    return [
+        {
+            "case": case,
+            "kind": kind,
+            "way": way,
+            "distance": statistics.median(found),
+            "distances": found,
+            "ratio_to_floor": statistics.median(found) / statistics.median(distances["single"]),
+            "exact_per_worker": variation(per_worker, law),
+        }
+        for way, found in distances.items()
+    ]
 
 
 def variation(one: np.ndarray, other: np.ndarray) -> float:
@@ -212,42 +187,38 @@ def _tree(leaves: np.ndarray) -> Any:
 
 def _priorities(case: str, workers: int, rows: int) -> list[np.ndarray]:
     random = np.random.default_rng(0)  # the same rows in every round
-    counts = [rows] * workers
-    scales = [1.0] * workers
-    if case == "unequal rows":
-        total, parts = rows * workers, np.arange(1, workers + 1)
-        counts = [max(1, round(total * part / parts.sum())) for part in parts]
-    if case == "unequal priorities":
-        scales = [3.0**worker for worker in range(workers)]
     if case == "alike":
         return [random.exponential(size=rows)] * workers
-    sizes = zip(scales, counts, strict=True)
-    return [scale * random.exponential(size=count) for scale, count in sizes]
+    parts = np.arange(1, workers + 1)
+    if case == "unequal rows":
+        counts = [max(1, round(rows * workers * part / parts.sum())) for part in parts]
+        return [random.exponential(size=count) for count in counts]
+    base = 3.0 if case == "unequal priorities" else 1.0
+    return [base**worker * random.exponential(size=rows) for worker in range(workers)]
 
 
-def _print(lines: list[Line]) -> None:
+def _print(lines: list[dict[str, Any]]) -> None:
     left = ("priorities", "shards")
     columns = (*left, "single\n(chance)", *WAYS[1:], "per worker,\nexact")
     rows = [
-        [x.kind, x.case, *(f"{x.distance(way):.4f}" for way in WAYS), f"{x.exact:.4f}"]
-        for x in lines
+        [*names, *(f"{x['distance']:.4f}" for x in ways), f"{ways[0]['exact_per_worker']:.4f}"]
+        for names, ways in by(lines, "kind", "case").items()
     ]
     title = "total variation distance to the distribution of a single buffer"
     show_table(title, columns, rows, left=left)
 
 
-def _plot(path: Path, lines: list[Line], options: argparse.Namespace) -> None:
+def _plot(path: Path, lines: list[dict[str, Any]], options: argparse.Namespace) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.5 * len(ALPHAS), 3.4), layout="constrained")
     colors = ("tab:gray", "tab:orange", "tab:red", "tab:blue")
+    place = np.arange(len(CASES))
     for axis, kind in zip(figure.subplots(1, len(ALPHAS), sharey=True), ALPHAS, strict=True):
-        of_kind = [line for line in lines if line.kind == kind]
-        place = np.arange(len(of_kind))
         for number, (way, color) in enumerate(zip(WAYS, colors, strict=True)):
-            heights = [line.distance(way) for line in of_kind]
+            heights = [x["distance"] for x in lines if (x["kind"], x["way"]) == (kind, way)]
             axis.bar(place + 0.2 * (number - 1.5), heights, 0.2, label=way, color=color)
-        axis.set_xticks(place, [line.case.replace(" ", "\n") for line in of_kind], fontsize=8)
+        axis.set_xticks(place, [case.replace(" ", "\n") for case in CASES], fontsize=8)
         axis.set_title(kind, fontsize=9)
     figure.axes[0].set_ylabel("total variation distance", fontsize=8)
     handles, labels = figure.axes[0].get_legend_handles_labels()

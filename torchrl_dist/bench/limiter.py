@@ -20,23 +20,15 @@ from __future__ import annotations
 import argparse
 import functools
 import mmap
-import os
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torchrl_dist.bench.command import (
-    above_zero,
-    add_figures,
-    check_folders,
-    describe,
-    folder_in,
-    until_stopped,
-)
+from torchrl_dist.bench import command
+from torchrl_dist.bench.results import append_json
 from torchrl_dist.bench.workloads import make_rows
-from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.ui import show_table
 
 CASES = {"futex": 0, "one node": 0, "by RPC": 1, "by RPC, 3 shards": 3}
@@ -44,7 +36,6 @@ CASES = {"futex": 0, "one node": 0, "by RPC": 1, "by RPC, 3 shards": 3}
 _BATCH = 64
 _PAUSE_S = 0.12  # then the other process surely waits, even with the longest pause between polls
 _READY_S, _IDLE_S = 1.0, 1.0
-_MEMORY = Path("/dev/shm")
 
 Wakes = list[tuple[int, float]]
 """When a wait ended, in ``time.monotonic_ns``, and the seconds of CPU since the previous one."""
@@ -52,11 +43,9 @@ Wakes = list[tuple[int, float]]
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's description and options to ``parser``."""
-    describe(parser, __doc__, run)
-    parser.add_argument(
-        "--wakes", type=above_zero(int), default=60, help="wake-ups per case (default: 60)"
-    )
-    add_figures(parser)
+    command.describe(parser, __doc__, run)
+    command.add_number(parser, "--wakes", int, 60, "wake-ups per case")
+    command.add_figures(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -68,24 +57,24 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ConfigurationError: a folder is missing.
     """
-    check_folders(options.json)
-    if not _MEMORY.is_dir():
-        raise ConfigurationError(f"there is no {_MEMORY} to keep the rows in")
-    return until_stopped(lambda: _measure_all(options))
+    command.check_folders(options.json)
+    command.check_memory()
+    return command.until_stopped(lambda: _measure_all(options))
 
 
 def _measure_all(options: argparse.Namespace) -> int:
-    from torchrl_dist.bench.replay_peers import versions
-    from torchrl_dist.bench.table import append_json
     from torchrl_dist.runtime import local_cluster
 
-    lines = []
-    with folder_in(_MEMORY) as folder, local_cluster({"writer": 1, "reader": 1, "owner": 3}) as job:
-        for number, case in enumerate(CASES):
-            lines.append(_measure(job, case, f"case-{number}", folder, options.wakes))
+    with (
+        command.folder_in(command.MEMORY) as folder,
+        local_cluster({"writer": 1, "reader": 1, "owner": 3}) as job,
+    ):
+        lines = [
+            _measure(job, case, f"case-{number}", folder, options.wakes)
+            for number, case in enumerate(CASES)
+        ]
     _print(lines)
-    if options.json is not None:
-        append_json(options.json, lines, {"cpus": os.cpu_count(), "versions": versions([])})
+    append_json(options.json, "limiter", lines)
     return 0
 
 
@@ -108,7 +97,6 @@ def _measure(job: Any, case: str, name: str, folder: Path, wakes: int) -> dict[s
     delays = [1e-3 * (ended - at) for (ended, _), at in zip(found, begun, strict=True)]
     ordered = sorted(delays[1:-1])  # without the first one, which finds cold caches
     return {
-        "bench": "limiter",
         "case": case,
         "wakes": wakes,
         "p50_us": statistics.median(ordered),

@@ -19,7 +19,6 @@ import argparse
 import contextlib
 import functools
 import itertools
-import json
 import os
 import statistics
 import time
@@ -28,8 +27,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torchrl_dist import own_files
-from torchrl_dist.bench.command import above_zero, check_folders, folder_in, names, say
+from torchrl_dist.bench import command
+from torchrl_dist.bench.results import append_json
 from torchrl_dist.planner import MIN_GAIN, Costs, Layout, predict
 
 CHECKS = ("grid", "verdicts", "bounds")
@@ -177,7 +176,7 @@ def _in_rounds(job: Job, folder: str, seconds: float) -> float:
         "deadlines", "ours", "sleep", layout.processes, layout.envs, job.step_s, layout.steps,
         seconds, durations=str(job.durations),
     )  # fmt: skip
-    return collect_learner.measure_alone(question)["sps"]
+    return collect_learner.measure_alone(question, folder)["sps"]
 
 
 def _stepped(job: Job, folder: str, seconds: float) -> float:
@@ -191,12 +190,12 @@ def _stepped(job: Job, folder: str, seconds: float) -> float:
 
     torch.set_num_threads(1)
     set_step_s(folder, job.step_s)
-    with _collector(job, folder) as collector:
+    with _batches(job, folder) as batches:
         for _ in range(max(3, 2 * job.layout.messages)):
-            collector.next()
+            next(batches)
         frames, begun = 0, time.perf_counter()
         while time.perf_counter() - begun < seconds or frames < 6 * job.layout.frames:
-            frames_now = collector.next().numel()
+            frames_now = next(batches).numel()
             frames += frames_now
             until = time.thread_time() + job.learn_s * frames_now
             while time.thread_time() < until:
@@ -205,36 +204,24 @@ def _stepped(job: Job, folder: str, seconds: float) -> float:
 
 
 @contextlib.contextmanager
-def _collector(job: Job, folder: str) -> Iterator[Any]:
+def _batches(job: Job, folder: str) -> Iterator[Iterator[Any]]:
     from torchrl_dist.bench.collect_cells import make_env, make_policy
+    from torchrl_dist.bench.collect_peers import PEERS
     from torchrl_dist.bench.collect_plan import Cell
-    from torchrl_dist.collect import FirstReady, RPCBatchedCollector
-    from torchrl_dist.runtime import local_cluster
+    from torchrl_dist.collect import RPCBatchedCollector
 
     layout = job.layout
-    cell = Cell("ours", job.env, layout.processes, layout.envs, job.step_s, layout.steps, 0.0, 0.0)
-    own_envs = layout.envs > 1 and job.env == "cartpole"  # a vector env
-    per_process = layout.envs * layout.steps
-    options: dict[str, Any] = {
-        "num_envs": 1 if own_envs else layout.envs,
-        "categorical_action_encoding": True,
-    }
-    with contextlib.ExitStack() as stack:
-        if layout.alone:
-            options |= {"frames_per_batch": per_process}
-        else:
-            ranks = 1 if layout.node_workers else layout.processes
-            session = stack.enter_context(local_cluster({"learner": 1, "collector": ranks}))
-            options |= {
-                "session": session,
-                "readiness": FirstReady(),
-                "max_policy_lag": layout.lag,
-                "env_processes": layout.processes if layout.node_workers else 0,
-                "frames_per_batch": per_process * (layout.processes // ranks),
-                "timeout_s": _TIMEOUT_S,
-            }
-        collector = RPCBatchedCollector(make_env(cell, folder), make_policy(job.env), **options)
-        yield stack.enter_context(collector)
+    size = (layout.processes, layout.envs, job.step_s, layout.steps)
+    cell = Cell("", job.env, *size, seconds=0.0, timeout_s=_TIMEOUT_S)
+    if not layout.alone:
+        with PEERS["ours-node" if layout.node_workers else "ours"].open(cell, folder) as batches:
+            yield batches
+        return
+    with RPCBatchedCollector(
+        make_env(cell, folder), make_policy(job.env), num_envs=layout.envs,
+        frames_per_batch=layout.envs * layout.steps, categorical_action_encoding=True,
+    ) as collector:  # fmt: skip
+        yield iter(collector)
 
 
 # ---- the command
@@ -242,39 +229,27 @@ def _collector(job: Job, folder: str) -> Iterator[Any]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's description and options to ``parser``."""
-    parser.description = __doc__
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "--checks", type=names(CHECKS), default=list(CHECKS), metavar="A,B", help="(default: all)"
-    )
-    parser.add_argument(
-        "--seconds", type=above_zero(float), default=1.0, help="per measurement (default: 1)"
-    )
-    parser.add_argument(
-        "--every",
-        type=above_zero(int),
-        default=1,
-        metavar="N",
-        help="measure only each Nth setting",
-    )
+    command.describe(parser, __doc__, run)
+    command.add_names(parser, "--checks", CHECKS)
+    command.add_number(parser, "--seconds", float, 1.0, "per measurement")
+    command.add_number(parser, "--every", int, 1, "measure only each Nth setting")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append one line per setting")
-    parser.set_defaults(command=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure and print. Return 0 unless a measurement raised."""
     from torchrl_dist.bench.processes import Launcher
 
-    check_folders(options.json)
+    command.check_folders(options.json)
     lines: list[dict[str, Any]] = []
     with Launcher() as launcher:
 
         def both(job: Job) -> tuple[float, float]:
             guess = predicted(job, seconds=options.seconds)
-            with folder_in(Path("/dev/shm")) as folder:
+            with command.folder_in(command.MEMORY) as folder:
                 found = measured(job, folder, options.seconds, launcher)
-            lines.append({"bench": "plan", **asdict(job), "predicted": guess, "measured": found})
-            say(f"{job.describe()}: predicted {guess:,.0f}, measured {found:,.0f} "
+            lines.append({**asdict(job), "predicted": guess, "measured": found})
+            command.say(f"{job.describe()}: predicted {guess:,.0f}, measured {found:,.0f} "
                 f"({guess / found - 1:+.0%})")  # fmt: skip
             return guess, found
 
@@ -286,9 +261,7 @@ def run(options: argparse.Namespace) -> int:
         }
         for name in options.checks:
             print(checks[name](both, options.every), flush=True)
-    if options.json is not None:
-        with own_files.open_named(options.json, append=True) as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+    append_json(options.json, "plan", lines)
     return 0
 
 
@@ -297,10 +270,7 @@ Both = Callable[[Job], tuple[float, float]]
 
 def check_grid(both: Both, every: int = 1) -> str:
     """Return the errors of all settings, in a sentence."""
-    errors = []
-    for job in grid()[::every]:
-        guess, found = both(job)
-        errors.append(abs(guess / found - 1))
+    errors = [abs(guess / found - 1) for guess, found in map(both, grid()[::every])]
     near = sum(error <= 0.2 for error in errors) / len(errors)
     return (
         f"grid: {len(errors)} settings, median error {statistics.median(errors):.1%}, "
@@ -320,7 +290,7 @@ def check_verdicts(both: Both, every: int, guess_of: Callable[[Job], float]) -> 
         agree += chosen == winner
         regret = max(found, alone_found) / (found if chosen else alone_found) - 1
         regrets.append(regret if chosen != winner else 0.0)
-        say(f"    {'distribute' if chosen else 'do not distribute'}: "
+        command.say(f"    {'distribute' if chosen else 'do not distribute'}: "
             f"{'right' if chosen == winner else f'wrong, costs {regret:.0%}'}")  # fmt: skip
     return (
         f"verdicts: {agree} of {len(cases)} as measured; a wrong one costs at most "

@@ -21,27 +21,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torchrl_dist import own_files
-from torchrl_dist.bench.command import (
-    above_zero,
-    add_figures,
-    check_folders,
-    counts,
-    describe,
-    in_rounds,
-    names,
-    say,
-    until_stopped,
-)
+from torchrl_dist.bench import command
 from torchrl_dist.bench.processes import Host
-from torchrl_dist.bench.replay_cells import Tally, Window
+from torchrl_dist.bench.replay_cells import Tally, Window, learner_step
 from torchrl_dist.bench.replay_peers import (
     ALPHA,
     BETA,
@@ -51,8 +42,8 @@ from torchrl_dist.bench.replay_peers import (
     RPCWorker,
     TorchRLBuffer,
     TorchRLRemote,
-    versions,
 )
+from torchrl_dist.bench.results import append_json, medians
 from torchrl_dist.bench.workloads import make_rows
 from torchrl_dist.recipes.parts.plots import save_figure
 from torchrl_dist.ui import show_table
@@ -144,9 +135,8 @@ class OursBy8(Ours):
     ahead = (16, 8)
 
 
-PEERS: dict[str, type[Peer]] = {
-    peer.name: peer for peer in (Ours, OursBy4, OursBy8, TorchRLRemote, Ray)
-}
+_ALL: tuple[type[Peer], ...] = (Ours, OursBy4, OursBy8, TorchRLRemote, Ray)
+PEERS = {peer.name: peer for peer in _ALL}
 
 
 @dataclass(frozen=True)
@@ -158,6 +148,9 @@ class Case:
     shards: int
     capacity: int
     seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.peer} x{self.learners}, {self.shards} shards"
 
 
 @dataclass(frozen=True)
@@ -186,7 +179,9 @@ def measure(case: Case, folder: str) -> Result:
         rows = make_rows("S", min(_FILL_BATCH, case.capacity // (2 * case.shards)))
         for _ in range(-(-case.capacity // len(rows))):
             peer.extend(rows)
-        learn(peer, Window(0.0, 0.0))
+        step = learner_step(peer, update=True)
+        for _ in range(_WARM_CALLS):
+            step()
         empty_call_s = peer.empty_call_s() if isinstance(peer, Ours) else None
         window = Window.soon(case.seconds)
         if case.learners == 1:
@@ -217,29 +212,19 @@ class Learned:
 
 
 def learn(peer: Peer, window: Window) -> Learned:
-    """Run a learner's loop, after a few calls that do not count."""
-    import torch
+    """Run a learner's loop."""
+    step, steps = learner_step(peer, update=True), itertools.count()
 
-    priorities = [torch.rand(SAMPLE_BATCH) for _ in range(16)]
-    steps = 0
+    def counted() -> None:
+        step()
+        next(steps)
 
-    def step() -> None:
-        nonlocal steps
-        batch = peer.sample()
-        peer.update(batch, priorities[steps % 16])
-        steps += 1
-
-    if window.stop == 0:
-        for _ in range(_WARM_CALLS):
-            step()
-        now = time.monotonic()
-        window = Window(now, now)
-    before: tuple[Any, Any] = peer.traffic() if isinstance(peer, Ours) else (None, None)
-    steps = 0
-    tally = window.count(step)
-    after: tuple[Any, Any] = peer.traffic() if isinstance(peer, Ours) else (None, None)
-    used = [None if a is None else b - a for a, b in zip(before, after, strict=True)]
-    return Learned(tally, steps, *used)
+    if not isinstance(peer, Ours):
+        return Learned(window.count(counted), next(steps), None, None)
+    messages, size = peer.traffic()
+    tally = window.count(counted)
+    messages_then, size_then = peer.traffic()
+    return Learned(tally, next(steps), messages_then - messages, size_then - size)
 
 
 # ---- the command
@@ -247,26 +232,12 @@ def learn(peer: Peer, window: Window) -> Learned:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's description and options to ``parser``."""
-    describe(parser, __doc__, run)
-    parser.add_argument(
-        "--peers",
-        type=names(list(PEERS)),
-        default=list(PEERS),
-        metavar="A,B",
-        help=f"some of {','.join(PEERS)} (default: all)",
-    )
-    for option, default, text in (
-        ("--learners", [1, 4], "concurrent learners, with one host (default: 1,4)"),
-        ("--shards", [1, 2, 4, 8], "hosts, with one learner (default: 1,2,4,8)"),
-    ):
-        parser.add_argument(option, type=counts, default=default, metavar="N,M", help=text)
-    parser.add_argument(
-        "--capacity",
-        type=above_zero(int),
-        default=1_000_000,
-        help="rows of the buffer (default: 1000000)",
-    )
-    add_figures(
+    command.describe(parser, __doc__, run)
+    command.add_names(parser, "--peers", PEERS)
+    command.add_counts(parser, "--learners", "1,4", "concurrent learners, with one host")
+    command.add_counts(parser, "--shards", "1,2,4,8", "hosts, with one learner")
+    command.add_number(parser, "--capacity", int, 1_000_000, "rows of the buffer")
+    command.add_figures(
         parser,
         rounds=3,
         seconds=2.0,
@@ -285,68 +256,48 @@ def run(options: argparse.Namespace) -> int:
         0; 1 if a measurement failed; 130 or 143 after SIGINT or SIGTERM.
 
     Raises:
-        ConfigurationError: a file has no folder.
+        ConfigurationError: a file has no folder, or no peer can be measured.
     """
-    check_folders(options.json, options.plot)
-    results: dict[Case, list[Result]] = {}
-    status = until_stopped(lambda: _measure_all(options, results))
-    medians = {case: _median(found) for case, found in results.items()}
-    _print_rates(medians, options)
-    if options.json is not None:
-        _append_json(options.json, results, medians, versions(options.peers))
+    command.check_folders(options.json, options.plot)
+    found: dict[Case, list[Result]] = {}
+    status = command.in_rounds(
+        options.rounds, [plan(options)], options.scratch_dir, measure, found,
+        lambda case, result: f"{result.rate:,.0f} batches/s",
+        timeout_s=lambda case: options.timeout_s,
+        environment=lambda case: PEERS[case.peer].environment,
+    )  # fmt: skip
+    lines = [
+        {
+            **asdict(case),
+            **medians([asdict(result) for result in results]),
+            "batch": SAMPLE_BATCH,
+            "rates": [result.rate for result in results],
+        }
+        for case, results in found.items()
+    ]
+    one_host = [line for line in lines if line["shards"] == 1]
+    ours = [line for line in lines if line["peer"] == "ours" and line["learners"] == 1]
+    ours.sort(key=lambda line: line["shards"])
+    _print_rates(one_host)
+    if len(ours) > 1 and ours[0]["shards"] == 1:
+        _print_shards(ours)
+    append_json(options.json, "remote", lines, options.peers)
     if options.plot is not None:
-        _plot(options.plot, medians)
+        _plot(options.plot, one_host, ours)
     return status
 
 
 def plan(options: argparse.Namespace) -> list[Case]:
     """Return what one round measures."""
-    cases = []
-    for peer in options.peers:
-        reason = PEERS[peer].missing()
-        if reason is not None:
-            say(f"skipped {peer}: {reason}")
-            continue
-        for learners in options.learners:
-            cases.append(Case(peer, learners, 1, options.capacity, options.seconds))
-    if "ours" in options.peers:
-        for shards in options.shards:
-            cases.append(Case("ours", 1, shards, options.capacity, options.seconds))
-    return list(dict.fromkeys(cases))
+    peers = command.available(options.peers, lambda name: PEERS[name].missing())
+    layouts = [(peer, learners, 1) for peer in peers for learners in options.learners]
+    layouts += [("ours", 1, shards) for shards in options.shards if "ours" in peers]
+    return [Case(*each, options.capacity, options.seconds) for each in dict.fromkeys(layouts)]
 
 
-def _measure_all(options: argparse.Namespace, results: dict[Case, list[Result]]) -> int:
-    def run_one(launcher: Any, case: Case, folder: Path) -> Result:
-        return launcher.run(
-            measure,
-            case,
-            str(folder),
-            folder=folder,
-            timeout_s=options.timeout_s,
-            environment=PEERS[case.peer].environment,
-        )
-
-    def take(case: Case, result: Result) -> str:
-        results.setdefault(case, []).append(result)
-        return f"{result.rate:,.0f} batches/s"
-
-    def label(case: Case) -> str:
-        return f"{case.peer} x{case.learners}, {case.shards} shards"
-
-    groups = [plan(options)]
-    return in_rounds(options.rounds, groups, options.scratch_dir, run_one, label, take)
-
-
-def _median(results: list[Result]) -> Result:
-    columns = zip(*(asdict(result).values() for result in results), strict=True)
-    medians: list[Any] = [None if None in each else statistics.median(each) for each in columns]
-    return Result(*medians)
-
-
-def shard_bound_ms(one: Result, shards: int) -> float:
+def shard_bound_ms(one: Mapping[str, Any], shards: int) -> float:
     """Return ``t(1) + (shards - 1) * cost`` of one message, in milliseconds per batch."""
-    assert one.empty_call_ms is not None
-    return one.batch_ms + (shards - 1) * one.empty_call_ms
+    return one["batch_ms"] + (shards - 1) * one["empty_call_ms"]
 
 
 def extrapolated_ms(times_ms: dict[int, float], nodes: int) -> float:
@@ -357,81 +308,49 @@ def extrapolated_ms(times_ms: dict[int, float], nodes: int) -> float:
     return float(start + slope * nodes)
 
 
-def _print_rates(medians: dict[Case, Result], options: argparse.Namespace) -> None:
-    def number(value: float | None, digits: int = 2) -> str:
-        return "-" if value is None else f"{value:,.{digits}f}"
+def _number(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
 
-    def sent(result: Result) -> list[str]:
-        kib = None if result.bytes is None else result.bytes / 1024
-        return [number(result.messages), number(kib, 1)]
 
+def _sent(line: Mapping[str, Any]) -> list[str]:
+    kib = None if line["bytes"] is None else line["bytes"] / 1024
+    return [_number(line["messages"]), _number(kib, 1)]
+
+
+def _print_rates(lines: list[dict[str, Any]]) -> None:
+    base = {line["learners"]: line["rate"] for line in lines if line["peer"] == "torchrl-rpc"}
     rows = []
-    for case, result in medians.items():
-        if case.shards != 1:
-            continue
-        base = medians.get(Case("torchrl-rpc", case.learners, 1, case.capacity, case.seconds))
-        rows.append(
-            [
-                case.peer,
-                str(case.learners),
-                number(result.rate, 0),
-                number(None if base is None else result.rate / base.rate),
-                *sent(result),
-            ]
-        )
+    for line in lines:
+        peer, learners, rate = line["peer"], line["learners"], line["rate"]
+        ratio = rate / base[learners] if learners in base else None
+        rows.append([peer, str(learners), _number(rate, 0), _number(ratio), *_sent(line)])
     columns = ["peer", "learners", "batches/s", "of torchrl-rpc", "messages", "KiB"]
     show_table("sample + update of 256 rows by RPC, one host", columns, rows, left=("peer",))
-    times = {
-        case.shards: result
-        for case, result in sorted(medians.items(), key=lambda item: item[0].shards)
-        if case.peer == "ours" and case.learners == 1
-    }
-    if 1 in times and len(times) > 1:
-        bounds = {shards: number(shard_bound_ms(times[1], shards)) for shards in times}
-        rows = [
-            [str(shards), number(result.batch_ms), bounds[shards], *sent(result)]
-            for shards, result in times.items()
-        ]
-        beyond = extrapolated_ms({s: result.batch_ms for s, result in times.items()}, _NODES)
-        rows.append([f"{_NODES} nodes", number(beyond), "", "", ""])
-        columns = ["shards", "ms per batch", "bound ms", "messages", "KiB"]
-        show_table("ours over several hosts, one learner", columns, rows)
-        print(f"cost of an empty call: {times[1].empty_call_ms:.3f} ms")
 
 
-def _append_json(
-    path: Path,
-    results: dict[Case, list[Result]],
-    medians: dict[Case, Result],
-    of_packages: dict[str, str],
-) -> None:
-    import json
-
-    with own_files.open_named(path, append=True) as file:
-        for case, result in medians.items():
-            line = {"bench": "remote", **asdict(case), **asdict(result), "batch": SAMPLE_BATCH}
-            line["rates"] = [each.rate for each in results[case]]
-            line |= {"cpus": os.cpu_count(), "versions": of_packages}
-            file.write(json.dumps(line) + "\n")
+def _print_shards(lines: list[dict[str, Any]]) -> None:
+    times = {line["shards"]: line["batch_ms"] for line in lines}
+    rows = [
+        [str(n), _number(times[n]), _number(shard_bound_ms(lines[0], n)), *_sent(line)]
+        for n, line in zip(times, lines, strict=True)
+    ]
+    rows.append([f"{_NODES} nodes", _number(extrapolated_ms(times, _NODES)), "", "", ""])
+    columns = ["shards", "ms per batch", "bound ms", "messages", "KiB"]
+    show_table("ours over several hosts, one learner", columns, rows)
+    print(f"cost of an empty call: {lines[0]['empty_call_ms']:.3f} ms")
 
 
-def _plot(path: Path, medians: dict[Case, Result]) -> None:
+def _plot(path: Path, one_host: list[dict[str, Any]], ours: list[dict[str, Any]]) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     rates, shards = figure.subplots(1, 2)
-    one = {case: result for case, result in medians.items() if case.shards == 1}
-    labels = [f"{case.peer}, {case.learners}" for case in one]
-    rates.barh(labels, [result.rate for result in one.values()])
+    labels = [f"{line['peer']}, {line['learners']}" for line in one_host]
+    rates.barh(labels, [line["rate"] for line in one_host])
     rates.invert_yaxis()
     rates.set_xlabel("batches/s of all learners")
     rates.set_title("one host; peer, learners", fontsize=9)
-    times = sorted(
-        (case.shards, result.batch_ms)
-        for case, result in medians.items()
-        if case.peer == "ours" and case.learners == 1
-    )
-    shards.plot([each[0] for each in times], [each[1] for each in times], "o-")
+    shards.plot([line["shards"] for line in ours], [line["batch_ms"] for line in ours], "o-")
     shards.set_ylim(bottom=0)
     shards.set_xlabel("shards")
     shards.set_ylabel("ms per batch")

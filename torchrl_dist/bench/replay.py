@@ -28,22 +28,12 @@ import argparse
 import itertools
 import os
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
-from torchrl_dist.bench.command import (
-    above_zero,
-    add_figures,
-    check_folders,
-    counts,
-    describe,
-    in_rounds,
-    names,
-    say,
-    until_stopped,
-)
-from torchrl_dist.bench.replay_cells import Cell, measure
-from torchrl_dist.bench.replay_peers import PEERS, SAMPLE_BATCH, versions
+from torchrl_dist.bench import command
+from torchrl_dist.bench.replay_cells import Cell, Result, measure
+from torchrl_dist.bench.replay_peers import PEERS, SAMPLE_BATCH
+from torchrl_dist.bench.replay_table import plot, print_rates, to_cells
+from torchrl_dist.bench.results import append_json
 from torchrl_dist.bench.workloads import KINDS
 from torchrl_dist.errors import ConfigurationError
 
@@ -55,35 +45,14 @@ _MIXED_WRITERS, _MIXED_BATCH = 2, 64
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's description and options to ``parser``."""
-    describe(parser, __doc__, run)
-    for option, known in (("--peers", list(PEERS)), ("--kinds", list(KINDS)), ("--ops", OPS)):
-        parser.add_argument(
-            option,
-            type=names(known),
-            default=list(known),
-            metavar="A,B",
-            help=f"some of {','.join(known)} (default: all)",
-        )
-    parser.add_argument(
-        "--batches",
-        type=counts,
-        default=[64, 512],
-        metavar="N,M",
-        help="batch sizes of writers (default: 64,512)",
-    )
-    parser.add_argument(
-        "--writers",
-        type=counts,
-        default=[1, 4],
-        metavar="N,M",
-        help="numbers of writing processes (default: 1,4)",
-    )
-    parser.add_argument(
-        "--capacity",
-        type=above_zero(int),
-        help="rows of the buffer (default: 1000000 for S, 50000 for L)",
-    )
-    add_figures(
+    command.describe(parser, __doc__, run)
+    for option, known in (("--peers", PEERS), ("--kinds", KINDS), ("--ops", OPS)):
+        command.add_names(parser, option, known)
+    command.add_counts(parser, "--batches", "64,512", "batch sizes of writers")
+    command.add_counts(parser, "--writers", "1,4", "numbers of writing processes")
+    text = "rows of the buffer (default: 1000000 for S, 50000 for L)"
+    command.add_number(parser, "--capacity", int, None, text)
+    command.add_figures(
         parser,
         rounds=3,
         seconds=2.0,
@@ -103,45 +72,33 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ConfigurationError: nothing that was asked for can be measured.
     """
-    from torchrl_dist.bench.table import Table, append_json, plot, print_rates
-
-    check_folders(options.json, options.plot)
+    command.check_folders(options.json, options.plot)
     least = 2 * max(SAMPLE_BATCH, *options.batches) * max(_MIXED_WRITERS, *options.writers)
     if options.capacity is not None and options.capacity < least:
         raise ConfigurationError(
             f"--capacity: got {options.capacity}, expected at least {least} rows: two "
             "batches per writer"
         )
-    peers = _available(options.peers)
-    table = Table()
-    status = until_stopped(lambda: _measure_all(options, peers, table))
-    cells = table.cells("replay", _OURS, "floor")
+    peers = command.available(options.peers, lambda name: PEERS[name].missing())
+    found: dict[Cell, list[list[Result]]] = {}
+    status = command.in_rounds(
+        options.rounds, plan(options, peers), options.scratch_dir, measure, found, _told,
+        environment=lambda cell: PEERS[cell.peer].environment,
+    )  # fmt: skip
+    cells = to_cells(found, _OURS, "floor")
     print_rates(cells, peers)
-    if options.json is not None:
-        append_json(
-            options.json,
-            cells,
-            {"seconds": options.seconds, "cpus": os.cpu_count(), "versions": versions(peers)},
-        )
+    append_json(options.json, "replay", cells, peers, seconds=options.seconds)
     if options.plot is not None:
-        title = f"median of {options.rounds} rounds, {os.cpu_count()} cores"
-        plot(options.plot, cells, title)
+        plot(options.plot, cells, f"median of {options.rounds} rounds, {os.cpu_count()} cores")
     return status
 
 
-def _available(names: list[str]) -> list[str]:
-    available = []
-    for name in names:
-        reason = PEERS[name].missing()
-        if reason is None:
-            available.append(name)
-        else:
-            say(f"skipped {name}: {reason}")
-    if not available:
-        raise ConfigurationError(
-            "none of the peers can be measured here: see above for the reasons"
-        )
-    return available
+def _told(cell: Cell, results: list[Result]) -> str:
+    return ", ".join(
+        f"{result.op} {result.rate:,.0f} {result.unit}, p50 {result.p50_ms:.3f} ms, "
+        f"p99 {result.p99_ms:.3f} ms"
+        for result in results
+    )
 
 
 def plan(options: argparse.Namespace, peers: list[str]) -> list[list[Cell]]:
@@ -169,30 +126,3 @@ def _can(peer: str, cell: Cell) -> bool:
     if cell.op in ("lock", "cursor"):  # these concern our own parts, so they are measured once
         return peer in ("ours-numpy", "ours-c") and cell.kind == "S"
     return not PEERS[peer].in_one_process or (cell.op != "mixed" and cell.processes == 1)
-
-
-def _measure_all(options: argparse.Namespace, peers: list[str], table: Any) -> int:
-    def run_one(launcher: Any, cell: Cell, folder: Path) -> Any:
-        return launcher.run(
-            measure,
-            cell,
-            str(folder),
-            folder=folder,
-            timeout_s=cell.timeout_s,
-            environment=PEERS[cell.peer].environment,
-        )
-
-    def take(cell: Cell, results: Any) -> str:
-        for result in results:
-            table.add(cell.kind, cell.peer, result)
-        return ", ".join(
-            f"{result.op} {result.rate:,.0f} {result.unit}, p50 {result.p50_ms:.3f} ms, "
-            f"p99 {result.p99_ms:.3f} ms"
-            for result in results
-        )
-
-    def label(cell: Cell) -> str:
-        return f"{cell.kind} {cell.op} b{cell.batch} x{cell.processes} {cell.peer}"
-
-    groups = plan(options, peers)
-    return in_rounds(options.rounds, groups, options.scratch_dir, run_one, label, take)

@@ -6,6 +6,7 @@ The process that calls :func:`measure` is the learner, which samples and updates
 from __future__ import annotations
 
 import contextlib
+import itertools
 import resource
 import threading
 import time
@@ -39,6 +40,9 @@ class Cell:
     capacity: int
     seconds: float
     timeout_s: float
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.op} b{self.batch} x{self.processes} {self.peer}"
 
 
 @dataclass(frozen=True)
@@ -166,14 +170,8 @@ def write(peer: Peer, window: Window, busy: bool) -> Tally:
     stop = threading.Event()
     if busy:
         threading.Thread(target=_compute, args=(stop, window.stop), daemon=True).start()
-    calls = 0
-
-    def extend() -> None:
-        nonlocal calls
-        peer.extend(peer.batches[calls % _PREPARED_BATCHES])
-        calls += 1
-
-    tally = window.count(extend)
+    batches = itertools.cycle(peer.batches)
+    tally = window.count(lambda: peer.extend(next(batches)))
     stop.set()
     return tally
 
@@ -185,19 +183,21 @@ def _compute(stop: threading.Event, until: float) -> None:
 
 def learn(peer: Peer, window: Window, *, update: bool) -> Tally:
     """Run the learner's loop."""
+    return window.count(learner_step(peer, update=update))
+
+
+def learner_step(peer: Peer, *, update: bool) -> Callable[[], None]:
+    """Return a function that samples a batch and, with ``update``, sets its priorities."""
     import torch
 
-    priorities = [torch.rand(SAMPLE_BATCH) for _ in range(_PRIORITIES)]
-    calls = 0
+    priorities = itertools.cycle([torch.rand(SAMPLE_BATCH) for _ in range(_PRIORITIES)])
 
     def step() -> None:
-        nonlocal calls
         batch = peer.sample()
         if update:
-            peer.update(batch, priorities[calls % _PRIORITIES])
-        calls += 1
+            peer.update(batch, next(priorities))
 
-    return window.count(step)
+    return step
 
 
 def _warm_learner(peer: Peer, cell: Cell) -> None:
@@ -250,13 +250,13 @@ def _percentiles(durations_s: Any) -> dict[str, float]:
     return {"p50_ms": float(p50), "p99_ms": float(p99)}
 
 
-def _learned(tally: Tally, op: str, unit: str = "batches/s") -> Result:
+def _learned(tally: Tally, op: str) -> Result:
     return Result(
         op=op,
         batch=SAMPLE_BATCH,
         processes=1,
         rate=tally.calls / tally.seconds,
-        unit=unit,
+        unit="batches/s",
         **_percentiles(tally.durations_s),
         page_faults_per_call=tally.page_faults / tally.calls,
     )
@@ -264,12 +264,8 @@ def _learned(tally: Tally, op: str, unit: str = "batches/s") -> Result:
 
 def _sample(peer: Peer, cell: Cell) -> list[Result]:
     _warm_learner(peer, cell)
-    return [_learned(learn(peer, Window.soon(cell.seconds), update=False), cell.op)]
-
-
-def _sample_update(peer: Peer, cell: Cell) -> list[Result]:
-    _warm_learner(peer, cell)
-    return [_learned(learn(peer, Window.soon(cell.seconds), update=True), cell.op)]
+    update = cell.op == "sample+update"
+    return [_learned(learn(peer, Window.soon(cell.seconds), update=update), cell.op)]
 
 
 def _mixed(peer: Peer, cell: Cell) -> list[Result]:
@@ -313,7 +309,7 @@ def _latency(op: str, batch: int, durations_s: Any) -> Result:
 _OPERATIONS: dict[str, Callable[[Peer, Cell], list[Result]]] = {
     "write": _write,
     "sample": _sample,
-    "sample+update": _sample_update,
+    "sample+update": _sample,
     "mixed": _mixed,
     "lock": _lock,
 }

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import importlib.metadata
 import importlib.util
 import os
 import sys
@@ -18,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torchrl_dist.bench.processes import ForkedWorker, Host, Pending, Worker, die_with_parent
-from torchrl_dist.bench.workloads import KINDS, make_rows
+from torchrl_dist.bench.workloads import make_rows
 
 ALPHA, BETA = 0.6, 0.4
 SAMPLE_BATCH = 256
@@ -41,6 +40,11 @@ class Peer:
     """Whether the learner itself must write, because no other process can."""
     environment: ClassVar[Mapping[str, str]] = {}
     """Environment variables of all its processes."""
+    module: ClassVar[str | None] = None
+    """The module that must be installed, with ``pip install`` of ``requirement``."""
+    requirement: ClassVar[str | None] = None
+    needs_trees: ClassVar[bool] = False
+    """Whether it needs TorchRL's compiled trees."""
 
     kind: str
     capacity: int
@@ -51,9 +55,10 @@ class Peer:
 
     @classmethod
     def missing(cls) -> str | None:
-        """Return why this peer cannot be measured here, or None. Imports the packages that the peer
-        needs."""
-        return None
+        """Return why this peer cannot be measured here, or None. May import TorchRL."""
+        if cls.module is not None and importlib.util.find_spec(cls.module) is None:
+            return f"not installed: pip install '{cls.requirement}'"
+        return _no_trees() if cls.needs_trees else None
 
     def open(self, workers: int) -> None:
         """Start the processes that write."""
@@ -107,30 +112,23 @@ class Ours(TorchRLBuffer):
     name = "ours-numpy"
     environment: ClassVar[Mapping[str, str]] = {"TORCHRL_DIST_KERNEL": "numpy"}
     gather_threads: ClassVar[int] = 1
-
-    @classmethod
-    def buffer_class(cls) -> type:
-        from torchrl_dist.replay import SharedReplayBuffer
-
-        return SharedReplayBuffer
+    stock: ClassVar[bool] = False
+    """Whether the buffer has the class of TorchRL's own."""
 
     @functools.cached_property
     def buffer(self) -> Any:
-        from torchrl_dist.replay import (
-            SharedCursorWriter,
-            SharedMemmapStorage,
-            SharedPrioritizedSampler,
-        )
+        from torchrl.data import TensorDictReplayBuffer
 
-        return self.buffer_class()(
-            storage=SharedMemmapStorage(
-                self.capacity,
-                scratch_dir=f"{self.folder}/replay",
-                job_id="bench",
-                gather_threads=self.gather_threads,
-            ),
-            sampler=SharedPrioritizedSampler(self.capacity, alpha=ALPHA, beta=BETA),
-            writer=SharedCursorWriter(),
+        from torchrl_dist import replay
+
+        storage = replay.SharedMemmapStorage(
+            self.capacity, scratch_dir=f"{self.folder}/replay", job_id="bench",
+            gather_threads=self.gather_threads,
+        )  # fmt: skip
+        return (TensorDictReplayBuffer if self.stock else replay.SharedReplayBuffer)(
+            storage=storage,
+            sampler=replay.SharedPrioritizedSampler(self.capacity, alpha=ALPHA, beta=BETA),
+            writer=replay.SharedCursorWriter(),
             batch_size=SAMPLE_BATCH,
             priority_key="td_error",
         )
@@ -149,28 +147,23 @@ class OursWithKernel(Ours):
 
     @classmethod
     def missing(cls) -> str | None:
-        if importlib.util.find_spec("torchrl_dist.replay.law._kernel") is None:
-            return "the C kernel was not built: reinstall torchrl-dist with a C compiler"
-        return None
+        if importlib.util.find_spec("torchrl_dist.replay.law._kernel") is not None:
+            return None
+        return "the C kernel was not built: reinstall torchrl-dist with a C compiler"
 
 
 class OursInStockBuffer(OursWithKernel):
     """The same parts in TorchRL's own buffer class."""
 
     name = "ours-c-stock"
-
-    @classmethod
-    def buffer_class(cls) -> type:
-        from torchrl.data import TensorDictReplayBuffer
-
-        return TensorDictReplayBuffer
+    stock = True
 
 
 class OursWithTwoThreads(OursWithKernel):
     """The learner gathers rows with two threads."""
 
     name = "ours-c-2t"
-    gather_threads: ClassVar[int] = 2
+    gather_threads = 2
 
 
 # ---- TorchRL
@@ -192,9 +185,10 @@ def _no_trees() -> str | None:
     return None
 
 
-def _prioritized_buffer(storage: Any, **options: Any) -> Any:
-    from torchrl.data import TensorDictPrioritizedReplayBuffer
+def _prioritized_buffer(capacity: int, storage: Any = None, **options: Any) -> Any:
+    from torchrl.data import LazyTensorStorage, TensorDictPrioritizedReplayBuffer
 
+    storage = LazyTensorStorage(capacity) if storage is None else storage
     return TensorDictPrioritizedReplayBuffer(
         alpha=ALPHA, beta=BETA, storage=storage, batch_size=SAMPLE_BATCH, **options
     )
@@ -205,25 +199,17 @@ class TorchRL(TorchRLBuffer):
 
     name = "torchrl"
     in_one_process = True
-
-    @classmethod
-    def missing(cls) -> str | None:
-        return _no_trees()
+    needs_trees = True
 
     def open(self, workers: int) -> None:
-        from torchrl.data import LazyTensorStorage
-
-        self.buffer = _prioritized_buffer(LazyTensorStorage(self.capacity))
+        self.buffer = _prioritized_buffer(self.capacity)
 
 
 class TorchRLShared(TorchRLBuffer):
     """``shared=True, sync=False``: writers inherit a lock, and the learner has the priorities."""
 
     name = "torchrl-shared"
-
-    @classmethod
-    def missing(cls) -> str | None:
-        return _no_trees()
+    needs_trees = True
 
     def open(self, workers: int) -> None:
         from torchrl.data import LazyMemmapStorage
@@ -231,7 +217,7 @@ class TorchRLShared(TorchRLBuffer):
         storage = LazyMemmapStorage(
             self.capacity, scratch_dir=f"{self.folder}/torchrl", shared_init=True
         )
-        self.buffer = _prioritized_buffer(storage, shared=True, sync=False)
+        self.buffer = _prioritized_buffer(self.capacity, storage, shared=True, sync=False)
         super().open(workers)
 
 
@@ -239,10 +225,7 @@ class TorchRLQueue(Peer):
     """A multiprocessing queue into a process that owns a TorchRL buffer."""
 
     name = "torchrl-queue"
-
-    @classmethod
-    def missing(cls) -> str | None:
-        return _no_trees()
+    needs_trees = True
 
     def open(self, workers: int) -> None:
         import torch.multiprocessing
@@ -255,10 +238,8 @@ class TorchRLQueue(Peer):
         super().open(workers)
 
     def _own(self) -> None:
-        from torchrl.data import LazyTensorStorage
-
         die_with_parent()
-        buffer = _prioritized_buffer(LazyTensorStorage(self.capacity))
+        buffer = _prioritized_buffer(self.capacity)
         while (request := self._requests.get()) is not None:
             operation, data = request
             if operation == "extend":
@@ -292,10 +273,7 @@ class TorchRLRemote(TorchRLBuffer):
     """RemoteTensorDictReplayBuffer in its own process, called by torch.distributed.rpc."""
 
     name = "torchrl-rpc"
-
-    @classmethod
-    def missing(cls) -> str | None:
-        return _no_trees()
+    needs_trees = True
 
     def open(self, workers: int) -> None:
         from torchrl_dist.runtime import local_cluster
@@ -357,10 +335,7 @@ class CPPRB(Peer):
     """cpprb's MPPrioritizedReplayBuffer: NumPy arrays in shared memory, trees in C++."""
 
     name = "cpprb"
-
-    @classmethod
-    def missing(cls) -> str | None:
-        return _not_installed("cpprb", "torchrl-dist[bench]")
+    module, requirement = "cpprb", "torchrl-dist[bench]"
 
     def open(self, workers: int) -> None:
         import multiprocessing
@@ -393,15 +368,12 @@ class Ray(TorchRLBuffer):
     """TorchRL's RayReplayBuffer: the buffer is a Ray actor."""
 
     name = "ray"
+    module, requirement, needs_trees = "ray", "ray", True
     environment: ClassVar[Mapping[str, str]] = {
         "RAY_AUTH_MODE": "disabled",  # otherwise Ray writes a token into the home folder
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",
     }
-
-    @classmethod
-    def missing(cls) -> str | None:
-        return _not_installed("ray", "ray") or _no_trees()
 
     def open(self, workers: int) -> None:
         from torchrl.data import LazyTensorStorage, RayReplayBuffer, TensorDictReplayBuffer
@@ -455,14 +427,11 @@ class Reverb(Peer):
     which prefetches."""
 
     name = "reverb"
+    module, requirement = "reverb", "dm-reverb[tensorflow]"
     environment: ClassVar[Mapping[str, str]] = {
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "GRPC_VERBOSITY": "ERROR",
     }
-
-    @classmethod
-    def missing(cls) -> str | None:
-        return _not_installed("reverb", "dm-reverb[tensorflow]")
 
     def open(self, workers: int) -> None:
         # TensorFlow does not survive a fork, so each process imports it after the fork.
@@ -536,12 +505,6 @@ def _arrays(rows: Any) -> dict[str, Any]:
     return {key if isinstance(key, str) else "_".join(key): leaf.numpy() for key, leaf in leaves}
 
 
-def _not_installed(module: str, requirement: str) -> str | None:
-    if importlib.util.find_spec(module) is None:
-        return f"not installed: pip install '{requirement}'"
-    return None
-
-
 # ---- the floor
 
 
@@ -556,12 +519,9 @@ class Floor(Peer):
 
         rows = self.prepare(make_rows(self.kind, 1))
         self._ring = [
-            torch.zeros(self.capacity, *leaf.shape[1:], dtype=leaf.dtype).share_memory_()
-            for leaf in rows
+            leaf.new_zeros(self.capacity, *leaf.shape[1:]).share_memory_() for leaf in rows
         ]
-        self._batch = [
-            torch.empty(SAMPLE_BATCH, *leaf.shape[1:], dtype=leaf.dtype) for leaf in rows
-        ]
+        self._batch = [leaf.new_empty(SAMPLE_BATCH, *leaf.shape[1:]) for leaf in rows]
         self._priorities = torch.zeros(self.capacity)
         self._random = np.random.default_rng()
         share = self.capacity // max(1, workers)
@@ -595,38 +555,8 @@ class Floor(Peer):
         self._priorities.index_copy_(0, batch, priorities)
 
 
-PEERS: dict[str, type[Peer]] = {
-    peer.name: peer
-    for peer in (
-        Ours,
-        OursWithKernel,
-        OursInStockBuffer,
-        OursWithTwoThreads,
-        TorchRL,
-        TorchRLShared,
-        TorchRLQueue,
-        TorchRLRemote,
-        CPPRB,
-        Ray,
-        Reverb,
-        Floor,
-    )
-}
-
-
-def versions(names: Iterator[str] | list[str]) -> dict[str, str]:
-    """Return the versions of the packages that the named peers use."""
-    import platform
-
-    wanted = ["torchrl-dist", "torch", "torchrl", "tensordict", "numpy"]
-    packages = {"cpprb": "cpprb", "ray": "ray", "reverb": "dm-reverb", "tianshou": "tianshou"}
-    packages["sb3"] = "stable-baselines3"
-    wanted += [package for name, package in packages.items() if name in set(names)]
-    found = {"python": platform.python_version()}
-    for package in wanted:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
-
-
-__all__ = ["ALPHA", "BETA", "KINDS", "PEERS", "SAMPLE_BATCH", "Peer", "versions"]
+_ALL = (
+    Ours, OursWithKernel, OursInStockBuffer, OursWithTwoThreads, TorchRL, TorchRLShared,
+    TorchRLQueue, TorchRLRemote, CPPRB, Ray, Reverb, Floor,
+)  # fmt: skip
+PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in _ALL}

@@ -31,35 +31,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrl_dist.bench.command import (
-    above_zero,
-    add_figures,
-    check_folders,
-    describe,
-    in_rounds,
-    names,
-    say,
-    until_stopped,
-)
-from torchrl_dist.bench.train_plan import (
-    EPISODES,
-    OTHERS,
-    PEERS,
-    REASONS,
-    SB3,
-    THRESHOLDS,
-    TORCHRL,
-    ZOO,
-    Case,
-    Gain,
-    Row,
-    Run,
-    as_line,
-    band,
-    gains,
-    rows,
-    same_as_another,
-)
+from torchrl_dist.bench import command, train_plan
+from torchrl_dist.bench.results import append_json
+from torchrl_dist.bench.train_plan import OTHERS, PEERS, SB3, TORCHRL, Case, Gain, Row, Run
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.recipes.catalog import RECIPES
 from torchrl_dist.recipes.parts.plots import save_figure
@@ -71,44 +45,21 @@ if TYPE_CHECKING:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's description and options to ``parser``."""
-    describe(parser, __doc__, run)
-    parser.add_argument(
-        "--env", default="CartPole-v1", help="a gymnasium environment (default: CartPole-v1)"
-    )
-    parser.add_argument(
-        "--algorithms",
-        type=names(list(RECIPES)),
-        metavar="A,B",
-        help=f"some of {','.join(RECIPES)} (default: those that fit the environment)",
-    )
-    parser.add_argument(
-        "--peers",
-        type=names(PEERS),
-        default=list(PEERS),
-        metavar="A,B",
-        help=f"some of {','.join(PEERS)} (default: all)",
-    )
-    parser.add_argument(
-        "--seeds", type=above_zero(int), default=3, metavar="N", help="runs of each (default: 3)"
-    )
-    parser.add_argument(
-        "--threshold",
-        type=float,
-        metavar="RETURN",
-        help="mean return that ends a run (default: the environment's)",
-    )
-    parser.add_argument(
-        "--frames",
-        type=above_zero(int),
-        help="frames of the longest run (default: the recipe's; for sb3 the zoo's)",
-    )
-    parser.add_argument(
-        "--threads",
-        type=above_zero(int),
-        default=1,
-        help="torch threads of torchrl and sb3; our processes have one each (default: 1)",
-    )
-    add_figures(
+    command.describe(parser, __doc__, run)
+    text = "a gymnasium environment (default: CartPole-v1)"
+    parser.add_argument("--env", default="CartPole-v1", help=text)
+    text = f"some of {','.join(RECIPES)} (default: those that fit the environment)"
+    known = command.names(RECIPES)
+    parser.add_argument("--algorithms", type=known, metavar="A,B", help=text)
+    command.add_names(parser, "--peers", PEERS)
+    command.add_number(parser, "--seeds", int, 3, "runs of each")
+    text = "mean return that ends a run (default: the environment's)"
+    parser.add_argument("--threshold", type=float, metavar="RETURN", help=text)
+    text = "frames of the longest run (default: the recipe's; for sb3 the zoo's)"
+    command.add_number(parser, "--frames", int, None, text)
+    text = "torch threads of torchrl and sb3; our processes have one each"
+    command.add_number(parser, "--threads", int, 1, text)
+    command.add_figures(
         parser,
         timeout_s=600.0,
         timed="a run's training",
@@ -129,11 +80,11 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ConfigurationError: nothing that was asked for can be measured.
     """
-    check_folders(options.json, options.plot)
+    command.check_folders(options.json, options.plot)
     groups = plan(options)
     results: dict[Case, list[Run]] = {}
-    status = until_stopped(lambda: _measure_all(options, groups, results))
-    _print(rows(results))
+    status = _measure_all(options, groups, results)
+    _print(train_plan.rows(results))
     if options.plot is not None and results:
         _plot(options.plot, results)
     return status
@@ -150,7 +101,7 @@ def plan(options: argparse.Namespace) -> list[list[Case]]:
     threshold = options.threshold
     if threshold is None:
         own = next(iter(tasks.values())).reward_threshold
-        threshold = THRESHOLDS.get(options.env, own)
+        threshold = train_plan.THRESHOLDS.get(options.env, own)
     if threshold is None:
         raise ConfigurationError(
             f"{options.env} has no known threshold: expected --threshold RETURN"
@@ -160,7 +111,7 @@ def plan(options: argparse.Namespace) -> list[list[Case]]:
         for peer in options.peers:
             reason = missing(algorithm, options.env, peer)
             if reason is not None:
-                say(f"left out: {algorithm} {peer}: {reason}")
+                command.say(f"left out: {algorithm} {peer}: {reason}")
                 continue
             limits = options.frames, options.timeout_s, options.threads
             cases[algorithm].append(Case(algorithm, options.env, peer, threshold, *limits))
@@ -191,7 +142,7 @@ def _fitting(env: str, algorithms: Sequence[str] | None) -> dict[str, Task]:
 
 def missing(algorithm: str, env: str, peer: str) -> str | None:
     """Return why the peer cannot be measured here, or None."""
-    if same_as_another(algorithm, peer):
+    if train_plan.same_as_another(algorithm, peer):
         return "with 0 processes its learner steps environments itself, which ours-1 does, too"
     if peer == TORCHRL and algorithm == "apex":
         from torchrl_dist.bench.replay_peers import PEERS as BUFFERS
@@ -200,7 +151,7 @@ def missing(algorithm: str, env: str, peer: str) -> str | None:
     if peer == SB3:
         if importlib.util.find_spec("stable_baselines3") is None:
             return "not installed: pip install 'torchrl-dist[bench-sb3]'"
-        if (algorithm, env) not in ZOO:
+        if (algorithm, env) not in train_plan.ZOO:
             return f"the zoo's settings for {env} are not included here"
     return None
 
@@ -208,32 +159,21 @@ def missing(algorithm: str, env: str, peer: str) -> str | None:
 def _measure_all(
     options: argparse.Namespace, groups: list[list[Case]], results: dict[Case, list[Run]]
 ) -> int:
-    from torchrl_dist.bench.replay_peers import versions
-    from torchrl_dist.bench.table import append_json
     from torchrl_dist.bench.train_peers import GRACE_S, measure
 
-    about = {"cpus": os.cpu_count(), "versions": versions([SB3])}
-
-    def run_one(launcher: Any, case: Case, folder: Path) -> Run:
-        seed = len(results.get(case, []))
-        limit_s = case.limit_s + 2 * GRACE_S
-        return launcher.run(measure, case, seed, str(folder), folder=folder, timeout_s=limit_s)
-
-    def take(case: Case, run: Run) -> str:
-        results.setdefault(case, []).append(run)
-        if options.json is not None:
-            append_json(options.json, [as_line(case, run)], about)
+    def tell(case: Case, run: Run) -> str:
+        append_json(options.json, "train", [train_plan.as_line(case, run)], [SB3])
         end = run.reached(case.threshold)
         if end is not None:
             return f"{case.threshold:g} after {end.frames:,} frames and {end.seconds:.1f} s"
         last = f", the last mean was {run.points[-1].mean:.1f}" if run.points else ""
         return f"never reached {case.threshold:g}: out of {run.ended}{last}"
 
-    def label(case: Case) -> str:
-        return f"{case.algorithm} {case.env} {case.peer}"
-
-    parent = Path(tempfile.gettempdir())
-    return in_rounds(options.seeds, groups, parent, run_one, label, take)
+    return command.in_rounds(
+        options.seeds, groups, Path(tempfile.gettempdir()), measure, results, tell,
+        arguments=lambda case: (case, len(results.get(case, []))),  # the second is the seed
+        timeout_s=lambda case: case.limit_s + 2 * GRACE_S,
+    )  # fmt: skip
 
 
 # ---- results
@@ -258,7 +198,7 @@ def _print(table: list[Row]) -> None:
     figures = ("reached", "frames", "seconds", "frames/s", *(f"x {name}" for name in OTHERS))
     title = "to the threshold: medians, and ratio of our seconds to a peer's"
     show_table(title, (*left, *figures, "start, s"), rows, left=left, width=120)
-    if found := gains(table):
+    if found := train_plan.gains(table):
         _print_gains(found)
 
 
@@ -280,7 +220,7 @@ def _print_gains(found: list[Gain]) -> None:
             *(gain.best.algorithm, gain.best.env, f"{gain.best.peer} by {gain.fewest.peer}"),
             *(f"{figure:.2f}" for figure in (gain.speed_up, gain.frames, gain.pace)),
             "-" if gain.best.learner_waits is None else f"{gain.best.learner_waits:.0%}",
-            REASONS[gain.best.algorithm],
+            train_plan.REASONS[gain.best.algorithm],
         ]
         for gain in found
     ]
@@ -316,7 +256,7 @@ def _plot(path: Path, results: Mapping[Case, list[Run]]) -> None:
                 _draw(axis, case, results[case], over)
             axis.axhline(cases[0].threshold, color="black", linewidth=0.8, linestyle=":")
             axis.set(xlabel="frames" if over == "frames" else "training, s")
-            axis.set(ylabel=f"return, greedy mean of {EPISODES} episodes")
+            axis.set(ylabel=f"return, greedy mean of {train_plan.EPISODES} episodes")
             axis.xaxis.set_major_formatter(EngFormatter(sep=""))  # 150k, to keep labels apart
             axis.set_title(f"{algorithm} on {env}", fontsize=10)
             axis.grid(alpha=0.3)
@@ -332,7 +272,9 @@ def _plot(path: Path, results: Mapping[Case, list[Run]]) -> None:
 
 
 def _draw(axis: Any, case: Case, runs: list[Run], over: str) -> None:
-    curve = band([[(getattr(p, over), p.mean) for p in run.points] for run in runs if run.points])
+    curve = train_plan.band(
+        [[(getattr(p, over), p.mean) for p in run.points] for run in runs if run.points]
+    )
     if curve is None:
         return
     color, stroke, mark = _LINES[case.peer]

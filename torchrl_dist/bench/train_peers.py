@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -10,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -52,16 +50,10 @@ def measure(case: Case, seed: int, folder: str) -> Run:
     """
     if case.peer in OURS:
         return _ours(case, seed, Path(folder))
-    with _threads(case.threads):
-        return (_torchrl if case.peer == TORCHRL else _sb3)(case, seed)
-
-
-@contextlib.contextmanager
-def _threads(number: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(number)
+    torch.set_num_threads(case.threads)
     try:
-        yield
+        return (_torchrl if case.peer == TORCHRL else _sb3)(case, seed)
     finally:
         torch.set_num_threads(before)
 
@@ -80,11 +72,9 @@ def _ours(case: Case, seed: int, folder: Path) -> Run:
     settings.write_text(
         yaml.safe_dump({k: list(v) if isinstance(v, tuple) else v for k, v in plain.items()})
     )
+    command = [sys.executable, "-m", "torchrl_dist", "train", case.algorithm]
     process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "torchrl_dist", "train", case.algorithm),
-            *("--config", str(settings)),
-        ],
+        [*command, "--config", str(settings)],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
@@ -147,11 +137,8 @@ class Watch:
     """
 
     def __init__(self, case: Case, seed: int, every: int, act: Act, begun: float) -> None:
-        self._case = case
-        self._seed = seed
-        self._every = every
-        self._act = act
-        self._next = every
+        self._case, self._seed, self._act = case, seed, act
+        self._every = self._next = every
         self._points: list[Point] = []
         self._evaluating_s = 0.0
         self._began = time.monotonic()
@@ -171,26 +158,16 @@ class Watch:
         """Return the result after the last frame."""
         if not self._points or self._points[-1].frames < frames:
             self._evaluate(frames)
-        return Run(
-            self._seed,
-            tuple(self._points),
-            self._ended or "frames",
-            self._start_s,
-            self._evaluating_s,
-            settings,
-        )
+        points, ended = tuple(self._points), self._ended or "frames"
+        return Run(self._seed, points, ended, self._start_s, self._evaluating_s, settings)
 
     def _seconds(self) -> float:
         return time.monotonic() - self._began - self._evaluating_s
 
     def _evaluate(self, frames: int) -> None:
         seconds, begun = self._seconds(), time.monotonic()
-        returns = evaluate(
-            self._act,
-            self._case.env,
-            episodes=EPISODES,
-            seed=1_000_000 * self._seed + EPISODES * len(self._points),  # one seed per episode
-        )
+        first = 1_000_000 * self._seed + EPISODES * len(self._points)  # one seed per episode
+        returns = evaluate(self._act, self._case.env, episodes=EPISODES, seed=first)
         self._evaluating_s += time.monotonic() - begun
         self._points.append(Point(frames, seconds, fmean(returns)))
         if self._points[-1].mean >= self._case.threshold:

@@ -23,17 +23,11 @@ EPISODES = 20
 """New greedy episodes of each evaluation."""
 
 THRESHOLDS = {
-    "CartPole-v1": 475.0,
-    "Pendulum-v1": -200.0,
-    "LunarLander-v3": 200.0,
-    "Acrobot-v1": -100.0,
-}
+    "CartPole-v1": 475.0, "Pendulum-v1": -200.0, "LunarLander-v3": 200.0, "Acrobot-v1": -100.0
+}  # fmt: skip
 _EVALUATE_EVERY = {
-    "CartPole-v1": 2_000,
-    "Pendulum-v1": 1_000,
-    "LunarLander-v3": 10_000,
-    "Acrobot-v1": 5_000,
-}
+    "CartPole-v1": 2_000, "Pendulum-v1": 1_000, "LunarLander-v3": 10_000, "Acrobot-v1": 5_000
+}  # fmt: skip
 
 _Config = TypeVar("_Config", bound=RecipeConfig)
 
@@ -57,6 +51,9 @@ class Case:
     frames: int | None
     limit_s: float
     threads: int
+
+    def __str__(self) -> str:
+        return f"{self.algorithm} {self.env} {self.peer}"
 
     @property
     def group(self) -> tuple[str, str]:
@@ -115,12 +112,8 @@ def up_to(points: Iterable[Point], threshold: float) -> tuple[Point, ...]:
 
 def config_of(case: Case, seed: int) -> RecipeConfig:
     """Return the recipe's configuration, for ours and for TorchRL in one process."""
-    settings: dict[str, Any] = {
-        "env": case.env,
-        "seed": seed,
-        "device": "cpu",
-        "eval_episodes": EPISODES,
-    }
+    settings: dict[str, Any] = {"env": case.env, "seed": seed, "device": "cpu"}
+    settings["eval_episodes"] = EPISODES
     if case.env in _EVALUATE_EVERY:
         settings["eval_interval_frames"] = _EVALUATE_EVERY[case.env]
     if case.frames is not None:
@@ -167,97 +160,40 @@ class Zoo:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-_DQN = {
-    "learning_rate": 6.3e-4,
-    "batch_size": 128,
-    "buffer_size": 50_000,
-    "learning_starts": 0,
-    "gamma": 0.99,
-    "target_update_interval": 250,
-    "train_freq": 4,
-    "gradient_steps": -1,
-    "exploration_fraction": 0.12,
-    "exploration_final_eps": 0.1,
-    "policy_kwargs": {"net_arch": [256, 256]},
-}
+_DQN: dict[str, Any] = dict(
+    learning_rate=6.3e-4, batch_size=128, buffer_size=50_000, learning_starts=0, gamma=0.99,
+    target_update_interval=250, train_freq=4, gradient_steps=-1, exploration_fraction=0.12,
+    exploration_final_eps=0.1, policy_kwargs={"net_arch": [256, 256]},
+)  # fmt: skip
+_CARTPOLE: dict[str, Any] = dict(
+    learning_rate=2.3e-3, batch_size=64, buffer_size=100_000, learning_starts=1_000,
+    target_update_interval=10, train_freq=256, gradient_steps=128, exploration_fraction=0.16,
+    exploration_final_eps=0.04,
+)  # fmt: skip
 # hyperparams/{dqn,ppo,a2c,sac}.yml of DLR-RM/rl-baselines3-zoo, 2026-04-23
 ZOO: dict[tuple[str, str], Zoo] = {
-    ("apex", "CartPole-v1"): Zoo(
-        "DQN",
-        50_000,
-        settings=_DQN
-        | {
-            "learning_rate": 2.3e-3,
-            "batch_size": 64,
-            "buffer_size": 100_000,
-            "learning_starts": 1_000,
-            "target_update_interval": 10,
-            "train_freq": 256,
-            "gradient_steps": 128,
-            "exploration_fraction": 0.16,
-            "exploration_final_eps": 0.04,
-        },
-    ),
+    ("apex", "CartPole-v1"): Zoo("DQN", 50_000, settings=_DQN | _CARTPOLE),
     ("apex", "Acrobot-v1"): Zoo("DQN", 100_000, settings=_DQN),
     ("apex", "LunarLander-v3"): Zoo("DQN", 100_000, settings=_DQN),
-    ("ddppo", "CartPole-v1"): Zoo(
-        "PPO",
-        100_000,
-        envs=8,
-        settings={
-            "n_steps": 32,
-            "batch_size": 256,
-            "gae_lambda": 0.8,
-            "gamma": 0.98,
-            "n_epochs": 20,
-            "ent_coef": 0.0,
-            "learning_rate": "lin_0.001",
-            "clip_range": "lin_0.2",
-        },
-    ),
-    ("ddppo", "Acrobot-v1"): Zoo(
-        "PPO",
-        1_000_000,
-        envs=16,
-        normalize=True,
-        settings={
-            "n_steps": 256,
-            "gae_lambda": 0.94,
-            "gamma": 0.99,
-            "n_epochs": 4,
-            "ent_coef": 0.0,
-        },
-    ),
-    ("ddppo", "LunarLander-v3"): Zoo(
-        "PPO",
-        1_000_000,
-        envs=16,
-        settings={
-            "n_steps": 1024,
-            "batch_size": 64,
-            "gae_lambda": 0.98,
-            "gamma": 0.999,
-            "n_epochs": 4,
-            "ent_coef": 0.01,
-        },
-    ),
-    ("impala", "CartPole-v1"): Zoo("A2C", 500_000, envs=8, settings={"ent_coef": 0.0}),
+    ("ddppo", "CartPole-v1"): Zoo("PPO", 100_000, envs=8, settings=dict(
+        n_steps=32, batch_size=256, gae_lambda=0.8, gamma=0.98, n_epochs=20, ent_coef=0.0,
+        learning_rate="lin_0.001", clip_range="lin_0.2",
+    )),
+    ("ddppo", "Acrobot-v1"): Zoo("PPO", 1_000_000, envs=16, normalize=True, settings=dict(
+        n_steps=256, gae_lambda=0.94, gamma=0.99, n_epochs=4, ent_coef=0.0,
+    )),
+    ("ddppo", "LunarLander-v3"): Zoo("PPO", 1_000_000, envs=16, settings=dict(
+        n_steps=1024, batch_size=64, gae_lambda=0.98, gamma=0.999, n_epochs=4, ent_coef=0.01,
+    )),
+    ("impala", "CartPole-v1"): Zoo("A2C", 500_000, envs=8, settings=dict(ent_coef=0.0)),
     ("impala", "Acrobot-v1"): Zoo(
-        "A2C", 500_000, envs=16, normalize=True, settings={"ent_coef": 0.0}
+        "A2C", 500_000, envs=16, normalize=True, settings=dict(ent_coef=0.0)
     ),
-    ("impala", "LunarLander-v3"): Zoo(
-        "A2C",
-        200_000,
-        envs=8,
-        settings={
-            "gamma": 0.995,
-            "n_steps": 5,
-            "learning_rate": "lin_0.00083",
-            "ent_coef": 0.00001,
-        },
-    ),
-    ("sac", "Pendulum-v1"): Zoo("SAC", 20_000, settings={"learning_rate": 1e-3}),
-}
+    ("impala", "LunarLander-v3"): Zoo("A2C", 200_000, envs=8, settings=dict(
+        gamma=0.995, n_steps=5, learning_rate="lin_0.00083", ent_coef=0.00001,
+    )),
+    ("sac", "Pendulum-v1"): Zoo("SAC", 20_000, settings=dict(learning_rate=1e-3)),
+}  # fmt: skip
 
 
 # ---- evaluating the runs
@@ -294,14 +230,11 @@ class Row:
 def rows(results: Mapping[Case, list[Run]]) -> list[Row]:
     """Return a row for each case with runs. Ratios are within an algorithm and environment."""
     found = [_row(case, runs) for case, runs in results.items() if runs]
-    told = []
+    by_peer = {(row.algorithm, row.env, row.peer): row for row in found}
     for row in found:
-        if row.peer in OURS:
-            others = {x.peer: x for x in found if (x.algorithm, x.env) == (row.algorithm, row.env)}
-            ratios = {name: ratio(row, others.get(name)) for name in OTHERS}
-            row = replace(row, ratios=ratios)
-        told.append(row)
-    return told
+        for name in OTHERS if row.peer in OURS else ():
+            row.ratios[name] = ratio(row, by_peer.get((row.algorithm, row.env, name)))
+    return found
 
 
 def ratio(row: Row, other: Row | None) -> float | None:
@@ -333,23 +266,14 @@ def as_line(case: Case, run: Run) -> dict[str, Any]:
     """Return the JSON object of one run."""
     end = run.reached(case.threshold)
     return {
-        "bench": "train",
-        "algorithm": case.algorithm,
-        "env": case.env,
-        "peer": case.peer,
-        "seed": run.seed,
-        "threshold": case.threshold,
+        **{name: getattr(case, name) for name in ("algorithm", "env", "peer", "threshold")},
+        **{name: value for name, value in vars(run).items() if name != "points"},
         "reached": end is not None,
         "frames": end.frames if end else None,
         "seconds": end.seconds if end else None,
-        "ended": run.ended,
         "limit_s": case.limit_s,
         "threads": 1 if case.peer in OURS else case.threads,
-        "start_s": run.start_s,
-        "evaluating_s": run.evaluating_s,
-        "learner_waits": run.learner_waits,
         "points": [[point.frames, point.seconds, point.mean] for point in run.points],
-        "settings": run.settings,
     }
 
 

@@ -174,92 +174,83 @@ class SAC(Alone):
             self.target.step()
 
 
-class PPO(Alone):
-    """DD-PPO's algorithm with one learner."""
+class _OnPolicy(Alone):
+    """What PPO and A2C have in common.
 
-    def __init__(self, config: DDPPOConfig, task: Task, policy: PolicySpec) -> None:
+    Args:
+        make_loss: makes the loss of actor and critic.
+        estimate: arguments of the advantage's estimate.
+    """
+
+    def __init__(
+        self, config: Any, task: Task, policy: PolicySpec, make_loss: Callable, **estimate: Any
+    ) -> None:
         self.config = config
         self.network = policy.network()
         actor = categorical_actor(self.network)
         critic = critic_of(ValueNetwork(task.inputs, config.hidden, config.network))
-        self.advantage = GAE(
-            gamma=config.gamma, lmbda=config.gae_lambda, value_network=critic, average_gae=True
-        )
-        self.loss = ClipPPOLoss(
+        self.advantage = GAE(gamma=config.gamma, value_network=critic, **estimate)
+        self.loss = make_loss(
             actor,
             critic,
-            clip_epsilon=config.clip,
             entropy_coeff=config.entropy_coef,
             critic_coeff=config.critic_coef,
             loss_critic_type="l2",
-            normalize_advantage=False,  # GAE does it, over the whole batch
         )
         self.optimizer = torch.optim.Adam(self.loss.parameters(), lr=config.learning_rate, eps=1e-5)
+        self.collector = _collector(config, actor)
+        self._frames = 0
+
+    def _prepare(self, data: TensorDictBase, frames: int) -> float:
+        """Write the advantages, and set the learning rate. Return the share that is left of it."""
+        share = 1 - self._frames / self.config.total_frames if self.config.anneal else 1.0
+        self._frames = frames
+        self._set_learning_rate(share * self.config.learning_rate)
+        with torch.no_grad():
+            self.advantage(data)
+        return share
+
+    def _learn_from(self, batch: TensorDictBase) -> None:
+        losses = self.loss(batch)
+        total = losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]
+        self._step(total, self.config.max_grad_norm)
+
+
+class PPO(_OnPolicy):
+    """DD-PPO's algorithm with one learner."""
+
+    def __init__(self, config: DDPPOConfig, task: Task, policy: PolicySpec) -> None:
+        # GAE normalizes the advantages, over the whole batch.
+        make_loss = partial(ClipPPOLoss, clip_epsilon=config.clip, normalize_advantage=False)
+        estimate = {"lmbda": config.gae_lambda, "average_gae": True}
+        super().__init__(config, task, policy, make_loss, **estimate)
         self.buffer = TensorDictReplayBuffer(
             storage=LazyTensorStorage(config.frames_per_batch),
             sampler=SamplerWithoutReplacement(),
             batch_size=config.frames_per_batch // config.minibatches,
         )
-        self.collector = _collector(config, actor)
-        self._frames = 0
 
     def learn(self, data: TensorDictBase, frames: int) -> None:
-        config = self.config
-        share = 1 - self._frames / config.total_frames if config.anneal else 1.0
-        self._frames = frames
-        self._set_learning_rate(share * config.learning_rate)
-        self.loss.clip_epsilon.fill_(max(share * config.clip, 1e-8))
-        with torch.no_grad():
-            self.advantage(data)
+        share = self._prepare(data, frames)
+        self.loss.clip_epsilon.fill_(max(share * self.config.clip, 1e-8))
         self.buffer.extend(data.reshape(-1))
-        for _ in range(config.epochs):
+        for _ in range(self.config.epochs):
             for batch in self.buffer:
-                losses = self.loss(batch)
-                self._step(
-                    losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"],
-                    config.max_grad_norm,
-                )
+                self._learn_from(batch)
 
 
-class A2C(Alone):
+class A2C(_OnPolicy):
     """IMPALA's algorithm for data that always come from the current policy, with which V-trace is
     the advantage estimate of GAE with lambda = 1."""
 
     def __init__(self, config: ImpalaConfig, task: Task, policy: PolicySpec) -> None:
-        self.config = config
-        self.network = policy.network()
-        actor = categorical_actor(self.network)
-        critic = critic_of(ValueNetwork(task.inputs, config.hidden, config.network))
-        self.advantage = GAE(gamma=config.gamma, lmbda=1.0, value_network=critic)
-        self.loss = A2CLoss(
-            actor,
-            critic,
-            entropy_coeff=config.entropy_coef,
-            critic_coeff=config.critic_coef,
-            loss_critic_type="l2",
-        )
-        self.optimizer = torch.optim.Adam(self.loss.parameters(), lr=config.learning_rate, eps=1e-5)
-        self.collector = _collector(config, actor)
-        self._frames = 0
+        super().__init__(config, task, policy, A2CLoss, lmbda=1.0)
 
     def learn(self, data: TensorDictBase, frames: int) -> None:
-        config = self.config
-        share = 1 - self._frames / config.total_frames if config.anneal else 1.0
-        self._frames = frames
-        self._set_learning_rate(share * config.learning_rate)
-        with torch.no_grad():
-            self.advantage(data)
-        losses = self.loss(data.reshape(-1))
-        self._step(
-            losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"],
-            config.max_grad_norm,
-        )
+        self._prepare(data, frames)
+        self._learn_from(data.reshape(-1))
 
 
-LEARNERS: dict[str, Callable[[Any, Task, PolicySpec], Alone]] = {
-    "apex": DQN,
-    "ddppo": PPO,
-    "impala": A2C,
-    "sac": SAC,
-}
+LEARNERS: dict[str, Callable[[Any, Task, PolicySpec], Alone]]
+LEARNERS = {"apex": DQN, "ddppo": PPO, "impala": A2C, "sac": SAC}
 """The classes above, by the recipe whose settings they take."""

@@ -46,11 +46,5 @@ def make_rows(kind: str, count: int, seed: int = 0) -> TensorDict:
         following = {}
     following["reward"] = torch.rand(count, generator=random)
     following["done"] = torch.zeros(count, dtype=torch.bool)
-    return TensorDict(
-        {
-            "observation": observation,
-            "action": torch.zeros(count, dtype=torch.int64),
-            "next": TensorDict(following, [count]),
-        },
-        [count],
-    )
+    action = torch.zeros(count, dtype=torch.int64)
+    return TensorDict({"observation": observation, "action": action, "next": following}, [count])

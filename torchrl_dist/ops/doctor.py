@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import json
-import math
 import platform
 import re
 import socket
@@ -22,8 +21,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from .. import own_files
-from ..errors import ConfigurationError, TorchRLDistError
-from ..ui import show_table
+from ..errors import TorchRLDistError
+from ..ui import at_least, show_table
 
 if TYPE_CHECKING:
     from .probe import Probe
@@ -57,6 +56,11 @@ class Finding:
     state: str
     found: str
     cure: str = ""
+
+
+def _judge(check: str, state: str, found: str, cure: str) -> Finding:
+    """Return a finding, with the remedy only if one is needed."""
+    return Finding(check, state, found, "" if state == OK else cure)
 
 
 def examine(probe: Probe, rounds: Rounds | TorchRLDistError | None = None) -> list[Finding]:
@@ -105,48 +109,38 @@ def exit_code(findings: Sequence[Finding]) -> int:
 
 
 def _software(probe: Probe) -> Iterator[Finding]:
-    number = _numbers(probe.python)
-    if number < (3, 10) or not probe.gil:
-        kind = "" if probe.gil else ", free-threaded"
-        yield Finding(
-            "python", FAIL, f"{probe.python}{kind}", "CPython 3.10 or newer, with its GIL"
-        )
-    else:
-        yield Finding("python", OK, probe.python)
+    works = _numbers(probe.python) >= (3, 10) and probe.gil
+    found = probe.python + ("" if probe.gil else ", free-threaded")
+    cure = "CPython 3.10 or newer, with its GIL"
+    yield _judge("python", OK if works else FAIL, found, cure)
     for name, (first, untested) in TESTED.items():
         version = probe.versions.get(name)
-        cure = f"pip install '{name}>={first},<{untested}'"
+        state, found = OK, version or ""
         if version is None:
-            yield Finding(name, FAIL, "not installed", cure)
+            state, found = FAIL, "not installed"
         elif _numbers(version) < _numbers(first):
-            yield Finding(name, FAIL, f"{version}, older than {first}", cure)
+            state, found = FAIL, f"{version}, older than {first}"
         elif _numbers(version) >= _numbers(untested):
-            yield Finding(name, WARN, f"{version} has not been tested", cure)
-        else:
-            yield Finding(name, OK, version)
-    if probe.kernel == "c":
-        yield Finding("kernel", OK, "C")
-    else:
-        numpy = probe.kernel == "numpy"
-        yield Finding(
-            "kernel",
-            WARN if numpy else FAIL,
-            "the NumPy kernel is used, which is slower than C" if numpy else probe.kernel,
-            "install a C compiler and Python's headers, then pip install --force-reinstall "
-            "--no-deps torchrl-dist; leave TORCHRL_DIST_KERNEL unset",
-        )
+            state, found = WARN, f"{version} has not been tested"
+        yield _judge(name, state, found, f"pip install '{name}>={first},<{untested}'")
+    state, found = {
+        "c": (OK, "C"), "numpy": (WARN, "the NumPy kernel is used, which is slower than C")
+    }.get(probe.kernel, (FAIL, probe.kernel))  # fmt: skip
+    yield _judge(
+        "kernel", state, found,
+        "install a C compiler and Python's headers, then pip install --force-reinstall "
+        "--no-deps torchrl-dist; leave TORCHRL_DIST_KERNEL unset",
+    )  # fmt: skip
     if probe.torchrl_trees is None:
         yield Finding("TorchRL's trees", OK, "they load")
-    else:
-        # Not a warning, because this package does not need the trees. The check is here because
-        # many users ask about them.
-        yield Finding(
-            "TorchRL's trees",
-            OK,
-            "not loaded; only TorchRL's own prioritized sampler needs them "
-            f"({probe.torchrl_trees})",
-            "install the torch that this torchrl was built with (0.14: torch 2.14 or newer)",
-        )
+        return
+    # Not a warning, because this package does not need the trees. The check is here because many
+    # users ask about them.
+    yield Finding(
+        "TorchRL's trees", OK,
+        f"not loaded; only TorchRL's own prioritized sampler needs them ({probe.torchrl_trees})",
+        "install the torch that this torchrl was built with (0.14: torch 2.14 or newer)",
+    )  # fmt: skip
 
 
 def _memory(probe: Probe) -> Iterator[Finding]:
@@ -157,45 +151,35 @@ def _memory(probe: Probe) -> Iterator[Finding]:
         found = f"{folder.path}: {folder.error}"
         yield Finding("file system", FAIL, found, "choose a --folder in which files can be made")
         return
-    network = is_network_file_system(folder.file_system)
-    yield Finding(
-        "file system",
-        FAIL if network else OK,
+    yield _judge(
+        "file system", FAIL if is_network_file_system(folder.file_system) else OK,
         f"{folder.path} is {folder.file_system}",
-        "choose a scratch_dir (--replay-dir) that is local to the node, for example under /dev/shm"
-        if network
-        else "",
-    )
+        "choose a scratch_dir (--replay-dir) that is local to the node, for example under /dev/shm",
+    )  # fmt: skip
+    state = OK
     found = f"{_size(folder.free_bytes)} free of {_size(folder.total_bytes)} in {folder.path}"
-    cure = "docker run --shm-size=8g or --ipc=host, a larger mount, torchrl-dist clean --remove"
     if folder.free_bytes < max(probe.planned_bytes, 16 * _MIB):
-        planned = f", {_size(probe.planned_bytes)} planned" if probe.planned_bytes else ""
-        yield Finding("space", FAIL, found + planned, cure)
+        state = FAIL
+        found += f", {_size(probe.planned_bytes)} planned" if probe.planned_bytes else ""
     elif folder.total_bytes <= _CONTAINERS_SHM:
-        yield Finding("space", WARN, f"{found}, a container's default", cure)
+        state, found = WARN, f"{found}, a container's default"
+    cure = "docker run --shm-size=8g or --ipc=host, a larger mount, torchrl-dist clean --remove"
+    yield _judge("space", state, found, cure)
+    limit, planned = probe.memory_limit, probe.planned_bytes
+    if limit is not None and limit < planned:
+        state, found = FAIL, f"the cgroup allows {_size(limit)}, {_size(planned)} planned"
     else:
-        yield Finding("space", OK, found)
-    limit = probe.memory_limit
-    if limit is not None and limit < probe.planned_bytes:
-        yield Finding(
-            "memory", FAIL,
-            f"the cgroup allows {_size(limit)}, {_size(probe.planned_bytes)} planned",
-            "raise sbatch --mem or docker run --memory; files in /dev/shm count, too",
-        )  # fmt: skip
-    else:
-        yield Finding("memory", OK, "no limit" if limit is None else f"limit {_size(limit)}")
-    error = folder.fallocate_error
-    yield Finding(
-        "fallocate", FAIL if error else OK, error or "space can be reserved",
-        "choose another --folder: writing rows to a file without space kills the process"
-        if error
-        else "",
-    )  # fmt: skip
-    error = folder.lock_error
-    yield Finding(
-        "locks", FAIL if error else OK, error or "seen by other processes",
-        "choose another --folder: processes would overwrite each other's rows" if error else "",
-    )  # fmt: skip
+        state, found = OK, "no limit" if limit is None else f"limit {_size(limit)}"
+    cure = "raise sbatch --mem or docker run --memory; files in /dev/shm count, too"
+    yield _judge("memory", state, found, cure)
+    for check, error, well, danger in (
+        ("fallocate", folder.fallocate_error, "space can be reserved",
+         "writing rows to a file without space kills the process"),
+        ("locks", folder.lock_error, "seen by other processes",
+         "processes would overwrite each other's rows"),
+    ):  # fmt: skip
+        cure = f"choose another --folder: {danger}"
+        yield _judge(check, FAIL if error else OK, error or well, cure)
 
 
 def _limits(probe: Probe) -> Iterator[Finding]:
@@ -205,20 +189,16 @@ def _limits(probe: Probe) -> Iterator[Finding]:
     needed = descriptors_of(probe.world_size, not probe.several_nodes)
     few = max(_FEW_FILES, needed * 2 // 3)
     many = max(_MANY_FILES, needed)
-    state = OK if files is None or files >= many else FAIL if files < few else WARN
-    yield Finding(
-        "open files", state,
+    yield _judge(
+        "open files", OK if files is None or files >= many else FAIL if files < few else WARN,
         "no limit" if files is None
         else f"at most {files}; rank 0 of {probe.world_size} processes needs up to {needed}",
-        "" if state == OK else f"ulimit -n {many}; sbatch --propagate=NONE uses the node's limit",
+        f"ulimit -n {many}; sbatch --propagate=NONE uses the node's limit",
     )  # fmt: skip
     threads = probe.user_processes
-    few = threads is not None and threads < _FEW_PROCESSES and probe.uid != 0
-    yield Finding(
-        "processes", WARN if few else OK,
-        "no limit" if threads is None else f"at most {threads}, including threads",
-        f"ulimit -u {4 * _FEW_PROCESSES}" if few else "",
-    )  # fmt: skip
+    low = threads is not None and threads < _FEW_PROCESSES and probe.uid != 0
+    found = "no limit" if threads is None else f"at most {threads}, including threads"
+    yield _judge("processes", WARN if low else OK, found, f"ulimit -u {4 * _FEW_PROCESSES}")
 
 
 def _cpus(probe: Probe) -> Finding:
@@ -240,60 +220,43 @@ def _cpus(probe: Probe) -> Finding:
 
 
 def _network(probe: Probe) -> Iterator[Finding]:
+    state, found, cure = OK, probe.launcher, ""
     if probe.world_error is not None:
-        yield Finding(
-            "launcher", FAIL, probe.world_error, "start every process with torchrun or srun"
-        )
+        state, found = FAIL, probe.world_error
+        cure = "start every process with torchrun or srun"
     elif probe.lone is not None:
-        yield Finding(
-            "launcher", FAIL,
-            f"a task of {probe.lone}, but not a rank, so each task would be a separate job",
-            "start it with srun python ...; in a container, pass SLURM's variables on",
-        )  # fmt: skip
-    else:
-        yield Finding("launcher", OK, probe.launcher)
-    absent = {
-        variable: wanted
-        for variable, wanted in probe.wanted_interfaces.items()
-        if not _exists(wanted, probe.interfaces)
-    }
-    there = ", ".join(probe.interfaces)
+        state = FAIL
+        found = f"a task of {probe.lone}, but not a rank, so each task would be a separate job"
+        cure = "start it with srun python ...; in a container, pass SLURM's variables on"
+    yield Finding("launcher", state, found, cure)
+    there, wanted = ", ".join(probe.interfaces), probe.wanted_interfaces
+    absent = [name for name, value in wanted.items() if not _exists(value, probe.interfaces)]
+    named = ", ".join(f"{name}={wanted[name]}" for name in absent or wanted)
     if absent:
-        names = ", ".join(f"{variable}={value}" for variable, value in absent.items())
-        yield Finding(
-            "interfaces", FAIL, f"{names}, but this machine has {there}", "name one of these"
-        )
+        state, found = FAIL, f"{named}, but this machine has {there}"
     else:
-        named = [f"{variable}={value}" for variable, value in probe.wanted_interfaces.items()]
-        yield Finding("interfaces", OK, ", ".join(named) or f"none named; available: {there}")
+        state, found = OK, named or f"none named; available: {there}"
+    yield _judge("interfaces", state, found, "name one of these")
     # Our own sessions ask the kernel which address leads to other nodes. Only gloo uses the host
     # name.
-    cure = "put the node's address in /etc/hosts, and set TP_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
+    state, found = OK, f"{probe.host} is {probe.address}"
     if probe.address is None:
         state = FAIL if probe.several_nodes else WARN
-        yield Finding("host name", state, f"{probe.host} has no address", cure)
+        found = f"{probe.host} has no address"
     elif ipaddress.ip_address(probe.address).is_loopback:
         state = WARN if probe.several_nodes else OK
-        yield Finding(
-            "host name",
-            state,
-            f"{probe.host} is {probe.address}, which other nodes cannot reach",
-            cure,
-        )
-    else:
-        yield Finding("host name", OK, f"{probe.host} is {probe.address}")
+        found += ", which other nodes cannot reach"
+    cure = "put the node's address in /etc/hosts, and set TP_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
+    yield _judge("host name", state, found, cure)
     if probe.master is not None:
         name, address = probe.master
+        state, found, cure = OK, f"{name} is {address}", ""
         if address is None:
-            yield Finding(
-                "MASTER_ADDR", FAIL, f"{name} has no address", "use a name that all nodes resolve"
-            )
+            state, found = FAIL, f"{name} has no address"
+            cure = "use a name that all nodes resolve"
         elif probe.several_nodes and ipaddress.ip_address(address).is_loopback:
-            yield Finding(
-                "MASTER_ADDR", WARN, f"{name} is {address} here", "use the first node's address"
-            )
-        else:
-            yield Finding("MASTER_ADDR", OK, f"{name} is {address}")
+            state, found, cure = WARN, f"{found} here", "use the first node's address"
+        yield Finding("MASTER_ADDR", state, found, cure)
 
 
 def _exists(wanted: str, interfaces: Sequence[str]) -> bool:
@@ -312,33 +275,27 @@ def _exists(wanted: str, interfaces: Sequence[str]) -> bool:
 
 
 def _signals(probe: Probe) -> Finding:
-    ignored = ", ".join(probe.ignored_signals)
-    if ignored:
-        return Finding(
-            "signals", WARN, f"ignored here: {ignored}; these signals could not stop a job",
-            "start it without nohup and trap '' (setsid and tmux do not ignore signals)",
-        )  # fmt: skip
-    if probe.kill_wait_s is not None and probe.kill_wait_s < _KILL_WAIT_S:
-        return Finding(
-            "signals", WARN, f"Slurm kills {probe.kill_wait_s} s after SIGTERM",
-            "use sbatch --signal=USR1@120, which torchrl-dist slurm writes",
-        )  # fmt: skip
-    return Finding("signals", OK, "none ignored")
+    state, found, cure = OK, "none ignored", ""
+    if probe.ignored_signals:
+        ignored = ", ".join(probe.ignored_signals)
+        state, found = WARN, f"ignored here: {ignored}; these signals could not stop a job"
+        cure = "start it without nohup and trap '' (setsid and tmux do not ignore signals)"
+    elif probe.kill_wait_s is not None and probe.kill_wait_s < _KILL_WAIT_S:
+        state, found = WARN, f"Slurm kills {probe.kill_wait_s} s after SIGTERM"
+        cure = "use sbatch --signal=USR1@120, which torchrl-dist slurm writes"
+    return Finding("signals", state, found, cure)
 
 
 def _leftovers(probe: Probe) -> Finding:
     from ..replay.node.leftovers import HALF_REMOVED, LEFT
 
     left = [each for each in probe.leftovers if each.state in (LEFT, HALF_REMOVED)]
-    others = sum(each.state not in (LEFT, HALF_REMOVED) for each in probe.leftovers)
-    also = f"; {others} in use or kept" if others else ""
-    if not left:
-        return Finding("leftovers", OK, f"none{also}")
-    shown = ", ".join(f"{each.path} ({_size(each.bytes)})" for each in left[:3])
-    more = f" and {len(left) - 3} more" if len(left) > 3 else ""
-    return Finding(
-        "leftovers", WARN, f"from dead jobs: {shown}{more}{also}", "torchrl-dist doctor --clean"
-    )
+    others = len(probe.leftovers) - len(left)
+    found = "from dead jobs: " if left else "none"
+    found += ", ".join(f"{each.path} ({_size(each.bytes)})" for each in left[:3])
+    found += f" and {len(left) - 3} more" if len(left) > 3 else ""
+    found += f"; {others} in use or kept" if others else ""
+    return _judge("leftovers", WARN if left else OK, found, "torchrl-dist doctor --clean")
 
 
 def _gpus(probe: Probe) -> Finding:
@@ -358,44 +315,37 @@ def _gpus(probe: Probe) -> Finding:
 
 
 def _rounds(rounds: Rounds) -> Iterator[Finding]:
+    cure = "name a wired interface in GLOO_SOCKET_IFNAME, or start fewer processes per core"
     for name, seconds in (("store", rounds.store_s), ("all-reduce", rounds.all_reduce_s)):
-        slow = seconds > _SLOW_S[name]
-        yield Finding(
-            name, WARN if slow else OK, f"{1e3 * seconds:.2f} ms, {len(rounds.names)} processes",
-            "name a wired interface in GLOO_SOCKET_IFNAME, or start fewer processes per core"
-            if slow
-            else "",
-        )  # fmt: skip
-    times = {pair: seconds for pair, seconds in rounds.rpc_s.items()}
-    (first, second), slowest = max(times.items(), key=lambda each: each[1])
-    usual = median(times.values())
+        found = f"{1e3 * seconds:.2f} ms, {len(rounds.names)} processes"
+        yield _judge(name, WARN if seconds > _SLOW_S[name] else OK, found, cure)
+    (first, second), slowest = max(rounds.rpc_s.items(), key=lambda each: each[1])
+    usual = median(rounds.rpc_s.values())
     found = (
         f"{1e3 * usual:.2f} ms; slowest pair: {rounds.names[first]} and {rounds.names[second]} "
         f"with {1e3 * slowest:.2f} ms"
     )
-    slow = slowest > _SLOW_S["rpc"] and (slowest > _SLOWEST_PAIR * usual or len(times) == 1)
-    slow = slow or usual > _SLOW_S["rpc"]
+    alone = slowest > _SLOWEST_PAIR * usual or len(rounds.rpc_s) == 1
+    slow = usual > _SLOW_S["rpc"] or (slowest > _SLOW_S["rpc"] and alone)
     cure = "check the cable, the interface (TP_SOCKET_IFNAME) and the load of these two nodes"
-    yield Finding("rpc", WARN if slow else OK, found, cure if slow else "")
+    yield _judge("rpc", WARN if slow else OK, found, cure)
     rank = max(range(len(rounds.names)), key=lambda k: abs(rounds.skew_s[k]))
     skew = rounds.skew_s[rank]
     state = FAIL if abs(skew) > _BAD_SKEW_S else WARN if abs(skew) > _SKEW_S else OK
-    yield Finding(
-        "clocks", state, f"{rounds.names[rank]} is {skew:+.3f} s off {rounds.names[0]}",
-        "run NTP (chronyd) on the nodes" if state != OK else "",
-    )  # fmt: skip
+    found = f"{rounds.names[rank]} is {skew:+.3f} s off {rounds.names[0]}"
+    yield _judge("clocks", state, found, "run NTP (chronyd) on the nodes")
     differing = [
         f"{name} has {', '.join(f'{k} {v}' for k, v in sorted(set(own) - set(rounds.software[0])))}"
         for name, own in zip(rounds.names, rounds.software, strict=True)
         if own != rounds.software[0]
     ]
-    yield Finding(
-        "same software", FAIL if differing else OK,
-        f"{'; '.join(differing[:3])}, unlike {rounds.names[0]}" if differing else "on all ranks",
-        "use one environment on all nodes: activate it in the job's script" if differing else "",
-    )  # fmt: skip
+    found = "; ".join(differing[:3]) + f", unlike {rounds.names[0]}"
+    cure = "use one environment on all nodes: activate it in the job's script"
+    state = FAIL if differing else OK
+    yield _judge("same software", state, found if differing else "on all ranks", cure)
 
-    # ---- output
+
+# ---- output
 
 
 def as_json(probe: Probe, findings: Sequence[Finding]) -> dict[str, Any]:
@@ -445,31 +395,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "there are warnings, and 2 if something will fail."
     )
     parser.epilog = "To check a Slurm job: srun torchrl-dist doctor"
+    text = "folder for replay buffers (default: /dev/shm)"
+    parser.add_argument("--folder", metavar="DIR", default="/dev/shm", help=text)
     parser.add_argument(
-        "--folder",
-        metavar="DIR",
-        default="/dev/shm",
-        help="folder for replay buffers (default: /dev/shm)",
-    )
+        "--buffer-gib", type=at_least(0, float), default=0.0, metavar="GIB",
+        help="planned size of the buffer",
+    )  # fmt: skip
     parser.add_argument(
-        "--buffer-gib", type=float, default=0.0, metavar="GIB", help="planned size of the buffer"
-    )
-    parser.add_argument(
-        "--processes",
-        type=int,
-        metavar="N",
+        "--processes", type=at_least(1), metavar="N",
         help="planned processes on this machine (default: 4)",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--no-round-trips", action="store_true", help="start no process and send nothing"
     )
-    parser.add_argument(
-        "--timeout-s",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="longest wait until all ranks have joined (default: 60)",
-    )
+    text = "longest wait until all ranks have joined (default: 60)"
+    parser.add_argument("--timeout-s", type=float, default=60.0, metavar="S", help=text)
     parser.add_argument(
         "--clean", action="store_true", help="remove what your dead jobs left behind"
     )
@@ -482,10 +422,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from .probe import probe
 
-    if options.processes is not None and options.processes < 1:
-        raise ConfigurationError(f"--processes: got {options.processes}, expected at least 1")
-    if not 0 <= options.buffer_gib < math.inf:
-        raise ConfigurationError(f"--buffer-gib: got {options.buffer_gib}, expected at least 0")
     folder = Path(options.folder)
     for each in clean(folder) if options.clean else ():
         told = own_files.printable(f"{socket.gethostname()}: removed {each}")

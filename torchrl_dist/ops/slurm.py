@@ -44,12 +44,15 @@ class Component:
     mem: str | None = None
 
     def header(self) -> list[str]:
-        lines = [f"--nodes={self.nodes}", f"--ntasks-per-node={self.tasks_per_node}"]
-        lines += [f"--cpus-per-task={self.cpus_per_task}"]
-        lines += [f"--gpus-per-node={self.gpus_per_node}"] if self.gpus_per_node else []
-        lines += [f"--partition={self.partition}"] if self.partition else []
-        lines += [f"--mem={self.mem}"] if self.mem else []
-        return lines
+        options = {
+            "nodes": self.nodes,
+            "ntasks-per-node": self.tasks_per_node,
+            "cpus-per-task": self.cpus_per_task,
+            "gpus-per-node": self.gpus_per_node,
+            "partition": self.partition,
+            "mem": self.mem,
+        }
+        return [f"--{name}={value}" for name, value in options.items() if value]
 
     def step(self) -> str:
         # Since Slurm 22.05, a step does not inherit the job's --cpus-per-task. Without this option,
@@ -136,63 +139,57 @@ def check(job: Job) -> None:
     """Raise ConfigurationError for options that Slurm or the command would refuse only after
     queueing."""
     limit_s = seconds_of(job.time)
+    if problem := _problem(job, limit_s):
+        raise ConfigurationError(problem)
+    if job.recipe:
+        config, given = recipe_of(job.command)
+        ranks = sum(each.nodes * each.tasks_per_node for each in _components(job))
+        config.check_launched(given, ranks)
+        config.roles(ranks)
+        if job.seeds is not None and {"seed", "output_dir"} & given.keys():
+            raise ConfigurationError(
+                "--seeds gives each job its own seed and folder; leave --seed and --output-dir out"
+            )
+
+
+def _problem(job: Job, limit_s: float) -> str | None:
     if limit_s == 0:
-        raise ConfigurationError(
+        return (
             f"--time: got {job.time!r}, which Slurm reads as no limit. Give --time UNLIMITED, "
             "or how long the job may run"
         )
     if job.signal_s >= limit_s:
-        raise ConfigurationError(
+        return (
             f"--signal-s: the job would be stopped {job.signal_s} s before its limit, but --time "
             f"{job.time} is only {limit_s:g} s. Each start would be stopped. Expected fewer "
             "seconds than the limit; note that --time without a colon is in minutes"
         )
     if job.signal_s > _MOST_SIGNAL_S:
-        raise ConfigurationError(
-            f"--signal-s: got {job.signal_s}, expected at most {_MOST_SIGNAL_S}, the limit of Slurm"
-        )
+        return f"--signal-s: got {job.signal_s}, expected at most {_MOST_SIGNAL_S}, Slurm's limit"
     if not job.command:
-        raise ConfigurationError(
+        return (
             "no command: expected torchrl-dist slurm -- train apex, or torchrl-dist slurm -- "
             "python train.py"
         )
     if job.seeds is not None:
         if job.collectors is not None:
-            raise ConfigurationError(
+            return (
                 "--seeds makes a job array, but Slurm has no arrays of heterogeneous jobs; submit "
                 "one job per seed, or leave --collector-nodes out"
             )
         if not re.fullmatch(r"\d+([-,:]\d+)*(%\d+)?", job.seeds):
-            raise ConfigurationError(
-                f"--seeds: got {job.seeds!r}, expected a list such as 0-4 or 0,7,9%2"
-            )
+            return f"--seeds: got {job.seeds!r}, expected a list such as 0-4 or 0,7,9%2"
         for low, high in re.findall(r"(\d+)-(\d+)", job.seeds):
             if int(low) > int(high):
-                raise ConfigurationError(
-                    f"--seeds: got {low}-{high}, expected the lower number first"
-                )
+                return f"--seeds: got {low}-{high}, expected the lower number first"
     if job.torchrun is not None and job.collectors is not None:
-        raise ConfigurationError(
+        return (
             "--torchrun starts the same number of ranks on each node, which does not fit a "
             "heterogeneous job; leave --torchrun out: srun starts the ranks"
         )
-    if job.recipe:
-        _check_recipe(job)
-
-
-def _check_recipe(job: Job) -> None:
-    if job.torchrun is not None:
-        raise ConfigurationError(
-            "--torchrun is for your own scripts; leave it out, because srun starts a recipe"
-        )
-    config, given = recipe_of(job.command)
-    ranks = sum(each.nodes * each.tasks_per_node for each in _components(job))
-    config.check_launched(given, ranks)
-    config.roles(ranks)
-    if job.seeds is not None and {"seed", "output_dir"} & given.keys():
-        raise ConfigurationError(
-            "--seeds gives each job its own seed and folder; leave --seed and --output-dir out"
-        )
+    if job.torchrun is not None and job.recipe:
+        return "--torchrun is for your own scripts; leave it out, because srun starts a recipe"
+    return None
 
 
 def recipe_of(command: Sequence[str]) -> tuple[RecipeConfig, dict[str, Any]]:
@@ -434,69 +431,46 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--collector-partition cpu -- python train.py"
     )
     first = parser.add_argument_group("nodes")
-    first.add_argument("--nodes", type=at_least(1), default=1, metavar="N", help="(default: 1)")
-    first.add_argument(
-        "--tasks-per-node", type=at_least(1), metavar="N",
-        help="ranks on each node (default: 1; for a recipe on one node all its processes)",
-    )  # fmt: skip
-    first.add_argument(
-        "--cpus-per-task", type=at_least(1), default=1, metavar="N", help="(default: 1)"
-    )
-    first.add_argument(
-        "--gpus", type=at_least(0), default=0, metavar="N", help="per node (default: 0)"
-    )
-    first.add_argument("--partition", metavar="NAME")
-    first.add_argument("--mem", metavar="SIZE", help="memory per node, including /dev/shm")
     second = parser.add_argument_group(
         "nodes of another kind for the collectors",
         "These options make a heterogeneous job with the learner in the first component.",
     )
-    second.add_argument("--collector-nodes", type=at_least(1), metavar="N")
-    second.add_argument("--collector-tasks-per-node", type=at_least(1), metavar="N")
-    second.add_argument("--collector-cpus-per-task", type=at_least(1), metavar="N")
-    second.add_argument("--collector-partition", metavar="NAME")
-    second.add_argument("--collector-mem", metavar="SIZE")
     job = parser.add_argument_group("job")
-    job.add_argument("--name", default="torchrl-dist", help="(default: torchrl-dist)")
-    job.add_argument(
-        "--time", default="04:00:00",
-        help="time limit in Slurm's notation: minutes, 08:00:00, 2-12 (default: 04:00:00)",
-    )  # fmt: skip
-    job.add_argument(
-        "--requeues", type=at_least(0), default=3, metavar="N",
-        help="how often the job continues after the limit or a preemption (default: 3)",
-    )  # fmt: skip
-    job.add_argument(
-        "--signal-s", type=at_least(1), default=120, metavar="S",
-        help="seconds before the limit at which the job is stopped (default: 120)",
-    )  # fmt: skip
-    job.add_argument(
-        "--seeds", metavar="LIST", help="start one job with --seed for each of these, such as 0-4"
-    )
-    job.add_argument("--interface", metavar="NAME", help="network interface between the nodes")
-    job.add_argument(
-        "--container",
-        default="",
-        metavar="WORDS",
-        help="command that runs others in a container, such as 'apptainer exec --nv image.sif'",
-    )
-    job.add_argument(
-        "--torchrun", type=at_least(1), metavar="N", help="start N ranks on each node with torchrun"
-    )
-    job.add_argument(
-        "--setup", action="append", default=[], metavar="LINE",
-        help="shell command to run first, such as 'source .venv/bin/activate'; may be repeated",
-    )  # fmt: skip
-    job.add_argument(
-        "--sbatch",
-        action="append",
-        default=[],
-        metavar="OPTION",
-        help="further option, such as --sbatch=--qos=low; may be repeated",
-    )
-    job.add_argument(
-        "--python", help="interpreter for a recipe (default: this one; with --container: python)"
-    )
+    tasks = "ranks on each node (default: 1; for a recipe on one node all its processes)"
+    time = "time limit in Slurm's notation: minutes, 08:00:00, 2-12 (default: 04:00:00)"
+    requeues = "how often the job continues after the limit or a preemption (default: 3)"
+    signal_s = "seconds before the limit at which the job is stopped (default: 120)"
+    container = "command that runs others in a container, such as 'apptainer exec --nv image.sif'"
+    setup = "shell command to run first, such as 'source .venv/bin/activate'; may be repeated"
+    for group, option, kind, default, metavar, text in (
+        (first, "--nodes", at_least(1), 1, "N", "(default: 1)"),
+        (first, "--tasks-per-node", at_least(1), None, "N", tasks),
+        (first, "--cpus-per-task", at_least(1), 1, "N", "(default: 1)"),
+        (first, "--gpus", at_least(0), 0, "N", "per node (default: 0)"),
+        (first, "--partition", str, None, "NAME", None),
+        (first, "--mem", str, None, "SIZE", "memory per node, including /dev/shm"),
+        (second, "--collector-nodes", at_least(1), None, "N", None),
+        (second, "--collector-tasks-per-node", at_least(1), None, "N", None),
+        (second, "--collector-cpus-per-task", at_least(1), None, "N", None),
+        (second, "--collector-partition", str, None, "NAME", None),
+        (second, "--collector-mem", str, None, "SIZE", None),
+        (job, "--name", str, "torchrl-dist", "NAME", "(default: torchrl-dist)"),
+        (job, "--time", str, "04:00:00", "TIME", time),
+        (job, "--requeues", at_least(0), 3, "N", requeues),
+        (job, "--signal-s", at_least(1), 120, "S", signal_s),
+        (job, "--seeds", str, None, "LIST", "start one job with --seed for each, such as 0-4"),
+        (job, "--interface", str, None, "NAME", "network interface between the nodes"),
+        (job, "--container", str, "", "WORDS", container),
+        (job, "--torchrun", at_least(1), None, "N", "start N ranks on each node with torchrun"),
+        (job, "--python", str, None, "PYTHON",
+         "interpreter for a recipe (default: this one; with --container: python)"),
+    ):  # fmt: skip
+        group.add_argument(option, type=kind, default=default, metavar=metavar, help=text)
+    for option, metavar, text in (
+        ("--setup", "LINE", setup),
+        ("--sbatch", "OPTION", "further option, such as --sbatch=--qos=low; may be repeated"),
+    ):
+        job.add_argument(option, action="append", default=[], metavar=metavar, help=text)
     parser.add_argument(
         "--submit", action="store_true", help="submit the script, and print the job's id"
     )
@@ -532,21 +506,16 @@ def job_of(options: argparse.Namespace) -> Job:
     if options.torchrun:
         first = replace(first, tasks_per_node=1)
     container = tuple(shlex.split(options.container))
+    same = ("name", "time", "requeues", "signal_s", "seeds", "interface", "torchrun")
     return Job(
         words,
         first,
         second,
-        name=options.name,
-        time=options.time,
-        requeues=options.requeues,
-        signal_s=options.signal_s,
-        seeds=options.seeds,
-        interface=options.interface,
         container=container,
-        torchrun=options.torchrun,
         python=options.python or ("python" if container else sys.executable),
         setup=tuple(options.setup),
         sbatch=tuple(options.sbatch),
+        **{name: getattr(options, name) for name in same},
     )
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.planner import MIN_GAIN, Costs, Layout, Prediction, decide, predict, rank, time_to
 from torchrl_dist.recipes.catalog import RECIPES
-from torchrl_dist.ui import at_least, show_table
+from torchrl_dist.ui import above_zero, at_least, show_table
 
 if TYPE_CHECKING:
     from .measure import Measured, Subject
@@ -71,71 +71,40 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "a policy at the learner. Print the best three layouts and whether to distribute at all."
     )
     parser.epilog = "Example: torchrl-dist plan --env my_package:make --nodes 4 --cores 48"
-    parser.add_argument(
-        "--env", metavar="ID|PACKAGE:MAKE",
-        help="gymnasium id, or a function that makes an env (default: the recipe's)",
-    )  # fmt: skip
+    for option, kind, default, metavar, text in (
+        ("--env", str, None, "ID|PACKAGE:MAKE",
+         "gymnasium id, or a function that makes an env (default: the recipe's)"),
+        ("--policy", str, None, "PACKAGE:MAKE",
+         "a function that returns the policy's module (default: two layers of 64 units, or random "
+         "actions)"),
+        ("--cores", at_least(1), None, "N", "cores per node (default: those of this machine)"),
+        ("--nodes", at_least(1), 1, "N", "maximum number of nodes (default: 1)"),
+        ("--frames", above_zero(float), 1e6, "N", "frames of the job (default: 1e6)"),
+        ("--updates-per-frame", at_least(0, float), None, "X",
+         "the learner's updates per frame (default: the recipe's, or 1/32: four epochs of "
+         "minibatches of 128)"),
+        ("--update-s", at_least(0, float), None, "S",
+         "seconds of one update (default: measured with the recipe's networks, or with a network "
+         "of two layers of 64 units)"),
+        ("--batch-size", at_least(1), None, "N",
+         "rows of an update (default: the recipe's, or 128)"),
+        ("--gbit-s", above_zero(float), 10.0, "X",
+         "bandwidth of the network between nodes, which is not measured (default: 10)"),
+        ("--seconds", above_zero(float), 1.0, "S", "time per measurement (default: 1)"),
+        ("--timeout-s", above_zero(float), 120.0, "S",
+         "longest wait for the processes (default: 120)"),
+    ):  # fmt: skip
+        parser.add_argument(option, type=kind, default=default, metavar=metavar, help=text)
     parser.add_argument(
         "--recipe", choices=sorted(RECIPES),
         help="plan for the networks, batches and updates per frame of this recipe's defaults",
     )  # fmt: skip
-    parser.add_argument(
-        "--policy", metavar="PACKAGE:MAKE",
-        help="a function that returns the policy's module (default: two layers of 64 units, or "
-        "random actions)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--cores", type=at_least(1), metavar="N",
-        help="cores per node (default: those of this machine)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--nodes",
-        type=at_least(1),
-        default=1,
-        metavar="N",
-        help="maximum number of nodes (default: 1)",
-    )
-    parser.add_argument(
-        "--frames", type=float, default=1e6, metavar="N", help="frames of the job (default: 1e6)"
-    )
-    parser.add_argument(
-        "--updates-per-frame", type=at_least(0, float), metavar="X",
-        help="the learner's updates per frame (default: the recipe's, or 1/32: four epochs of "
-        "minibatches of 128)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--update-s", type=at_least(0, float), metavar="S",
-        help="seconds of one update (default: measured with the recipe's networks, or with a "
-        "network of two layers of 64 units)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--batch-size", type=at_least(1), metavar="N",
-        help="rows of an update (default: the recipe's, or 128)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--gbit-s", type=float, default=10.0, metavar="X",
-        help="bandwidth of the network between nodes, which is not measured (default: 10)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--seconds", type=float, default=1.0, metavar="S", help="time per measurement (default: 1)"
-    )
-    parser.add_argument(
-        "--timeout-s",
-        type=float,
-        default=120.0,
-        metavar="S",
-        help="longest wait for the processes (default: 120)",
-    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.set_defaults(command=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, predict and print."""
-    for name in ("frames", "gbit_s", "seconds", "timeout_s"):
-        if not 0 < getattr(options, name) < math.inf:
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigurationError(f"{flag}: got {getattr(options, name)}, expected more than 0")
     sys.path.insert(0, "")  # like python -m, to find package:make in the working directory
     learning = Learning() if options.recipe is None else learning_of(options.recipe)
     env = options.env or learning.env

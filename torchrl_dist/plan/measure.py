@@ -28,7 +28,7 @@ from torchrl_dist.collect import FirstReady, RPCBatchedCollector
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.planner import Costs
 from torchrl_dist.recipes.parts.environments import image_factory
-from torchrl_dist.runtime import ForkServer, local_cluster
+from torchrl_dist.runtime import ForkServer, local_cluster, proc
 
 ENVS, NATIVE_ENVS = (1, 8, 64), (1, 8, 64, 512)
 _REPEATS = 5  # repeats of every measurement, for its median and its interval
@@ -172,7 +172,7 @@ def _repeat(call: Callable[[], Any], seconds: float) -> Iterator[tuple[float, fl
 
 def _measure_env(subject: Subject, found: Measured, seconds: float) -> None:
     """Measure the reset time, and the step times of one env with their spread."""
-    with contextlib.closing(_single(subject)) as env:
+    with contextlib.closing(subject.make_env(1)()) as env:
         resets = _repeat(env.reset, seconds / 4)
         found.figures["reset_s"] = [passed for _, passed in resets]
         act, step = _actions(env)
@@ -209,10 +209,6 @@ def _is_idle(act: Callable[[], Any], step: Callable[[Any], Any]) -> bool:
         step(act())
     cpu, passed = clock.read()
     return passed > 1.2 * cpu
-
-
-def _single(subject: Subject) -> Any:
-    return subject.make_env(1)()
 
 
 def _actions(env: Any) -> tuple[Callable[[], Any], Callable[[Any], bool]]:
@@ -406,14 +402,14 @@ def _messages(collector: RPCBatchedCollector, seconds: float) -> dict[str, list[
 
 def _weights(subject: Subject) -> nn.Module:
     """Return a module that has as many weights as the policy, but computes almost nothing."""
-    if subject.policy is None:
-        count = 1
-    else:
-        count = max(1, sum(p.numel() for p in subject.policy.parameters()))
-    return TensorDictModule(_Heavy(count), in_keys=["observation"], out_keys=["action"])
+    parameters = () if subject.policy is None else subject.policy.parameters()
+    count = max(1, sum(each.numel() for each in parameters))
+    return TensorDictModule(Heavy(count), in_keys=["observation"], out_keys=["action"])
 
 
-class _Heavy(nn.Module):
+class Heavy(nn.Module):
+    """A module that has many weights and computes almost nothing."""
+
     def __init__(self, weights: int) -> None:
         super().__init__()
         self.weights = nn.Parameter(torch.zeros(weights))
@@ -465,10 +461,10 @@ def _family_cpu_s() -> float:
     """Return the CPU time so far of this process and all its living descendants."""
     parents, used = {}, {}
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, IndexError, ValueError):  # the process has ended
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            parents[int(folder.name)] = int(fields[1])
-            used[int(folder.name)] = int(fields[11]) + int(fields[12])  # utime, stime in ticks
+        pid = int(folder.name)
+        if (words := proc.stat(pid)) is not None:
+            parents[pid] = int(words[proc.PARENT])
+            used[pid] = int(words[proc.USER]) + int(words[proc.SYSTEM])
     family, grown = {os.getpid()}, True
     while grown:
         children = {pid for pid, parent in parents.items() if parent in family} - family
@@ -484,7 +480,7 @@ def _measure_requests(subject: Subject, collect: Any, found: Measured, seconds: 
     cost of a request.
     """
     found.figures["request_s"] = found.figures["request_latency_s"] = [0.0]
-    spaces = _spaces(subject)
+    spaces = _spaces(subject.make_env(1))
     if spaces is None or subject.policy is None:
         return
     blank = functools.partial(Blank, *spaces)
@@ -505,16 +501,6 @@ def _measure_requests(subject: Subject, collect: Any, found: Measured, seconds: 
             ]
 
 
-def _spaces(subject: Subject) -> tuple[gymnasium.Space, gymnasium.Space] | None:
-    """Return the spaces of one env, or None for a TorchRL env, which ``Blank`` cannot replace."""
-    with contextlib.closing(_single(subject)) as env:
-        if isinstance(env, gymnasium.vector.VectorEnv):
-            return env.single_observation_space, env.single_action_space
-        if isinstance(env, gymnasium.Env):
-            return env.observation_space, env.action_space
-    return None
-
-
 # ---- building the subject
 
 
@@ -526,24 +512,31 @@ def _layers(inputs: int, hidden: Sequence[int], outputs: int) -> list[nn.Module]
     return [*found, nn.Linear(inputs, outputs)]
 
 
+def _spaces(make_env: Callable[[], Any]) -> tuple[gymnasium.Space, gymnasium.Space] | None:
+    """Return the spaces of one env's observations and actions, or None for an env of TorchRL."""
+    with contextlib.closing(make_env()) as env:
+        if isinstance(env, gymnasium.vector.VectorEnv):
+            return env.single_observation_space, env.single_action_space
+        if isinstance(env, gymnasium.Env):
+            return env.observation_space, env.action_space
+    return None
+
+
 def small_policy(make_env: Callable[[], Any], hidden: Sequence[int] = (64, 64)) -> nn.Module | None:
     """Return a few layers for flat observations, None (random actions) for others."""
-    with contextlib.closing(make_env()) as env:
-        vector = isinstance(env, gymnasium.vector.VectorEnv)
-        if not vector and not isinstance(env, gymnasium.Env):
-            return None
-        seen = env.single_observation_space if vector else env.observation_space
-        acts = env.single_action_space if vector else env.action_space
+    seen, acts = _spaces(make_env) or (None, None)
     if not isinstance(seen, gymnasium.spaces.Box) or len(seen.shape) != 1:
         return None
-    discrete = isinstance(acts, gymnasium.spaces.Discrete)
-    if not discrete and (not isinstance(acts, gymnasium.spaces.Box) or len(acts.shape) != 1):
+    last: nn.Module
+    if isinstance(acts, gymnasium.spaces.Discrete):
+        outputs, last = int(acts.n), nn.Identity()
+    elif isinstance(acts, gymnasium.spaces.Box) and len(acts.shape) == 1:
+        outputs, last = acts.shape[0], nn.Tanh()
+    else:
         return None
-    outputs = int(acts.n) if discrete else acts.shape[0]
-    layers = nn.Sequential(
-        *_layers(seen.shape[0], hidden, outputs), nn.Identity() if discrete else nn.Tanh()
-    )
-    return TensorDictModule(_Acting(layers, discrete), in_keys=["observation"], out_keys=["action"])
+    layers = nn.Sequential(*_layers(seen.shape[0], hidden, outputs), last)
+    acting = _Acting(layers, isinstance(acts, gymnasium.spaces.Discrete))
+    return TensorDictModule(acting, in_keys=["observation"], out_keys=["action"])
 
 
 class _Acting(nn.Module):

@@ -1,0 +1,92 @@
+"""What the benchmarks do with results: medians over rounds, JSON lines, panels of bars."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchrl_dist import own_files
+from torchrl_dist.recipes.parts.plots import save_figure
+
+_PACKAGES = {  # by peer; all benchmarks use those without a peer
+    "": ("torchrl-dist", "torch", "torchrl", "tensordict", "numpy"),
+    "cpprb": ("cpprb",),
+    "ray": ("ray",),
+    "reverb": ("dm-reverb",),
+    "tianshou": ("tianshou",),
+    "sb3": ("stable-baselines3",),
+}
+
+
+def medians(rounds: Sequence[Mapping[str, Any]], *names: str) -> dict[str, Any]:
+    """Return the median of each named figure over rounds. It is None if it is unknown in one.
+
+    Without names, all figures are meant.
+    """
+    columns = {name: [figures[name] for figures in rounds] for name in names or rounds[0]}
+    return {name: None if None in of else statistics.median(of) for name, of in columns.items()}
+
+
+def by(lines: Iterable[Mapping[str, Any]], *names: str) -> dict[tuple[Any, ...], list[Any]]:
+    """Group lines by the values of ``names``."""
+    groups: dict[tuple[Any, ...], list[Any]] = {}
+    for line in lines:
+        groups.setdefault(tuple(line[name] for name in names), []).append(line)
+    return groups
+
+
+def versions(peers: Collection[str]) -> dict[str, str]:
+    """Return the versions of Python and of the packages that the named peers use."""
+    found = {"python": platform.python_version()}
+    for peer, packages in _PACKAGES.items():
+        for package in packages if not peer or peer in peers else ():
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                found[package] = importlib.metadata.version(package)
+    return found
+
+
+def append_json(
+    path: Path | None,
+    bench: str,
+    lines: Iterable[Mapping[str, Any]],
+    peers: Collection[str] = (),
+    **more: Any,
+) -> None:
+    """Append one JSON object per line to ``path``, if it is given, with ``more`` in each."""
+    if path is None:
+        return
+    more |= {"cpus": os.cpu_count(), "versions": versions(peers)}
+    with own_files.open_named(path, append=True) as file:
+        file.writelines(json.dumps({"bench": bench, **line, **more}) + "\n" for line in lines)
+
+
+def plot_bars(
+    path: Path, title: str, panels: Sequence[tuple[str, str, Mapping[str, float]]]
+) -> None:
+    """Plot one panel of bars for each title, unit and figures by peer, as a PNG."""
+    from matplotlib.figure import Figure
+
+    if not panels:
+        return
+    columns = min(4, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(4 * columns, 2.5 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flat
+    for axis, (name, unit, bars) in zip(axes, panels, strict=False):
+        colors = ["tab:blue" if peer.startswith("ours") else "tab:gray" for peer in bars]
+        axis.barh(list(bars), list(bars.values()), color=colors)
+        axis.invert_yaxis()
+        axis.set_title(name, fontsize=8)
+        axis.set_xlabel(unit, fontsize=8)
+        axis.tick_params(labelsize=7)
+    for axis in figure.axes[len(panels) :]:
+        axis.set_visible(False)
+    figure.suptitle(title, fontsize=10)
+    save_figure(figure, path)
