@@ -8,7 +8,7 @@ import time
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, Literal, TypeAlias
 
@@ -306,7 +306,6 @@ class RPCBatchedCollector(BaseCollector):
         self._background: Background | None = None
         self._inference: LearnerInference | None = None
         self._trajectories = TrajectoryAssembler()
-        self._sent: dict[int, PackedWeights] = {}  # the last weights sent, by worker
         self._version = 0
         self._frames = 0
         self._iter = -1  # as TorchRL counts: batches delivered, less one
@@ -338,8 +337,11 @@ class RPCBatchedCollector(BaseCollector):
             raise
         self._abandoned = weakref.finalize(self, _close_soon, self._crew, self._inference)
         self._abandoned.atexit = False  # at exit, everything ends with the process
-        if initial is not None and settings.policy_factories is not None:
-            self._send_weights({worker.index: initial for worker in self._crew.workers})
+        if initial is not None and self._inference is None:
+            self._crew.send_weights({worker.index: initial for worker in self._crew.workers})
+            if settings.policy_factories is None:  # the workers have copies of the policy
+                for worker in self._crew.workers:
+                    worker.sent_version = 0
         self._pulse = None if session is None else Pulse(session, peers, self._figures)
         self._note_frames()
 
@@ -522,28 +524,18 @@ class RPCBatchedCollector(BaseCollector):
             for packed in by_worker.values():
                 self._inference.take_weights(packed)
             return
+        module = self.policy if isinstance(self.policy, nn.Module) else None
         whole: dict[int, PackedWeights] = {}
         for workers, packed in by_worker.items():
-            whole |= self._completed(packed, known if workers is None else workers)
+            found: dict[int, PackedWeights] = {}  # by what a worker had before
+            for worker in self._crew.workers:
+                if workers is None or worker.index in workers:
+                    case = id(worker.weights)
+                    if case not in found:
+                        found[case] = completed(packed, worker.weights, module)
+                    whole[worker.index] = found[case]
         self._version = version
-        self._send_weights(whole)
-
-    def _completed(
-        self, packed: PackedWeights, workers: Collection[int]
-    ) -> dict[int, PackedWeights]:
-        """Return complete weights by worker. Missing entries come from the last weights sent to
-        that worker."""
-        module = self.policy if isinstance(self.policy, nn.Module) else None
-        pending = self._crew.pending
-        found: dict[tuple[int, bool], PackedWeights] = {}  # usually a single entry
-        whole = {}
-        for worker in workers:
-            before = self._sent.get(worker)
-            case = id(before), worker in pending
-            if case not in found:
-                found[case] = completed(packed, before, module, pending=case[1])
-            whole[worker] = found[case]
-        return whole
+        self._crew.send_weights(whole)
 
     def _pack(self, source: Any, version: int) -> PackedWeights:
         if isinstance(source, Mapping) and set(source.keys()) == {"policy"}:
@@ -563,10 +555,6 @@ class RPCBatchedCollector(BaseCollector):
                 )
             find_target(packed, self.policy)
         return packed
-
-    def _send_weights(self, whole: Mapping[int, PackedWeights]) -> None:
-        self._sent.update(whole)
-        self._crew.send_weights(whole)
 
     # ---- iteration
 
@@ -949,7 +937,7 @@ class RPCBatchedCollector(BaseCollector):
             if self._inference is not None:
                 self._inference.take_weights(packed)
             else:
-                self._send_weights({worker.index: packed for worker in self._crew.workers})
+                self._crew.send_weights({worker.index: packed for worker in self._crew.workers})
         base = self._run << _RUN_SHIFT
         if self._replacer is not None:
             self._replacer.trajectory_base = base

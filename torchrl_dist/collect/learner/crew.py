@@ -184,12 +184,6 @@ class Crew:
             for worker in self.workers:
                 worker.weights = by_worker.get(worker.index, worker.weights)
 
-    @property
-    def pending(self) -> set[int]:
-        """Indices of the workers to which the newest weights have not been sent yet."""
-        with self._cond:
-            return {worker.index for worker in self.workers if worker.news is not None}
-
     # ---- a batch
 
     def gather(self, timeout_s: float) -> list[Delivery] | None:
