@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import gymnasium
@@ -16,12 +17,30 @@ from torch import nn
 from torchrl.data import Binary, Categorical, Composite, Unbounded
 from torchrl.envs import EnvBase
 
+from torchrl_dist.collect.node.node import NodeWorker
+from torchrl_dist.collect.worker.pinned import _IN_THE_THREAD, OwnThread, PinnedWorker
+from torchrl_dist.collect.worker.worker import WorkerConfig
+from torchrl_dist.runtime import ForkServer
+
 
 def wait_for(condition: Callable[[], Any], limit_s: float = 40.0) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+class Node:
+    """A node worker in a thread of its own, as the collector has it. Calls block."""
+
+    def __init__(self, config: WorkerConfig, server: ForkServer) -> None:
+        self._pinned = PinnedWorker(partial(NodeWorker, server=server), config, OwnThread())
+        self.inner: NodeWorker = self._pinned._worker
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in (*_IN_THE_THREAD, "collect", "close"):
+            return getattr(self.inner, name)
+        return lambda *args, **options: getattr(self._pinned, name)(*args, **options).result()
 
 
 def trajectories_of(batches: list[Any]) -> list[Any]:

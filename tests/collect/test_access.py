@@ -14,9 +14,8 @@ import torch
 from gymnasium.vector import AutoresetMode
 from torchrl.envs import GymEnv
 
-from tests.collect.envs import Counter, Paced, trajectories_of, wait_for
+from tests.collect.envs import Counter, Node, Paced, trajectories_of, wait_for
 from tests.spawn import stop
-from torchrl_dist.collect.node.node import NodeWorker
 from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig
 from torchrl_dist.errors import ConfigurationError, PeerLostError, RemoteError
 from torchrl_dist.runtime import ForkServer
@@ -78,7 +77,7 @@ def test_envs_of_a_vector_env_can_be_called_one_by_one() -> None:
 
 def test_envs_of_node_workers_can_be_called_all_or_one(fork_server: ForkServer) -> None:
     config = WorkerConfig(wrapped, frames_per_rollout=12, num_envs=2, env_processes=2)
-    worker = NodeWorker(config, fork_server)
+    worker = Node(config, fork_server)
     try:
         check(worker, 4)
     finally:

@@ -27,7 +27,6 @@ from torchrl_dist.collect import Preempt, RPCBatchedCollector
 from torchrl_dist.collect.learner.inference import RPCInferenceTransport
 from torchrl_dist.collect.loop.groups import Inference
 from torchrl_dist.collect.loop.one_thread import use_one_thread_if_small
-from torchrl_dist.collect.node.connection import WholeMessages
 from torchrl_dist.collect.node.relay import Array, NodeLearner, Relay, Window
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
 from torchrl_dist.runtime import ForkServer, local_cluster
@@ -178,9 +177,9 @@ class Learner:
         return self.sent[-1][1]
 
 
-def pair() -> tuple[WholeMessages, Connection]:
+def pair() -> tuple[Connection, Connection]:
     ours, theirs = socket.socketpair()
-    return WholeMessages(ours.detach()), Connection(theirs.detach())
+    return Connection(ours.detach()), Connection(theirs.detach())
 
 
 def test_a_node_worker_sends_in_one_message_what_waits_meanwhile() -> None:

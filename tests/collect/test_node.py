@@ -21,13 +21,12 @@ from torchrl.data import OneHot
 from torchrl.envs.utils import ExplorationType
 from torchrl.modules import QValueActor
 
-from tests.collect.envs import Counter, Paced, mlp, trajectories_of, wait_for
+from tests.collect.envs import Counter, Node, Paced, mlp, trajectories_of, wait_for
 from tests.spawn import stop_self
 from torchrl_dist.collect import Preempt, RPCBatchedCollector
 from torchrl_dist.collect.loop.joining import MASK
 from torchrl_dist.collect.node import process_pool
 from torchrl_dist.collect.node.env_process import FIRST_PROGRESS, config_of_part
-from torchrl_dist.collect.node.node import NodeWorker
 from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig
 from torchrl_dist.errors import PeerLostError
 from torchrl_dist.runtime import ForkServer
@@ -46,10 +45,10 @@ def config(make_env: Any = Counter, **options: Any) -> WorkerConfig:
 
 @pytest.fixture
 def build(fork_server: ForkServer) -> Iterator[Any]:
-    built: list[NodeWorker] = []
+    built: list[Node] = []
 
-    def make(*args: Any, **options: Any) -> NodeWorker:
-        built.append(NodeWorker(config(*args, **options), fork_server))
+    def make(*args: Any, **options: Any) -> Node:
+        built.append(Node(config(*args, **options), fork_server))
         return built[-1]
 
     yield make
@@ -84,7 +83,7 @@ class ByPid(Counter):
         return super().step(action)
 
 
-def collect_until_complete(worker: NodeWorker, request: int) -> Any:
+def collect_until_complete(worker: Node, request: int) -> Any:
     """Return the first rollout that all processes have a part in."""
     deadline = time.monotonic() + 40
     while time.monotonic() < deadline:
@@ -530,7 +529,7 @@ def test_sixteen_processes_start_in_less_than_three_times_the_time_of_one() -> N
 
         def start_s(count: int) -> float:
             begun = time.monotonic()
-            worker = NodeWorker(config("CartPole-v1", env_processes=count, num_envs=1), server)
+            worker = Node(config("CartPole-v1", env_processes=count, num_envs=1), server)
             started_s = time.monotonic() - begun
             worker.close()
             return started_s

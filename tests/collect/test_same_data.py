@@ -38,10 +38,9 @@ from torchrl.testing.mocking_classes import (
     HeterogeneousCountingEnvPolicy,
 )
 
-from tests.collect.envs import Agents, DictEnv, Growing, Pictures, Seen, Talking, mlp
+from tests.collect.envs import Agents, DictEnv, Growing, Node, Pictures, Seen, Talking, mlp
 from torchrl_dist.collect import RPCBatchedCollector
 from torchrl_dist.collect.loop.joining import stack
-from torchrl_dist.collect.node.node import NodeWorker
 from torchrl_dist.collect.worker.worker import WorkerConfig, env_seeds
 from torchrl_dist.runtime import ForkServer, local_cluster
 
@@ -416,7 +415,7 @@ def test_over_a_node_worker(name: str, fork_server: ForkServer) -> None:
         env_processes=2,
         **options(case, _ENVS // 2),
     )
-    worker = NodeWorker(config, fork_server)
+    worker = Node(config, fork_server)
     try:
         assert_theirs(name, [worker.collect()[0] for _ in range(_BATCHES)])
     finally:

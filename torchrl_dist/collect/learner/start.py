@@ -22,7 +22,6 @@ from torchrl_dist.collect.learner.handles import (
     make_far_worker_here,
     make_local_handle,
 )
-from torchrl_dist.collect.node.node import NodeWorker
 from torchrl_dist.collect.worker.pinned import PinnedWorker
 from torchrl_dist.collect.worker.registrations import dump_registrations
 from torchrl_dist.collect.worker.specs import require_equal_specs
@@ -134,7 +133,7 @@ def start_workers(
 
 def _remote_worker(
     session: Session, peer: Peer, config: WorkerConfig, limit_s: float
-) -> Remote[PinnedWorker | NodeWorker]:
+) -> Remote[PinnedWorker]:
     """Build a worker on a peer. If it is complete only after the limit, close it."""
     built = session.submit(peer, make_far_worker_here, config, timeout_s=math.inf)
     try:
@@ -149,7 +148,7 @@ def _remote_worker(
         ) from error
 
 
-def _close_late(limit_s: float, built: Future[Remote[PinnedWorker | NodeWorker]]) -> None:
+def _close_late(limit_s: float, built: Future[Remote[PinnedWorker]]) -> None:
     with contextlib.suppress(Exception):  # building it failed, or the session has ended
         built.result().submit("close", step_limit_s=limit_s, timeout_s=limit_s)
 

@@ -17,14 +17,13 @@ import struct
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import cloudpickle
 import numpy as np
 import torch
 
-from torchrl_dist.collect.node.connection import WholeMessages
 from torchrl_dist.collect.node.env_process import (
     CUT_REQUEST,
     FIRST_PROGRESS,
@@ -34,7 +33,7 @@ from torchrl_dist.collect.node.env_process import (
     Failure,
     Message,
 )
-from torchrl_dist.collect.node.relay import QUESTION, Relay
+from torchrl_dist.collect.node.relay import QUESTION, Relay, send
 from torchrl_dist.collect.worker.registrations import dump_registrations
 from torchrl_dist.collect.worker.shared_block import SharedBlock
 from torchrl_dist.collect.worker.worker import WorkerConfig, WorkerInfo
@@ -59,7 +58,7 @@ class EnvProcess:
     """One env process as the node worker sees it."""
 
     index: int
-    connection: WholeMessages
+    connection: Connection
     ready: bool = False
     sent: int = 0  # messages sent; their numbers begin at 1
     generation: int = 0
@@ -198,7 +197,7 @@ class ProcessPool:
         how = state.exit or "it closed its connection"
         return PeerLostError(f"env process {index} died at start-up: {how}")
 
-    def _pair(self) -> tuple[WholeMessages, socket.socket]:
+    def _pair(self) -> tuple[Connection, socket.socket]:
         """Return the node worker's end of a new pair of sockets, and that of a process."""
         ours, theirs = socket.socketpair(socket.AF_UNIX)
         for end in (ours, theirs):
@@ -208,7 +207,7 @@ class ProcessPool:
             limit = struct.pack("ll", int(limit_s), int(limit_s % 1 * 1e6))
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        return WholeMessages(ours.detach()), theirs
+        return Connection(ours.detach()), theirs
 
     def _make_ready(self, process: EnvProcess) -> None:
         process.ready = True
@@ -219,13 +218,12 @@ class ProcessPool:
     def send(self, process: EnvProcess, method: str, *args: Any, **kwargs: Any) -> int:
         """Tell a process that is ready to call a method, and return the number of its answer.
 
-        Does not wait for the answer. Earlier answers that are still unread, after an interrupt or a
-        deadline, arrive before it.
+        Does not wait for the answer. Earlier answers that are still unread, after a deadline,
+        arrive before it.
         """
         call = cloudpickle.dumps((args, kwargs))
         process.sent += 1
-        with contextlib.suppress(ConnectionError):  # the wait for the answer reports the failure
-            process.connection.send_bytes(pickle.dumps(Message(process.sent, method, call)))
+        send(process.connection, pickle.dumps(Message(process.sent, method, call)))
         return process.sent
 
     def receive(self, process: EnvProcess) -> Answer | None:
@@ -234,8 +232,7 @@ class ProcessPool:
         RemoteError.
 
         Raises:
-            EOFError: the process died or stopped inside an answer, or an earlier read was
-                interrupted inside one. The message says which of these, if known.
+            EOFError: the process died, or stopped inside an answer, which the message says then.
         """
         try:
             message = process.connection.recv_bytes()
@@ -420,6 +417,10 @@ class ProcessPool:
                     errors.append(content)
         self.children.wait_gone(max(0.0, until - awake()))
         return errors
+
+    def kill(self) -> None:
+        """Kill all processes. Any thread may call this."""
+        self._server.kill_children()
 
     def close(self) -> None:
         """End all processes, even those that hang. The pool cannot be used any more. Idempotent."""

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from torchrl_dist.collect.worker.worker import RolloutStats, RolloutWorker, WorkerConfig
+from torchrl_dist.collect.worker.worker import RolloutStats, WorkerConfig
 from torchrl_dist.forks import now_and_in_children
 
 _IN_THE_THREAD = (
@@ -77,16 +77,19 @@ def _close_built(building: Future) -> None:
 
 
 class PinnedWorker:
-    """A :class:`RolloutWorker` in an :class:`EnvThread`.
+    """A :class:`RolloutWorker`, or a node worker, in an :class:`EnvThread`.
 
-    The constructor blocks. All methods except ``cut`` return a future. Calls run one by one in
-    their order, and rollouts in the order of their requests.
+    The constructor calls ``make(config)`` in that thread, and blocks. All methods except ``cut``
+    return a future. Calls run one by one in their order, and rollouts in the order of their
+    requests.
 
     Raises:
-        ConfigurationError: the worker raised it.
+        Exception: ``make`` raised it.
     """
 
-    def __init__(self, config: WorkerConfig, thread: EnvThread) -> None:
+    def __init__(
+        self, make: Callable[[WorkerConfig], Any], config: WorkerConfig, thread: EnvThread
+    ) -> None:
         self._index = config.worker_index
         self._thread = thread
         # calls, by request, that wait for earlier requests
@@ -95,9 +98,9 @@ class PinnedWorker:
         self._next = 0
         self._closed = False
         now_and_in_children(self, PinnedWorker._renew)
-        building = self._run(RolloutWorker, config)
+        building = self._run(make, config)
         try:
-            self._worker: RolloutWorker = building.result()
+            self._worker = building.result()
         except BaseException:  # including Ctrl-C, which does not stop the thread that builds
             thread.submit(partial(_close_built, building))
             thread.close()
@@ -141,6 +144,7 @@ class PinnedWorker:
             elif request is None:
                 self._thread.submit(run)
             else:
+                self._worker.expect(request, **kwargs)
                 self._held[request], self._answers[request] = run, future
                 while self._next in self._held:
                     self._thread.submit(self._held.pop(self._next))
@@ -154,7 +158,7 @@ class PinnedWorker:
 
     def close(self, step_limit_s: float = 10.0, close_env: bool = True) -> Future:
         """Stop a running rollout after its current step, then close the envs. Idempotent."""
-        self._worker.stop()
+        self._worker.stop(step_limit_s)
         with self._lock:
             closed, self._closed = self._closed, True
             held, self._answers = self._answers, {}

@@ -720,9 +720,12 @@ class RolloutWorker:
                 self.config.replay_buffer.extend(part)
         return None, data_bytes
 
-    def stop(self) -> None:
+    def expect(self, request: int, **options: Any) -> None:
+        """Do nothing. A node worker may begin this rollout during the one before."""
+
+    def stop(self, limit_s: float | None = None) -> None:
         """Let a running rollout end after its current step and close the envs. Any thread may call
-        this."""
+        this. ``limit_s`` has an effect only on node workers."""
         self._stop = True
         rollout = getattr(self, "_rollout", None)
         if rollout is not None:
