@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torchrl_dist.collect.learner.arguments import GivenEnv
 from torchrl_dist.collect.loop.one_thread import one_thread_if_small, use_one_thread_if_small
 from torchrl_dist.collect.node.node import NodeWorker
-from torchrl_dist.collect.worker.pinned import OwnThread, PinnedWorker, run_on_cpu
+from torchrl_dist.collect.worker.pinned import OwnThread, PinnedWorker, run_on_cpu, settle
 from torchrl_dist.collect.worker.registrations import adopt_registrations
 from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig
 from torchrl_dist.errors import ConfigurationError, DeadlineError, RemoteError
@@ -145,12 +145,7 @@ class LocalHandle:
             answer = getattr(self._worker, method)(*args, **kwargs)
             answer.add_done_callback(partial(_pass_on, future, self._name))
             return future
-        try:
-            result = self.call(method, *args, timeout_s=timeout_s, **kwargs)
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
+        settle(future, partial(self.call, method, *args, timeout_s=timeout_s, **kwargs))
         return future
 
 
@@ -257,7 +252,7 @@ class CallersHandle:
             RemoteError: the method raised; its exception is the cause.
         """
         self.require_thread(f"{method}()")
-        if timeout_s is not None and not self._worker.wait_idle(timeout_s):
+        if self.running:
             raise DeadlineError(f"{method}: called by an env, a policy or a hook inside a rollout")
         try:
             return run_on_cpu(partial(getattr(self._worker, method), *args, **kwargs))
@@ -279,10 +274,7 @@ class CallersHandle:
         elif method == "close":
             self._close(future, **kwargs)
         else:
-            try:
-                future.set_result(self.call(method, *args, timeout_s=timeout_s, **kwargs))
-            except Exception as error:
-                future.set_exception(error)
+            settle(future, partial(self.call, method, *args, timeout_s=timeout_s, **kwargs))
         return future
 
     def _close(self, future: Future, step_limit_s: float = 10.0, close_env: bool = True) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
+import threading
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -22,14 +23,13 @@ from torchrl_dist.collect.learner.handles import (
     make_far_worker_here,
     make_local_handle,
 )
-from torchrl_dist.collect.worker.pinned import PinnedWorker
+from torchrl_dist.collect.worker.pinned import PinnedWorker, settle
 from torchrl_dist.collect.worker.registrations import dump_registrations
 from torchrl_dist.collect.worker.specs import require_equal_specs
 from torchrl_dist.collect.worker.worker import WorkerConfig, WorkerInfo
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError
 from torchrl_dist.runtime import Peer, Remote, Session
 from torchrl_dist.runtime.awake import result_of
-from torchrl_dist.runtime.pool import DaemonPool
 
 # Seconds of steps in one message. Its sender and receiver together use three milliseconds of CPU
 # for it, less than a percent of this if each process has a core.
@@ -81,12 +81,6 @@ def start_workers(
         built.callers = handle if isinstance(handle, CallersHandle) else None
         return built
 
-    def run(index: int) -> None:
-        try:
-            builds[index].set_result(build(index))
-        except BaseException as error:
-            builds[index].set_exception(error)
-
     registrations = dump_registrations()
     infos: list[WorkerInfo] = []
     count = len(peers) or 1
@@ -95,13 +89,13 @@ def start_workers(
     # that the caller made stays in the caller's thread.
     callers = count == 1 and (session is None or isinstance(config.make_env, GivenEnv))
     builds: list[Future[Worker]] = [Future() for _ in range(count)]
-    pool = DaemonPool(count, "torchrl_dist-build")
     try:
-        if callers and not config.env_processes:
-            run(0)  # in this thread, because the envs may have to live here
-        for index in range(count) if not builds[0].done() else ():
-            pool.submit(run, index)
-        pool.close()
+        for index, building in enumerate(builds):
+            run = partial(settle, building, partial(build, index))
+            if callers and not config.env_processes:
+                run()  # in this thread, because the envs may have to live here
+            else:
+                threading.Thread(target=run, name="torchrl_dist-build", daemon=True).start()
         wait(builds)
         workers: list[Worker] = []
         lost: list[str] = []

@@ -83,19 +83,21 @@ class _Order:
 
 
 @dataclass(eq=False)
-class _UnderWay:
-    """A rollout that processes are making or have made.
+class _Calls:
+    """Calls of a method in several processes, such as those that make one rollout.
 
     Attributes:
-        block: number of the block with its rows.
+        order, block: of a rollout: what was requested, and the number of the block with its rows.
         pending: index of each process that has not answered -> number of the awaited answer.
+        answers: results, or RemoteErrors, by index of the process, in the order of their arrival.
+        failure: why a process was not replaced.
     """
 
-    order: _Order
-    block: int
+    order: _Order | None = None
+    block: int = 0
     pending: dict[int, int] = field(default_factory=dict)
-    pieces: list[_Piece] = field(default_factory=list)
-    failure: RemoteError | PeerLostError | None = None
+    answers: dict[int, Any] = field(default_factory=dict)
+    failure: PeerLostError | None = None
 
 
 class NodeWorker:
@@ -128,7 +130,7 @@ class NodeWorker:
         self._views: list[TensorDict] = []
         self._layout: RolloutLayout | None = None
         self._expected: dict[int, _Order] = {}  # rollouts to make, by request
-        self._under_way: list[_UnderWay] = []
+        self._under_way: list[_Calls] = []
         self._unnumbered = 0  # calls of ``collect`` without a request number
         self._selector = selectors.DefaultSelector()
         self._waker = Waker()  # wakes when a rollout is expected
@@ -240,11 +242,39 @@ class NodeWorker:
                 )
             # otherwise this worker is being closed
             if all(process.ready for process in missing):
-                answers |= self._pool.ask(missing, until, method, *args)
-        for answer in answers.values():
-            if isinstance(answer, RemoteError):
-                raise answer
+                answers |= self._ask(missing, until, method, *args)
+        _raise_first(answers)
         return [answers[process.index] for process in asked]
+
+    def _ask(
+        self, asked: Sequence[EnvProcess], until: float, method: str, *args: Any
+    ) -> dict[int, Any]:
+        """Call a method in processes that are ready and idle, and block until they have answered.
+
+        Args:
+            until: the deadline on ``awake()``.
+
+        Returns:
+            answers by process index. An error that the method raised counts as an answer. Processes
+            that were late or were replaced have no entry.
+
+        Raises:
+            PeerLostError: a process and its next two successors ended in a row.
+        """
+        calls = _Calls()
+        self._under_way.append(calls)
+        for process in asked:
+            calls.pending[process.index] = self._pool.send(process, method, *args)
+        return self._answers_of(calls, until)
+
+    def _answers_of(self, calls: _Calls, until: float = math.inf) -> dict[int, Any]:
+        try:
+            self._finish(calls, until)
+        finally:
+            self._under_way.remove(calls)
+        if calls.failure is not None:
+            raise calls.failure
+        return calls.answers
 
     def cut(self, request: int, least: int) -> None:
         """See ``RolloutWorker.cut``."""
@@ -279,16 +309,13 @@ class NodeWorker:
         while True:
             rollout = next((each for each in self._under_way if each.order is order), None)
             rollout = rollout or self._begin(order)
-            try:
-                self._finish(rollout)
-            finally:
-                self._under_way.remove(rollout)
-                self._expected.pop(-1 if request is None else request, None)
-            if rollout.failure is not None:
-                raise rollout.failure
-            if rollout.pieces or self._pool.stopped:
+            self._expected.pop(-1 if request is None else request, None)
+            answers = self._answers_of(rollout)
+            _raise_first(answers)
+            pieces = [_Piece(index, *answers[index]) for index in sorted(answers)]
+            pieces = [piece for piece in pieces if piece.stats.frames]
+            if pieces or self._pool.stopped:
                 break
-        pieces = sorted(rollout.pieces, key=lambda piece: piece.index)
         replaced, self._pool.replaced = self._pool.replaced, []
         stats = self._join_stats([piece.stats for piece in pieces], replaced)
         return self._join(pieces, order.steps, rollout.block), stats
@@ -299,12 +326,13 @@ class NodeWorker:
         # If a process was replaced, do not begin ahead: its successor must be added first.
         complete = all(process.ready for process in self._pool.processes)
         if complete and len(self._under_way) == 1 and not self._pool.stopped:
-            request = self._under_way[0].order.request
+            current = self._under_way[0].order
+            request = None if current is None else current.request
             order = None if request is None else self._expected.get(request + 1)
             if order is not None:
                 self._begin(order)
 
-    def _begin(self, order: _Order) -> _UnderWay:
+    def _begin(self, order: _Order) -> _Calls:
         """Let all processes that are ready make that rollout, after the rollouts requested
         earlier."""
         if order.request is None:
@@ -316,7 +344,7 @@ class NodeWorker:
         if order.weights is not None:
             self._take_weights(order.weights)
         busy = {index for rollout in self._under_way for index in rollout.pending}
-        rollout = _UnderWay(order, number % _BLOCKS)
+        rollout = _Calls(order, number % _BLOCKS)
         for process in wanted:
             if not process.ready:
                 continue
@@ -336,16 +364,18 @@ class NodeWorker:
         self._under_way.append(rollout)
         return rollout
 
-    def _finish(self, rollout: _UnderWay, until: float = math.inf) -> None:
-        """Read and relay messages until every process has delivered its part of that rollout or
-        has ended, at most until ``until`` (on ``awake()``)."""
+    def _finish(self, calls: _Calls, until: float = math.inf) -> None:
+        """Read and relay messages until every process has answered that call or has ended, at most
+        until ``until`` (on ``awake()``)."""
         limit_s, relay = self.config.step_timeout_s, self._relay
-        if limit_s is not None and self.config.replay_buffer is not None:
+        if calls.order is None:
+            limit_s = None  # only rollouts count steps
+        elif limit_s is not None and self.config.replay_buffer is not None:
             limit_s = max(limit_s, _LEAST_LIMIT_S)
         glance_s = _GLANCE_S if limit_s is None else min(_GLANCE_S, limit_s / 4)
         self._begin_ahead()
         flush_s = math.inf
-        while rollout.pending and (left_s := until - awake()) > 0:
+        while calls.pending and (left_s := until - awake()) > 0:
             events = self._selector.select(min(left_s, glance_s, flush_s))
             for key, _ in events:
                 if isinstance(key.data, EnvProcess):
@@ -378,20 +408,15 @@ class NodeWorker:
         except EOFError as error:
             self._bury(process, str(error))
             return
-        rollout = next((r for r in self._under_way if process.index in r.pending), None)
-        if answer is None or rollout is None:
-            return
-        if answer.number != rollout.pending[process.index]:
-            return  # the call that asked for this answer was interrupted
-        del rollout.pending[process.index]
-        if isinstance(answer.content, RemoteError):
-            rollout.failure = rollout.failure or answer.content
-            return
-        rows, stats = answer.content
-        process.deaths = 0
-        process.numbered = max(process.numbered, stats.numbered)
-        if stats.frames:
-            rollout.pieces.append(_Piece(process.index, rows, stats))
+        calls = next((each for each in self._under_way if process.index in each.pending), None)
+        if answer is None or calls is None or answer.number != calls.pending[process.index]:
+            return  # a question to the learner, or the answer to a call that was given up
+        del calls.pending[process.index]
+        calls.answers[process.index] = answer.content
+        if calls.order is not None and not isinstance(answer.content, RemoteError):
+            _, stats = answer.content
+            process.deaths = 0
+            process.numbered = max(process.numbered, stats.numbered)
 
     def _bury(self, process: EnvProcess, reason: str) -> None:
         """Replace a process, and continue without it until its successor is ready."""
@@ -476,12 +501,13 @@ class NodeWorker:
         until = awake() + _PATIENCE * step_limit_s
         try:
             self._finish_all(until)
-            errors = self._pool.close_envs(min(until, awake() + CLOSE_S))
+            ready = [process for process in self._pool.processes if process.ready]
+            answers = self._ask(ready, min(until, awake() + CLOSE_S), "close")
+            self._pool.children.wait_gone(max(0.0, until - awake()))
             self._let_go()
         finally:
             self._end()
-        if errors:
-            raise errors[0]
+        _raise_first(answers)
 
     def _let_go(self) -> None:
         """Release memory and user objects, because the session keeps this object until the session
@@ -498,3 +524,9 @@ class NodeWorker:
             self._relay.close()
         self._selector.close()
         self._waker.close()
+
+
+def _raise_first(answers: dict[int, Any]) -> None:
+    for answer in answers.values():
+        if isinstance(answer, RemoteError):
+            raise answer

@@ -49,10 +49,6 @@ _MAX_DEATHS_IN_A_ROW = 3
 _WORD_BYTES = 8
 
 
-class _LateError(Exception):
-    """No answer came in time. Not a TimeoutError, because a user's signal handler may raise one."""
-
-
 @dataclass
 class EnvProcess:
     """One env process as the node worker sees it."""
@@ -267,45 +263,6 @@ class ProcessPool:
                 error.__cause__ = pickle.loads(failure.cause)
         return error
 
-    def ask(self, asked: list[EnvProcess], until: float, method: str, *args: Any) -> dict[int, Any]:
-        """Call a method in processes that are ready and idle, and block until they have answered.
-
-        Args:
-            until: the deadline on ``awake()``.
-
-        Returns:
-            answers by process index. An error that the method raised counts as an answer. Processes
-            that were late or were replaced have no entry.
-
-        Raises:
-            PeerLostError: a process and its next two successors ended in a row.
-        """
-        numbers = [self.send(process, method, *args) for process in asked]
-        answers: dict[int, Any] = {}
-        ended: list[tuple[EnvProcess, str]] = []
-        for process, number in zip(asked, numbers, strict=True):
-            try:
-                answers[process.index] = self._await_answer(process, number, until)
-            except EOFError as error:
-                ended.append((process, str(error)))
-            except _LateError:
-                pass
-        for process, reason in ended:
-            self.replace(process, reason)
-        return answers
-
-    def _await_answer(self, process: EnvProcess, number: int, until: float) -> Any:
-        while True:
-            left_s = max(0.0, until - awake())
-            if process.connection.poll(min(left_s, _GLANCE_S)):
-                answer = self.receive(process)
-                if answer is not None and answer.number == number:
-                    return answer.content
-            elif self.has_ended(process):
-                raise EOFError
-            elif not left_s:
-                raise _LateError
-
     # ---- ends
 
     def has_ended(self, process: EnvProcess) -> bool:
@@ -329,7 +286,7 @@ class ProcessPool:
 
     def replace(self, process: EnvProcess, reason: str) -> None:
         """Kill a process if it is still alive, and fork another without waiting until its envs are
-        built.
+        built. If the processes were told to stop, do neither.
 
         Args:
             reason: why it is replaced; empty: report how the process ended.
@@ -341,6 +298,8 @@ class ProcessPool:
         if process.ready:
             self._selector.unregister(process.connection)
             process.ready = False
+        if self.stopped:  # it may be running its last functions
+            return
         process.connection.close()
         state = self.children.states[index]
         with self.children.changed:
@@ -351,8 +310,6 @@ class ProcessPool:
         what = f"env process {index} (pid {state.pid}): {reason or state.exit}"
         self.replaced.append(what)
         process.deaths += 1
-        if self.stopped:
-            return
         if process.deaths >= _MAX_DEATHS_IN_A_ROW:
             raise PeerLostError(f"{what}; {process.deaths} processes in a row have ended like this")
         process.generation += 1
@@ -378,45 +335,29 @@ class ProcessPool:
             enough = all(ready) if all_of_them or not ready else any(ready)
             if self.stopped or (not enough and awake() >= until):
                 return
-            connections = [p.connection for p in newcomers if not p.connection.closed]
-            readable = wait(connections, 0.0 if enough else _GLANCE_S)
-            for process in newcomers:
-                if process.connection in readable:
-                    self._take_in(process)
-                elif process.connection.closed:  # replace() raised an error for this process
-                    self.replace(process, "")
-                elif not readable and awake() - process.forked_at > self._start_s:
-                    self.replace(process, f"was not ready within {self._start_s:g} s")
-            if enough and not readable:
+            if not self._take_in(newcomers, 0.0 if enough else _GLANCE_S) and enough:
                 return
 
-    def _take_in(self, process: EnvProcess) -> None:
-        try:
-            answer = self.receive(process)
-        except EOFError as error:
-            self.replace(process, str(error))
-            return
-        if answer is not None:
-            answer.result()
-            self._make_ready(process)
-
-    def close_envs(self, until: float) -> list[RemoteError]:
-        """Let the processes that are ready close their envs and end. Block until they have, at most
-        until ``until`` (on ``awake()``).
-
-        Returns:
-            what the envs raised while they were closed.
-        """
-        asked = [process for process in self.processes if process.ready]
-        numbers = [self.send(process, "close") for process in asked]
-        errors = []
-        for process, number in zip(asked, numbers, strict=True):
-            with contextlib.suppress(EOFError, _LateError):  # the process has ended, or hangs
-                content = self._await_answer(process, number, until)
-                if isinstance(content, RemoteError):
-                    errors.append(content)
-        self.children.wait_gone(max(0.0, until - awake()))
-        return errors
+    def _take_in(self, newcomers: Sequence[EnvProcess], wait_s: float) -> bool:
+        """Add those of the newcomers that have built their envs, and replace those that ended.
+        Return whether any of them said something within ``wait_s``."""
+        connections = [p.connection for p in newcomers if not p.connection.closed]
+        readable = wait(connections, wait_s)
+        for process in newcomers:
+            if process.connection.closed:  # replace() raised an error for this process
+                self.replace(process, "")
+            elif process.connection in readable:
+                try:
+                    answer = self.receive(process)
+                except EOFError as error:
+                    self.replace(process, str(error))
+                else:
+                    if answer is not None:
+                        answer.result()
+                        self._make_ready(process)
+            elif not readable and awake() - process.forked_at > self._start_s:
+                self.replace(process, f"was not ready within {self._start_s:g} s")
+        return bool(readable)
 
     def kill(self) -> None:
         """Kill all processes. Any thread may call this."""

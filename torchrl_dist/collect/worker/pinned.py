@@ -70,6 +70,16 @@ def run_on_cpu(call: Callable[[], Any]) -> Any:
         return call()
 
 
+def settle(future: Future, call: Callable[[], Any]) -> None:
+    """Set the call's result or exception."""
+    try:
+        result = call()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
 def _close_built(building: Future) -> None:
     if building.exception() is None:
         with contextlib.suppress(Exception):
@@ -113,14 +123,8 @@ class PinnedWorker:
         future: Future = Future()
 
         def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                result = run_on_cpu(call)
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
+            if future.set_running_or_notify_cancel():
+                settle(future, partial(run_on_cpu, call))
 
         return run, future
 
