@@ -502,38 +502,29 @@ class RPCBatchedCollector(BaseCollector):
             )
         source: Any = given[0] if given else self.policy
         version = self._version + 1
-        by_worker: dict[tuple[int, ...] | None, PackedWeights] = {}
+        had = {worker.index: worker.weights for worker in self._crew.workers}
         if _by_worker(source):
             if worker_ids is not None:
                 raise ConfigurationError("pass weights by worker index or worker_ids=, not both")
-            for worker, each in source.items():
-                by_worker[(worker,)] = self._pack(each, version)
+            packed = {worker: self._pack(each, version) for worker, each in source.items()}
         else:
-            chosen = (worker_ids,) if isinstance(worker_ids, int) else worker_ids
-            packed = self._pack(source, version)
-            by_worker[None if chosen is None else tuple(chosen)] = packed
-        known = {worker.index for worker in self._crew.workers}
-        for workers in by_worker:
-            if workers is not None and (self._inference is not None or not known >= set(workers)):
-                raise ConfigurationError(
-                    f"weights for workers {list(workers)}: "
-                    + (f"there are {sorted(known)}" if self._inference is None else _ONE_POLICY)
-                )
+            chosen = [worker_ids] if isinstance(worker_ids, int) else worker_ids
+            packed = dict.fromkeys(had if chosen is None else chosen, self._pack(source, version))
+        if self._inference is not None and (worker_ids is not None or _by_worker(source)):
+            raise ConfigurationError(f"weights for workers {list(packed)}: {_ONE_POLICY}")
+        if unknown := sorted(packed.keys() - had.keys()):
+            raise ConfigurationError(f"weights for workers {unknown}: there are {sorted(had)}")
         if self._inference is not None:
             self._version = version
-            for packed in by_worker.values():
-                self._inference.take_weights(packed)
+            self._inference.take_weights(packed[min(packed)])
             return
         module = self.policy if isinstance(self.policy, nn.Module) else None
-        whole: dict[int, PackedWeights] = {}
-        for workers, packed in by_worker.items():
-            found: dict[int, PackedWeights] = {}  # by what a worker had before
-            for worker in self._crew.workers:
-                if workers is None or worker.index in workers:
-                    case = id(worker.weights)
-                    if case not in found:
-                        found[case] = completed(packed, worker.weights, module)
-                    whole[worker.index] = found[case]
+        found: dict[tuple[int, int], PackedWeights] = {}  # usually a single entry
+        for worker, part in packed.items():
+            case = id(part), id(had[worker])
+            if case not in found:
+                found[case] = completed(part, had[worker], module)
+        whole = {worker: found[id(part), id(had[worker])] for worker, part in packed.items()}
         self._version = version
         self._crew.send_weights(whole)
 
