@@ -23,13 +23,11 @@ import psutil
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.envs.utils import ExplorationType
 
-from tests.collect.envs import Counter, Node, wait_for
+from tests.collect.envs import Counter, Node, nodes, wait_for
 from torchrl_dist.collect import RPCBatchedCollector
 from torchrl_dist.collect.node.env_process import _dumps
 from torchrl_dist.collect.node.relay import send
-from torchrl_dist.collect.worker.worker import WorkerConfig
 from torchrl_dist.errors import DeadlineError, PeerLostError, RemoteError
 from torchrl_dist.replay import RateLimiter, SharedMemmapStorage, SharedReplayBuffer
 from torchrl_dist.runtime import ForkServer, forkserver
@@ -37,20 +35,8 @@ from torchrl_dist.runtime import ForkServer, forkserver
 
 @pytest.fixture
 def build(fork_server: ForkServer) -> Iterator[Any]:
-    built: list[Node] = []
-
-    def make(make_env: Any, **options: Any) -> Node:
-        base = {"frames_per_rollout": 20, "num_envs": 1, "env_processes": 2, "seed": 3}
-        config = WorkerConfig(
-            make_env, exploration_type=ExplorationType.DETERMINISTIC, **{**base, **options}
-        )
-        built.append(Node(config, fork_server))
-        return built[-1]
-
-    yield make
-    for worker in built:
-        with contextlib.suppress(RemoteError):
-            worker.close()
+    with nodes(fork_server, frames_per_rollout=20, num_envs=1) as make:
+        yield make
 
 
 @pytest.fixture(autouse=True)
@@ -206,24 +192,6 @@ def test_after_ctrl_c_in_a_call_every_answer_is_that_of_its_call(tmp_path: Path)
                 assert collector.next().shape == (2, 20)
             assert collector.call("pid") == pids and collector.get_attr("fails") == [False] * 2
         assert collector.call("load", 4) == ["task 4"] * 2 and collector.next().shape == (2, 20)
-
-
-def test_an_unreadable_answer_to_an_interrupted_call_is_dropped(build: Any, tmp_path: Path) -> None:
-    class Late(Asked):
-        def unreadable(self) -> Any:
-            self.hold()
-            return Unreadable()
-
-    worker = build(lambda: Late(tmp_path / "go"))
-    pids = call(worker, "pid")
-
-    interrupt = interrupt_when(lambda: len(list(tmp_path.glob("held *"))) == 2)
-    with pytest.raises(KeyboardInterrupt):
-        call(worker, "unreadable")
-    interrupt.join()
-    (tmp_path / "go").touch()
-    assert call(worker, "load", 8) == ["task 8"] * 2
-    assert call(worker, "pid") == pids
 
 
 def test_a_message_that_no_process_reads_in_time_closes_both_ends() -> None:

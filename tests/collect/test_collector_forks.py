@@ -116,7 +116,6 @@ def _in_process(collector: RPCBatchedCollector) -> Locks:
         **calls,
         "crew": lambda: crew._cond,
         "worker": lambda: worker._lock,
-        "turns": lambda: worker._turns._cond,
         "exploration": lambda: exploration._now.lock,
     }
 

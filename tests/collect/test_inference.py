@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from concurrent.futures import Future
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -22,7 +23,7 @@ from torchrl.data import OneHot
 from torchrl.envs.utils import ExplorationType
 from torchrl.modules import EGreedyModule, LSTMModule, QValueActor
 
-from tests.collect.envs import Counter, mlp
+from tests.collect.envs import Counter, mlp, q
 from torchrl_dist.collect import Preempt, RPCBatchedCollector
 from torchrl_dist.collect.learner.inference import RPCInferenceTransport
 from torchrl_dist.collect.loop.groups import Inference
@@ -31,9 +32,7 @@ from torchrl_dist.collect.node.relay import Array, NodeLearner, Relay, Window
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
 from torchrl_dist.runtime import ForkServer, local_cluster
 
-
-def policy(seed: int = 0) -> QValueActor:
-    return QValueActor(mlp(2, 3, seed), in_keys=["observation"], spec=OneHot(3))
+policy = partial(q, 2, 3)
 
 
 class Sleeper(Counter):
