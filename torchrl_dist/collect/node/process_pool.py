@@ -56,6 +56,7 @@ class EnvProcess:
     index: int
     connection: Connection
     ready: bool = False
+    info: WorkerInfo | None = None  # once it was ready
     sent: int = 0  # messages sent; their numbers begin at 1
     generation: int = 0
     forked_at: float = field(default_factory=awake)
@@ -108,6 +109,7 @@ class ProcessPool:
         )
         self.numbers_at_stake = 0
         self.replaced: list[str] = []
+        self._started = False
         self.processes: list[EnvProcess] = []
         self._own_server = server is None
         self._server = ForkServer() if server is None else server
@@ -139,55 +141,25 @@ class ProcessPool:
                 theirs.close()
         limit_s = self._start_s
         deadline = awake() + limit_s
-        infos: dict[int, WorkerInfo] = {}
-        while len(infos) < self._count:
+        while newcomers := [process for process in self.processes if not process.ready]:
             left_s = deadline - awake()
             if left_s <= 0:
                 raise DeadlineError(
-                    f"{self._count - len(infos)} of {self._count} env processes did not start "
-                    f"within {limit_s:g} s. If make_env takes longer, raise timeout_s= of the "
-                    "collector"
+                    f"{len(newcomers)} of {self._count} env processes did not start within "
+                    f"{limit_s:g} s. If make_env takes longer, raise timeout_s= of the collector"
                 )
-            waiting = [p for p in self.processes if not p.ready]
-            relay: Any = self._relay  # wait() uses its fileno()
-            sources: list[Any] = [p.connection for p in waiting]
-            readable = wait([*sources, relay] if relay else sources, min(left_s, _GLANCE_S))
-            for process in waiting:
-                if process.connection in readable:
-                    answer = self._first_answer(process)
-                    if answer is not None:  # None: it asked the learner while it timed its steps
-                        infos[process.index] = answer.result()
-                        self._make_ready(process)
-            if relay is not None:
-                if relay in readable:
-                    relay.deliver()
-                relay.flush(most=1)
-            self._raise_for_failed_start()
-        return [infos[index] for index in range(self._count)]
+            self._take_in(newcomers, min(left_s, _GLANCE_S))
+        self._started = True
+        return [process.info for process in self.processes if process.info is not None]
 
     @property
     def _start_s(self) -> float:
         return max(_START_S, self._call_timeout_s)
 
-    def _first_answer(self, process: EnvProcess) -> Answer | None:
-        try:
-            return self.receive(process)
-        except EOFError:
-            with self.children.changed:
-                state = self.children.states[process.index]
-                self.children.changed.wait_for(lambda: state.exit is not None, CLOSE_S)
-            raise self._failed_start(process.index) from None
-
-    def _raise_for_failed_start(self) -> None:
-        """Raise if a process has ended without closing its socket. Messages that it has sent are
-        read first."""
-        with self.children.changed:
-            for process in self.processes:
-                if not process.ready and self.has_ended(process):
-                    raise self._failed_start(process.index)
-
     def _failed_start(self, index: int) -> RemoteError | PeerLostError:
         state = self.children.states[index]
+        with self.children.changed:
+            self.children.changed.wait_for(lambda: state.exit is not None, CLOSE_S)
         if state.failure:
             return self._error(index, Failure(*state.failure, None))
         how = state.exit or "it closed its connection"
@@ -204,10 +176,6 @@ class ProcessPool:
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         return Connection(ours.detach()), theirs
-
-    def _make_ready(self, process: EnvProcess) -> None:
-        process.ready = True
-        self._selector.register(process.connection, selectors.EVENT_READ, process)
 
     # ---- messages
 
@@ -292,7 +260,8 @@ class ProcessPool:
             reason: why it is replaced; empty: report how the process ended.
 
         Raises:
-            PeerLostError: this is the third end in a row.
+            PeerLostError: this is the third end in a row, or not all processes have started yet.
+            RemoteError: the process failed before all had started.
         """
         index = process.index
         if process.ready:
@@ -300,6 +269,8 @@ class ProcessPool:
             process.ready = False
         if self.stopped:  # it may be running its last functions
             return
+        if not self._started:
+            raise self._failed_start(process.index)
         process.connection.close()
         state = self.children.states[index]
         with self.children.changed:
@@ -339,10 +310,20 @@ class ProcessPool:
                 return
 
     def _take_in(self, newcomers: Sequence[EnvProcess], wait_s: float) -> bool:
-        """Add those of the newcomers that have built their envs, and replace those that ended.
-        Return whether any of them said something within ``wait_s``."""
-        connections = [p.connection for p in newcomers if not p.connection.closed]
-        readable = wait(connections, wait_s)
+        """Add those of the newcomers that have built their envs, and replace those that ended or
+        are late. Return whether any of them said something within ``wait_s``.
+
+        Raises:
+            RemoteError: a process could not build its envs.
+            PeerLostError: a process ended at the start, or for the third time in a row.
+        """
+        sources: list[Any] = [p.connection for p in newcomers if not p.connection.closed]
+        relay: Any = self._relay  # wait() uses its fileno()
+        readable = wait([*sources, relay] if relay else sources, wait_s)
+        if relay is not None:  # processes ask the learner while they time their steps
+            if relay in readable:
+                relay.deliver()
+            relay.flush(most=1)
         for process in newcomers:
             if process.connection.closed:  # replace() raised an error for this process
                 self.replace(process, "")
@@ -351,11 +332,14 @@ class ProcessPool:
                     answer = self.receive(process)
                 except EOFError as error:
                     self.replace(process, str(error))
-                else:
-                    if answer is not None:
-                        answer.result()
-                        self._make_ready(process)
-            elif not readable and awake() - process.forked_at > self._start_s:
+                    continue
+                if answer is not None:
+                    process.info = answer.result()
+                    process.ready = True
+                    self._selector.register(process.connection, selectors.EVENT_READ, process)
+            elif not readable and self.has_ended(process):
+                self.replace(process, "")
+            elif not readable and self._started and awake() - process.forked_at > self._start_s:
                 self.replace(process, f"was not ready within {self._start_s:g} s")
         return bool(readable)
 
