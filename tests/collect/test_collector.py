@@ -547,6 +547,15 @@ def test_progress_is_resumed_with_new_trajectory_ids(build: Any) -> None:
         second.load_state_dict(state)
 
 
+def test_a_policy_that_is_resumed_before_its_first_update_reaches_the_workers(build: Any) -> None:
+    state = build(Counter, constant(0), frames_per_batch=4).state_dict()
+    policy = constant(0)
+    collector = build(Counter, policy, frames_per_batch=4)
+    policy.load_state_dict(constant(2).state_dict())
+    collector.load_state_dict(state)
+    assert collector.next()["action"].argmax(-1).eq(2).all() and collector.policy_version == 0
+
+
 def test_seeds_are_those_of_torchrls_batched_envs(build: Any) -> None:
     theirs = SerialEnv(3, lambda: GymEnv("CartPole-v1"))
     collector = build(lambda: GymEnv("CartPole-v1"), frames_per_batch=60, num_envs=3)

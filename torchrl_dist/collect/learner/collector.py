@@ -341,7 +341,7 @@ class RPCBatchedCollector(BaseCollector):
             self._crew.send_weights({worker.index: initial for worker in self._crew.workers})
             if settings.policy_factories is None:  # the workers have copies of the policy
                 for worker in self._crew.workers:
-                    worker.sent_version = 0
+                    worker.has_newest = True
         self._pulse = None if session is None else Pulse(session, peers, self._figures)
         self._note_frames()
 
