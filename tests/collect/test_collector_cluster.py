@@ -153,7 +153,7 @@ def test_an_env_that_is_built_too_late_is_closed_then(fork_server: ForkServer, t
     config = WorkerConfig(lambda: Late(tmp_path), own_process=True)
     with local_cluster({"learner": 1, "collector": 1}, fork_server=fork_server) as session:
         workers, lost, errors = start_workers(
-            session, session.of_role("collector"), config, max_ahead=0, limit_s=0.2
+            session, session.of_role("collector"), [config], max_ahead=0, limit_s=0.2
         )
         assert (workers, lost) == ([], []) and isinstance(errors[0], DeadlineError)
         assert "collector0" in str(errors[0]) and "raise timeout_s= of the coll" in str(errors[0])

@@ -326,11 +326,13 @@ class RPCBatchedCollector(BaseCollector):
             )
         # A policy that cannot be packed is refused here, before any worker is built.
         initial = pack(policy, 0) if isinstance(policy, nn.Module) else None
-        config = settings.worker_config()
+        limit_s = self.timeout_s if session is None else max(self.timeout_s, session.timeout_s)
+        configs = settings.worker_configs(limit_s)
         if settings.inference == "learner":
-            config = self._infer_here(session, peers, config)
+            asked = self._infer_here(session, peers)
+            configs = [replace(config, policy=None, inference=asked) for config in configs]
         try:
-            self._crew = self._start_crew(session, peers, config)
+            self._crew = self._start_crew(session, peers, configs, limit_s)
         except BaseException:
             if self._inference is not None:
                 self._inference.close(_SHUTDOWN_S)
@@ -359,28 +361,21 @@ class RPCBatchedCollector(BaseCollector):
                 stacklevel=4,
             )
 
-    def _infer_here(
-        self,
-        session: Session | None,
-        peers: Sequence[Peer],
-        config: WorkerConfig,
-    ) -> WorkerConfig:
-        """Run the policy in this process, and return the config of workers that request actions
-        from it."""
-        policy = self.policy
+    def _infer_here(self, session: Session | None, peers: Sequence[Peer]) -> Inference:
+        """Run the policy in this process. Return how workers request actions from it."""
+        policy, settings = self.policy, self._settings
         unfit = {
-            "policy_factory": self._settings.policy_factories,
-            "postproc_factory": self._settings.postproc_factory,
+            "policy_factory": settings.policy_factories,
+            "postproc_factory": settings.postproc_factory,
             "readiness": self.readiness.cuts,
         }
         check_inference(session, peers, policy, unfit)
         assert session is not None and isinstance(policy, nn.Module)
         self._inference = LearnerInference(
-            session, policy, config.exploration_type, config.compilation
+            session, policy, settings.exploration_type, settings.compilation
         )
-        groups = min(self._settings.env_groups, config.num_envs)
-        asked = Inference(self._inference.handle, self._inference.inputs, groups, self.timeout_s)
-        return replace(config, policy=None, inference=asked)
+        groups = min(settings.env_groups, settings.num_envs)
+        return Inference(self._inference.handle, self._inference.inputs, groups, self.timeout_s)
 
     def _check_workers(self) -> None:
         first = self._crew.workers[0]
@@ -393,15 +388,17 @@ class RPCBatchedCollector(BaseCollector):
             raise
 
     def _start_crew(
-        self, session: Session | None, peers: Sequence[Peer], config: WorkerConfig
+        self,
+        session: Session | None,
+        peers: Sequence[Peer],
+        configs: list[WorkerConfig],
+        limit_s: float,
     ) -> Crew:
-        limit_s = self.timeout_s if session is None else max(self.timeout_s, session.timeout_s)
-        config = replace(config, call_timeout_s=limit_s)
         self._replacer = None
         if self._settings.replace_lost:
-            self._replacer = Replacer(session, config, self.max_policy_lag)
+            self._replacer = Replacer(session, configs, self.max_policy_lag)
         workers, lost, errors = start_workers(
-            session, peers, config, max_ahead=self.max_policy_lag, limit_s=limit_s
+            session, peers, configs, max_ahead=self.max_policy_lag, limit_s=limit_s
         )
         random_frames = self._settings.init_random_frames
         budget = FrameBudget(
@@ -426,7 +423,7 @@ class RPCBatchedCollector(BaseCollector):
         if not errors and len(workers) < self.min_workers:
             errors = [
                 PeerLostError(
-                    f"{len(workers)} of {config.num_workers} workers could be started, "
+                    f"{len(workers)} of {len(configs)} workers could be started, "
                     f"min_workers={self.min_workers}"
                 )
             ]
@@ -738,7 +735,8 @@ class RPCBatchedCollector(BaseCollector):
         self._crew.ask_all("set_hooks", (before, behind), timeout_s=self.timeout_s)
         self._pre_collect_hook, self._post_collect_hook = before, behind
         if self._replacer is not None:
-            self._replacer.config = replace(self._replacer.config, hooks=(before, behind))
+            configs = self._replacer.configs
+            self._replacer.configs = [replace(each, hooks=(before, behind)) for each in configs]
 
     # ---- methods of TorchRL's base class that this class refuses
 

@@ -113,7 +113,6 @@ class WorkerConfig(WorkerOptions):
         stamp_version: None: rows have the version of the policy that made them; True: also under
             ``"next"``, as in TorchRL; False: they have no version.
         whole_trajectories: the replay buffer gets complete trajectories, one after another.
-        make_envs, policy_factories: one for each worker; see :meth:`of_worker`.
         shown_index: in an env process, the index of its worker, for data and statistics.
         registrations: gymnasium environments to register in the worker's process.
     """
@@ -134,21 +133,6 @@ class WorkerConfig(WorkerOptions):
     registrations: Registrations = field(default_factory=dict)
     stamp_version: bool | None = None
     whole_trajectories: bool = False
-    make_envs: tuple[str | Callable[[], Any], ...] = ()
-    policy_factories: tuple[Callable[[int, int], Any], ...] = ()
-
-    def of_worker(self, index: int) -> WorkerConfig:
-        """Return the config of that worker, with only its own env and policy factories."""
-        return replace(
-            self,
-            worker_index=index,
-            make_env=self.make_envs[index] if self.make_envs else self.make_env,
-            policy_factory=(
-                self.policy_factories[index] if self.policy_factories else self.policy_factory
-            ),
-            make_envs=(),
-            policy_factories=(),
-        )
 
     def without_parts(self) -> WorkerConfig:
         """Return the config without user objects, for a closed worker."""
