@@ -143,14 +143,14 @@ def test_parts_of_a_policy_add_up_whatever_their_names() -> None:
     source = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2), nn.Linear(2, 3))
     target = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2), nn.Linear(2, 3))
     last = {name: value for name, value in source.state_dict().items() if name.startswith("2.")}
-    first = completed(pack(source[0], 1), None, source, pending=True)
-    both = completed(pack(source[1], 2), first, source, pending=True)  # "weight" and "bias" again
-    every = completed(pack(last, 3), both, source, pending=True)
+    first = completed(pack(source[0], 1), pack(target), source)
+    both = completed(pack(source[1], 2), first, source)  # "weight" and "bias" again
+    every = completed(pack(last, 3), both, source)
     assert every.version == 3 and len(every.entries) == 6
     unpack(every, target)
     assert_same_state(source, target)
     whole = pack(source, 4)
-    assert completed(whole, every, source, pending=True) is whole
+    assert completed(whole, every, source) is whole
 
 
 def test_a_part_keeps_tied_tensors_tied_and_others_apart() -> None:
@@ -163,18 +163,16 @@ def test_a_part_keeps_tied_tensors_tied_and_others_apart() -> None:
     before = pack(source)
     with torch.no_grad():
         source[2].weight.fill_(7.0)
-    unpack(completed(pack(source[2], 1), before, source, pending=False), apart)
+    unpack(completed(pack(source[2], 1), before, source), apart)
     assert_same_state(source, apart)
 
 
 @pytest.mark.parametrize("module", [None, nn.Linear(9, 9)])
 def test_equal_names_mean_equal_tensors_if_only_the_workers_have_the_policy(module) -> None:
     before = pack({"a": torch.zeros(2), "b": torch.zeros(3)})
-    found = completed(pack({"b": torch.ones(3)}, 1), before, module, pending=True).tensors()
+    found = completed(pack({"b": torch.ones(3)}, 1), before, module).tensors()
     assert found["a"].tolist() == [0, 0] and found["b"].tolist() == [1, 1, 1]
     more = pack({"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(1)}, 1)
-    assert completed(more, before, module, pending=True) is more
-    other = pack({"c": torch.ones(3)}, 1)
-    with pytest.raises(ConfigurationError, match="before any worker had taken"):
-        completed(other, before, module, pending=True)
-    assert completed(other, before, module, pending=False) is other
+    assert completed(more, before, module) is more
+    with pytest.raises(ConfigurationError, match="send all weights of the policy in one call"):
+        completed(pack({"c": torch.ones(3)}, 1), before, module)

@@ -6,6 +6,7 @@ message has a cost in addition to that of its bytes, and a policy has dozens of 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -240,7 +241,7 @@ def _refuse_torn(packed: PackedWeights, have: Mapping[str, Tensor]) -> None:
 
 
 def completed(
-    part: PackedWeights, before: PackedWeights | None, module: nn.Module | None, *, pending: bool
+    part: PackedWeights, before: PackedWeights | None, module: nn.Module | None = None
 ) -> PackedWeights:
     """Return ``part``, with its gaps filled from ``before``.
 
@@ -248,59 +249,32 @@ def completed(
     complete weights.
 
     Args:
-        before: the weights that were packed last, or None.
-        module: the module that the weights are for, or None. With a module, ``part`` and ``before``
-            may be weights of different submodules, each with the names of its own submodule.
-            Without a module, equal names mean the same tensor.
-        pending: whether no worker has taken ``before`` yet.
+        before: the weights that were packed last, or None. If they fit ``module``, they are all of
+            its weights.
+        module: the learner's module, or None. If ``part`` fits one of its submodules, ``part`` may
+            have the names of that submodule. Otherwise, equal names mean the same tensor.
 
     Raises:
-        ConfigurationError: it is unknown whether ``part`` replaces ``before`` or adds to it, and no
-            worker has taken ``before`` yet.
+        ConfigurationError: it is unknown whether ``part`` replaces ``before`` or adds to it.
     """
     if before is None or part.entries == before.entries:
         return part
-    old, new = (None if module is None else _placed(each, module) for each in (before, part))
-    if old is None or new is None:  # the weights fit only modules that the workers have
-        old, new = ((each.tensors(), dict(each.aliases)) for each in (before, part))
-        if not (_content(part) >= _content(before) or _content(part) <= _content(before)):
-            if not pending:
-                return part
-            raise ConfigurationError(
-                f"weights {[e.name for e in part.entries][:5]} were sent before any worker had "
-                f"taken {[e.name for e in before.entries][:5]}, and only the workers know whether "
-                "both are parts of one policy: collect a batch in between, send both together, or "
-                "pass the learner's module as policy= to the collector"
-            )
-    if old[0].keys() <= new[0].keys():
+    if module is not None:
+        with contextlib.suppress(ConfigurationError):  # they may fit only the workers' modules
+            there = every_name(find_target(part, module))
+            names = {id(tensor): name for name, tensor in named_tensors(module).items()}
+            entries = tuple(replace(e, name=names[id(there[e.name])]) for e in part.entries)
+            part = replace(part, entries=entries, aliases=before.aliases)
+    old, new = before.tensors(), part.tensors()
+    if old.keys() <= new.keys():
         return part
-    whole = pack(old[0] | new[0], part.version)
-    return replace(whole, aliases=tuple((old[1] | new[1]).items()))
-
-
-def _content(packed: PackedWeights) -> set[tuple[str, torch.dtype, tuple[int, ...]]]:
-    return {(e.name, e.dtype, e.shape) for e in packed.entries}
-
-
-def _placed(
-    packed: PackedWeights, module: nn.Module
-) -> tuple[dict[str, Tensor], dict[str, str]] | None:
-    """Return the tensors by their names in ``module``, and the aliases.
-
-    Returns:
-        None if the weights fit no part of ``module``.
-    """
-    try:
-        target = find_target(packed, module)
-    except ConfigurationError:
-        return None
-    path = next(path for path, each in module.named_modules() if each is target)
-    names = {id(tensor): name for name, tensor in named_tensors(module).items()}
-    there = every_name(target)
-    places = {e.name: names[id(there[e.name])] for e in packed.entries}
-    tensors = {places[name]: tensor for name, tensor in packed.tensors().items()}
-    prefix = f"{path}." if path else ""
-    return tensors, {prefix + alias: places[name] for alias, name in packed.aliases}
+    if not new.keys() <= old.keys():
+        raise ConfigurationError(
+            f"weights {list(new)[:5]} were sent after {list(old)[:5]}, and only the workers know "
+            "whether both are parts of one policy: send all weights of the policy in one call, or "
+            "pass the learner's module as policy= to the collector"
+        )
+    return replace(pack(old | new, part.version), aliases=before.aliases)
 
 
 @torch.no_grad()

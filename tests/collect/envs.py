@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, ClassVar
 
 import gymnasium
@@ -13,8 +15,16 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from tensordict import TensorDict
 from torch import nn
-from torchrl.data import Binary, Categorical, Composite, Unbounded
+from torchrl.data import Binary, Categorical, Composite, OneHot, Unbounded
 from torchrl.envs import EnvBase
+from torchrl.envs.utils import ExplorationType
+from torchrl.modules import QValueActor
+
+from torchrl_dist.collect.node.node import NodeWorker
+from torchrl_dist.collect.worker.pinned import _IN_THE_THREAD, OwnThread, PinnedWorker
+from torchrl_dist.collect.worker.worker import WorkerConfig
+from torchrl_dist.errors import RemoteError
+from torchrl_dist.runtime import ForkServer
 
 
 def wait_for(condition: Callable[[], Any], limit_s: float = 40.0) -> None:
@@ -22,6 +32,40 @@ def wait_for(condition: Callable[[], Any], limit_s: float = 40.0) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+class Node:
+    """A node worker in a thread of its own, as the collector has it. Calls block."""
+
+    def __init__(self, config: WorkerConfig, server: ForkServer) -> None:
+        self._pinned = PinnedWorker(partial(NodeWorker, server=server), config, OwnThread())
+        self.inner: NodeWorker = self._pinned._worker
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in (*_IN_THE_THREAD, "collect", "close"):
+            return getattr(self.inner, name)
+        return lambda *args, **options: getattr(self._pinned, name)(*args, **options).result()
+
+
+def node_config(make_env: Any, **options: Any) -> WorkerConfig:
+    base = {"num_envs": 1, "env_processes": 2, "seed": 3}
+    base["exploration_type"] = ExplorationType.DETERMINISTIC
+    return WorkerConfig(make_env, **{**base, **options})
+
+
+@contextlib.contextmanager
+def nodes(server: ForkServer, **base: Any) -> Iterator[Callable[..., Node]]:
+    """Return a function that builds node workers, which are closed at the end."""
+    built: list[Node] = []
+
+    def make(make_env: Any, **options: Any) -> Node:
+        built.append(Node(node_config(make_env, **{**base, **options}), server))
+        return built[-1]
+
+    yield make
+    for worker in built:
+        with contextlib.suppress(RemoteError):  # an env raised it when it was closed
+            worker.close()
 
 
 def trajectories_of(batches: list[Any]) -> list[Any]:
@@ -131,6 +175,10 @@ def counters(lengths: list[int], mode: AutoresetMode, truncate: bool = False) ->
 def mlp(inputs: int, outputs: int, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(inputs, 16), nn.Tanh(), nn.Linear(16, outputs))
+
+
+def q(inputs: int, actions: int, seed: int = 0) -> QValueActor:
+    return QValueActor(mlp(inputs, actions, seed), in_keys=["observation"], spec=OneHot(actions))
 
 
 class Agents(EnvBase):

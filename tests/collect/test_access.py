@@ -14,9 +14,8 @@ import torch
 from gymnasium.vector import AutoresetMode
 from torchrl.envs import GymEnv
 
-from tests.collect.envs import Counter, Paced, trajectories_of, wait_for
+from tests.collect.envs import Counter, Paced, nodes, trajectories_of, wait_for
 from tests.spawn import stop
-from torchrl_dist.collect.node.node import NodeWorker
 from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig
 from torchrl_dist.errors import ConfigurationError, PeerLostError, RemoteError
 from torchrl_dist.runtime import ForkServer
@@ -66,23 +65,16 @@ def check(worker: Any, num_envs: int) -> None:
 
 
 def test_envs_of_a_worker_can_be_called_all_or_one() -> None:
-    check(RolloutWorker(WorkerConfig(wrapped, frames_per_rollout=12, num_envs=4)), 4)
-
-
-def test_envs_of_a_vector_env_can_be_called_one_by_one() -> None:
-    def make() -> Any:
+    def vector() -> Any:
         return gymnasium.vector.SyncVectorEnv([wrapped] * 3, autoreset_mode=AutoresetMode.SAME_STEP)
 
-    check(RolloutWorker(WorkerConfig(make, frames_per_rollout=12)), 3)
+    check(RolloutWorker(WorkerConfig(wrapped, frames_per_rollout=12, num_envs=4)), 4)
+    check(RolloutWorker(WorkerConfig(vector, frames_per_rollout=12)), 3)
 
 
 def test_envs_of_node_workers_can_be_called_all_or_one(fork_server: ForkServer) -> None:
-    config = WorkerConfig(wrapped, frames_per_rollout=12, num_envs=2, env_processes=2)
-    worker = NodeWorker(config, fork_server)
-    try:
-        check(worker, 4)
-    finally:
-        worker.close()
+    with nodes(fork_server) as build:
+        check(build(wrapped, frames_per_rollout=12, num_envs=2), 4)
 
 
 def test_a_native_vector_env_is_visited_as_a_whole() -> None:

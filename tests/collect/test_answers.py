@@ -23,14 +23,11 @@ import psutil
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.envs.utils import ExplorationType
 
-from tests.collect.envs import Counter, wait_for
+from tests.collect.envs import Counter, Node, nodes, wait_for
 from torchrl_dist.collect import RPCBatchedCollector
-from torchrl_dist.collect.node.connection import WholeMessages
 from torchrl_dist.collect.node.env_process import _dumps
-from torchrl_dist.collect.node.node import NodeWorker
-from torchrl_dist.collect.worker.worker import WorkerConfig
+from torchrl_dist.collect.node.relay import send
 from torchrl_dist.errors import DeadlineError, PeerLostError, RemoteError
 from torchrl_dist.replay import RateLimiter, SharedMemmapStorage, SharedReplayBuffer
 from torchrl_dist.runtime import ForkServer, forkserver
@@ -38,20 +35,8 @@ from torchrl_dist.runtime import ForkServer, forkserver
 
 @pytest.fixture
 def build(fork_server: ForkServer) -> Iterator[Any]:
-    built: list[NodeWorker] = []
-
-    def make(make_env: Any, **options: Any) -> NodeWorker:
-        base = {"frames_per_rollout": 20, "num_envs": 1, "env_processes": 2, "seed": 3}
-        config = WorkerConfig(
-            make_env, exploration_type=ExplorationType.DETERMINISTIC, **{**base, **options}
-        )
-        built.append(NodeWorker(config, fork_server))
-        return built[-1]
-
-    yield make
-    for worker in built:
-        with contextlib.suppress(RemoteError):
-            worker.close()
+    with nodes(fork_server, frames_per_rollout=20, num_envs=1) as make:
+        yield make
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +98,7 @@ class Asked(Counter):
         return super().step(action)
 
 
-def call(worker: NodeWorker, name: str, *args: Any, env: int | None = None) -> list[Any]:
+def call(worker: Node, name: str, *args: Any, env: int | None = None) -> list[Any]:
     return worker.visit_envs(env, "call", name, args, {})
 
 
@@ -209,117 +194,13 @@ def test_after_ctrl_c_in_a_call_every_answer_is_that_of_its_call(tmp_path: Path)
         assert collector.call("load", 4) == ["task 4"] * 2 and collector.next().shape == (2, 20)
 
 
-def test_an_unreadable_answer_to_an_interrupted_call_is_dropped(build: Any, tmp_path: Path) -> None:
-    class Late(Asked):
-        def unreadable(self) -> Any:
-            self.hold()
-            return Unreadable()
-
-    worker = build(lambda: Late(tmp_path / "go"))
-    pids = call(worker, "pid")
-
-    interrupt = interrupt_when(lambda: len(list(tmp_path.glob("held *"))) == 2)
-    with pytest.raises(KeyboardInterrupt):
-        call(worker, "unreadable")
-    interrupt.join()
-    (tmp_path / "go").touch()
-    assert call(worker, "load", 8) == ["task 8"] * 2
-    assert call(worker, "pid") == pids
-
-
-@pytest.mark.parametrize("how", ["_recv_bytes", "_send_bytes"])
-@pytest.mark.parametrize("what", [KeyboardInterrupt, TimeoutError])  # also of the user's SIGALRM
-def test_a_call_that_is_interrupted_within_a_message_has_that_process_replaced(
-    build: Any, monkeypatch: pytest.MonkeyPatch, how: str, what: type[BaseException]
-) -> None:
-    worker = build(Asked)
-    pids = call(worker, "pid")
-    worker.collect(request=0)
-    long: Any = bytes(10**5)
-
-    def half_way(self: Connection, *args: Any) -> Any:
-        monkeypatch.undo()
-        self._recv(2) if how == "_recv_bytes" else self._send(b"\0\0")
-        raise what
-
-    monkeypatch.setattr(Connection, how, half_way)
-    with pytest.raises(what):
-        call(worker, "load", long)
-    assert call(worker, "load", 8) == ["task 8"] * 2
-    now = call(worker, "pid")
-    assert now[0] != pids[0] and now[1] == pids[1]
-    _, stats = worker.collect(request=1)
-    assert stats.frames == 20 and len(stats.replaced) == 1
-    assert "in the middle of a message" in stats.replaced[0]
-
-    if how == "_recv_bytes":
-        monkeypatch.setattr(Connection, how, half_way)
-        with pytest.raises(what):
-            worker.collect(request=2)
-        assert worker.collect(request=3)[1].frames
-    assert call(worker, "load", 9) == ["task 9"] * 2
-
-
-@pytest.mark.parametrize("sent", [False, True])
-def test_a_call_that_is_interrupted_as_a_short_message_is_sent_keeps_the_process(
-    build: Any, monkeypatch: pytest.MonkeyPatch, sent: bool
-) -> None:
-    worker = build(Asked)
-    pids = call(worker, "pid")
-    send = Connection._send_bytes
-
-    def interrupted(self: Connection, *args: Any) -> None:
-        monkeypatch.undo()
-        if sent:
-            send(self, *args)
-        raise KeyboardInterrupt
-
-    for interrupted_call in (lambda: call(worker, "load", 7), lambda: worker.collect(request=0)):
-        monkeypatch.setattr(Connection, "_send_bytes", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            interrupted_call()
-        assert not worker._under_way
-        assert call(worker, "load", 8) == ["task 8"] * 2
-    assert call(worker, "pid") == pids
-    _, stats = worker.collect(request=1)
-    assert stats.frames == 20 and not stats.replaced
-
-
-@contextlib.contextmanager
-def signalled_soon() -> Iterator[None]:
-    """A signal comes to this thread, whose handler raises a ZeroDivisionError."""
-    before = signal.signal(signal.SIGUSR1, lambda *_: 1 // 0)
-    me = threading.get_ident()
-    timer = threading.Timer(0.2, lambda: signal.pthread_kill(me, signal.SIGUSR1))
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.join()
-        signal.signal(signal.SIGUSR1, before)
-
-
-@pytest.mark.parametrize("why", ["interrupted as it receives", "interrupted as it sends", "late"])
-def test_a_connection_that_was_left_within_a_message_says_so_at_both_ends(why: str) -> None:
+def test_a_message_that_no_process_reads_in_time_closes_both_ends() -> None:
     ours, theirs = socket.socketpair()
-    if why == "late":
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 100_000))
-    with WholeMessages(ours.detach()) as end, Connection(theirs.detach()) as other:
-        if why == "late":
-            with pytest.raises(BrokenPipeError):
-                end.send_bytes(bytes(10**7))  # more than it holds, and no process reads
-        elif why == "interrupted as it sends":
-            with pytest.raises(ZeroDivisionError), signalled_soon():
-                end.send_bytes(bytes(10**7))
-        else:
-            other._send(b"\0\0\0\x08half")
-            with pytest.raises(ZeroDivisionError), signalled_soon():
-                end.recv_bytes()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 100_000))
+    with Connection(ours.detach()) as end, Connection(theirs.detach()) as other:
+        send(end, bytes(10**7))  # more than it holds
         assert end.poll(0)
-        with pytest.raises(BrokenPipeError):
-            end.send_bytes(b"next")
-        with pytest.raises(EOFError, match="in the middle of a message"):
-            end.recv_bytes()
+        send(end, b"next")
         with pytest.raises((EOFError, OSError)):
             other.recv_bytes()
 
@@ -466,7 +347,7 @@ def test_a_rollout_that_needs_only_a_process_that_is_being_replaced_waits_for_it
     stats = worker.collect(request=1)[1]
     assert stats.frames == 10 and len(stats.replaced) == 1
     begin, begun = worker._begin, []
-    worker._begin = lambda order: begun.append(order) or begin(order)
+    worker.inner._begin = lambda order: begun.append(order) or begin(order)
     with ThreadPoolExecutor(1) as pool:
         rollout = pool.submit(worker.collect, request=2, num_envs=1)
         time.sleep(1.0)

@@ -23,7 +23,7 @@ from torchrl.envs import GymEnv, GymWrapper, SerialEnv
 from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.modules import EGreedyModule, QValueActor
 
-from tests.collect.envs import Counter, Paced, before_steps, mlp, trajectories_of, wait_for
+from tests.collect.envs import Counter, Paced, before_steps, q, trajectories_of, wait_for
 from torchrl_dist.collect import CollectReport, FirstReady, RPCBatchedCollector, WaitAll
 from torchrl_dist.collect.learner import start
 from torchrl_dist.collect.learner.start import (
@@ -168,9 +168,7 @@ def test_weights_may_be_given_in_all_forms_that_torchrl_knows(build: Any) -> Non
 
 def test_weights_of_parts_between_two_rollouts_all_arrive(build: Any) -> None:
     """Each update counts as a version, so none may be lost."""
-    policy, other, third = (
-        QValueActor(mlp(2, 3, seed), in_keys=["observation"], spec=OneHot(3)) for seed in range(3)
-    )
+    policy, other, third = (q(2, 3, seed) for seed in range(3))
     collector = build(Counter, policy, frames_per_batch=4, total_frames=-1)
 
     def batch_of(version: int, wanted: nn.Module) -> None:
@@ -350,7 +348,6 @@ def test_a_policy_that_hangs_holds_up_those_of_another_exploration_type_only_for
 ) -> None:
     gate, stuck = threading.Event(), threading.Event()
     before = exploration_type()
-    monkeypatch.setattr(exploration, "_POLITE_S", 0.5)
 
     def hangs(td: TensorDictBase) -> TensorDictBase:
         stuck.set()
@@ -367,7 +364,7 @@ def test_a_policy_that_hangs_holds_up_those_of_another_exploration_type_only_for
     waits = build(Counter, constant(2), timeout_s=0.2, total_frames=5, **other)
     with pytest.raises(DeadlineError, match="the policy hangs, in thread .* under random"):
         waits.next()
-    assert of_the_same.next().numel() == 5  # it gives way to the one that waits, for a while
+    assert of_the_same.next().numel() == 5  # whatever waits
     monkeypatch.setattr(exploration, "_WAIT_S", 0.1)
     with pytest.raises(RemoteError, match="has waited 0.1 s for its turn: a call of the policy"):
         build(Counter, constant(2), timeout_s=5, **other).next()
@@ -377,7 +374,7 @@ def test_a_policy_that_hangs_holds_up_those_of_another_exploration_type_only_for
     assert exploration_type() == before
 
 
-@pytest.mark.parametrize("used", ["not", "next", "iter"])
+@pytest.mark.parametrize("used", ["not", "next", "iter", "start"])
 def test_a_collector_that_is_deleted_closes_its_envs(used: str) -> None:
     closed = threading.Event()
 
@@ -385,13 +382,17 @@ def test_a_collector_that_is_deleted_closes_its_envs(used: str) -> None:
         def close(self) -> None:
             closed.set()
 
-    collector = RPCBatchedCollector(Noted, None, frames_per_batch=5)
+    rows = TensorDictReplayBuffer(storage=LazyTensorStorage(100)) if used == "start" else None
+    collector = RPCBatchedCollector(Noted, None, frames_per_batch=5, replay_buffer=rows)
     threads = {t for t in threading.enumerate() if "rollout" in t.name}
     if used == "next":
         collector.next()
     if used == "iter":
         for _ in collector:
             break
+    if used == "start":
+        collector.start()
+        wait_for(lambda: len(rows) > 0)
     del collector
     assert closed.wait(5)
     wait_for(lambda: {t for t in threading.enumerate() if "rollout" in t.name} <= threads)
@@ -546,16 +547,18 @@ def test_progress_is_resumed_with_new_trajectory_ids(build: Any) -> None:
         second.load_state_dict(state)
 
 
+def test_a_policy_that_is_resumed_before_its_first_update_reaches_the_workers(build: Any) -> None:
+    state = build(Counter, constant(0), frames_per_batch=4).state_dict()
+    policy = constant(0)
+    collector = build(Counter, policy, frames_per_batch=4)
+    policy.load_state_dict(constant(2).state_dict())
+    collector.load_state_dict(state)
+    assert collector.next()["action"].argmax(-1).eq(2).all() and collector.policy_version == 0
+
+
 def test_seeds_are_those_of_torchrls_batched_envs(build: Any) -> None:
-    policy = QValueActor(mlp(4, 2), in_keys=["observation"], spec=OneHot(2))
-
-    def run() -> TensorDictBase:
-        collector = build(("CartPole-v1"), policy, frames_per_batch=60, num_envs=1, seed=11)
-        return collector.next()
-
-    assert torch.equal(run()["observation"], run()["observation"])
     theirs = SerialEnv(3, lambda: GymEnv("CartPole-v1"))
-    collector = build(lambda: GymEnv("CartPole-v1"), policy, frames_per_batch=60, num_envs=3)
+    collector = build(lambda: GymEnv("CartPole-v1"), frames_per_batch=60, num_envs=3)
     assert collector.set_seed(11) == theirs.set_seed(11)
     theirs.close()
 
@@ -571,7 +574,7 @@ def test_without_frames_per_batch_a_rollout_lasts_a_fraction_of_a_second(build: 
 
 @pytest.mark.parametrize("make_env", ["CartPole-v1", lambda: GymEnv("CartPole-v1")])
 def test_timing_the_steps_leaves_no_trace_in_the_data(build: Any, make_env: Any) -> None:
-    policy = QValueActor(mlp(4, 2), in_keys=["observation"], spec=OneHot(2))
+    policy = q(4, 2)
 
     def rows(**options: Any) -> tuple[int, torch.Tensor]:
         collector = build(make_env, policy, seed=5, num_envs=2, **options)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 import warnings
 from pathlib import Path
@@ -19,10 +18,11 @@ from torchrl.data import LazyTensorStorage, OneHot, TensorDictReplayBuffer
 from torchrl.envs import GymWrapper
 from torchrl.modules import QValueActor
 
-from tests.collect.envs import Counter, Paced, Tally, mlp, steps_taken, trajectories_of, wait_for
+from tests.collect.envs import Counter, Paced, Tally, q, steps_taken, trajectories_of, wait_for
 from tests.spawn import stop
 from torchrl_dist.collect import FirstReady, Preempt, Quorum, RPCBatchedCollector, WaitAll
 from torchrl_dist.collect.learner.start import start_workers
+from torchrl_dist.collect.worker.pinned import OwnThread, PinnedWorker
 from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
 from torchrl_dist.replay import replay_buffer as hosted_buffer
@@ -71,7 +71,7 @@ def test_a_batch_joins_one_rollout_of_every_worker(collecting: Any) -> None:
 
 @pytest.mark.parametrize("lag", [1, 3])
 def test_with_lag_k_a_worker_runs_k_rollouts_ahead_and_then_waits(collecting, lag: int) -> None:
-    policy = QValueActor(mlp(2, 3), in_keys=["observation"], spec=OneHot(3))
+    policy = q(2, 3)
     with collecting(1, lambda: Tally(10**6), policy, frames_per_batch=10, max_policy_lag=lag) as (
         collector,
         session,
@@ -153,7 +153,7 @@ def test_an_env_that_is_built_too_late_is_closed_then(fork_server: ForkServer, t
     config = WorkerConfig(lambda: Late(tmp_path), own_process=True)
     with local_cluster({"learner": 1, "collector": 1}, fork_server=fork_server) as session:
         workers, lost, errors = start_workers(
-            session, session.of_role("collector"), config, max_ahead=0, limit_s=0.2
+            session, session.of_role("collector"), [config], max_ahead=0, limit_s=0.2
         )
         assert (workers, lost) == ([], []) and isinstance(errors[0], DeadlineError)
         assert "collector0" in str(errors[0]) and "raise timeout_s= of the coll" in str(errors[0])
@@ -315,20 +315,12 @@ def test_stragglers_are_preempted_and_their_other_steps_come_later(collecting, l
 
 
 def test_requests_that_come_together_run_in_their_order() -> None:
-    worker = RolloutWorker(WorkerConfig(lambda: Counter(10**6), frames_per_rollout=3))
-    starts: dict[int, float] = {}
-
-    def ask(number: int) -> None:
-        rows, _ = worker.collect(request=number)
-        starts[number] = rows["observation"][0, 0, 0].item()
-
-    threads = [threading.Thread(target=ask, args=(n,)) for n in (3, 1, 2, 0)]
-    for thread in threads:
-        thread.start()
-        time.sleep(0.02)
-    for thread in threads:
-        thread.join(10)
-    assert starts == {n: 100.0 + 3 * n for n in range(4)}
+    config = WorkerConfig(lambda: Counter(10**6), frames_per_rollout=3)
+    worker = PinnedWorker(RolloutWorker, config, OwnThread())
+    answers = {number: worker.collect(request=number) for number in (3, 1, 2, 0)}
+    for number, answer in answers.items():
+        assert answer.result(10)[0]["observation"][0, 0, 0] == 100.0 + 3 * number
+    worker.close().result(10)
 
 
 def test_workers_that_die_are_replaced(collecting: Any) -> None:

@@ -116,7 +116,6 @@ def _in_process(collector: RPCBatchedCollector) -> Locks:
         **calls,
         "crew": lambda: crew._cond,
         "worker": lambda: worker._lock,
-        "turns": lambda: worker._turns._cond,
         "exploration": lambda: exploration._now.lock,
     }
 
@@ -159,9 +158,8 @@ def test_a_collector_with_env_processes_and_one_with_the_policy_here(fork_server
             collector.next()
             worker: Any = collector._crew.workers[0].handle._worker
             locks = {
-                "node": lambda: worker._lock,
-                "turns": lambda: worker._turns._cond,
-                "waker": lambda: worker._waker._lock,
+                "calls": lambda: worker._lock,
+                "waker": lambda: worker._worker._waker._lock,
             }
             _checked_while_held(collector, locks)
             assert collector.next().numel() == 8 and not collector.report.replaced

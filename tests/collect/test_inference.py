@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from concurrent.futures import Future
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -22,19 +23,16 @@ from torchrl.data import OneHot
 from torchrl.envs.utils import ExplorationType
 from torchrl.modules import EGreedyModule, LSTMModule, QValueActor
 
-from tests.collect.envs import Counter, mlp
+from tests.collect.envs import Counter, mlp, q
 from torchrl_dist.collect import Preempt, RPCBatchedCollector
 from torchrl_dist.collect.learner.inference import RPCInferenceTransport
 from torchrl_dist.collect.loop.groups import Inference
 from torchrl_dist.collect.loop.one_thread import use_one_thread_if_small
-from torchrl_dist.collect.node.connection import WholeMessages
 from torchrl_dist.collect.node.relay import Array, NodeLearner, Relay, Window
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
 from torchrl_dist.runtime import ForkServer, local_cluster
 
-
-def policy(seed: int = 0) -> QValueActor:
-    return QValueActor(mlp(2, 3, seed), in_keys=["observation"], spec=OneHot(3))
+policy = partial(q, 2, 3)
 
 
 class Sleeper(Counter):
@@ -178,9 +176,9 @@ class Learner:
         return self.sent[-1][1]
 
 
-def pair() -> tuple[WholeMessages, Connection]:
+def pair() -> tuple[Connection, Connection]:
     ours, theirs = socket.socketpair()
-    return WholeMessages(ours.detach()), Connection(theirs.detach())
+    return Connection(ours.detach()), Connection(theirs.detach())
 
 
 def test_a_node_worker_sends_in_one_message_what_waits_meanwhile() -> None:

@@ -3,19 +3,17 @@ from __future__ import annotations
 import torch
 from tensordict import TensorDict
 from torchrl.collectors.utils import split_trajectories
-from torchrl.data import OneHot
 from torchrl.envs.utils import ExplorationType
-from torchrl.modules import QValueActor
 from torchrl.objectives.value import GAE
 
-from tests.collect.envs import Counter, mlp
+from tests.collect.envs import Counter, q
 from torchrl_dist.collect.loop.joining import join, truncate_last
 from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig
 
 
 def cut_batch(least: int) -> TensorDict:
     """A whole rollout of 12 steps and one that was cut after ``least``, of counters of length 5."""
-    policy = QValueActor(mlp(2, 3), in_keys=["observation"], spec=OneHot(3))
+    policy = q(2, 3)
     rollouts = []
     for index in range(2):
         worker = RolloutWorker(
@@ -73,7 +71,7 @@ def test_whole_and_cut_rollouts_of_an_env_that_only_terminates_are_joined() -> N
 
 def test_advantages_of_a_cut_rollout_are_those_of_its_rows_alone() -> None:
     torch.manual_seed(0)
-    value = QValueActor(mlp(2, 3), in_keys=["observation"], spec=OneHot(3))
+    value = q(2, 3)
     value.module[0].out_keys[-1] = "state_value"  # any value of the right shape will do
 
     def advantage(batch: TensorDict) -> torch.Tensor:

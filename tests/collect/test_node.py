@@ -10,6 +10,7 @@ import struct
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -18,43 +19,38 @@ import gymnasium
 import pytest
 import torch
 from torchrl.data import OneHot
-from torchrl.envs.utils import ExplorationType
 from torchrl.modules import QValueActor
 
-from tests.collect.envs import Counter, Paced, mlp, trajectories_of, wait_for
+from tests.collect.envs import (
+    Counter,
+    Node,
+    Paced,
+    node_config,
+    nodes,
+    q,
+    trajectories_of,
+    wait_for,
+)
 from tests.spawn import stop_self
 from torchrl_dist.collect import Preempt, RPCBatchedCollector
 from torchrl_dist.collect.loop.joining import MASK
 from torchrl_dist.collect.node import process_pool
 from torchrl_dist.collect.node.env_process import FIRST_PROGRESS, config_of_part
-from torchrl_dist.collect.node.node import NodeWorker
-from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig
+from torchrl_dist.collect.worker.worker import RolloutWorker
 from torchrl_dist.errors import PeerLostError
 from torchrl_dist.runtime import ForkServer
 from torchrl_dist.weights import pack
 
-
-def cartpole_policy(seed: int = 0) -> QValueActor:
-    return QValueActor(mlp(4, 2, seed), in_keys=["observation"], spec=OneHot(2))
+OPTIONS = {"frames_per_rollout": 40, "num_envs": 2}
 
 
-def config(make_env: Any = Counter, **options: Any) -> WorkerConfig:
-    base = {"frames_per_rollout": 40, "num_envs": 2, "env_processes": 2, "seed": 3}
-    base["exploration_type"] = ExplorationType.DETERMINISTIC
-    return WorkerConfig(make_env, **{**base, **options})
+cartpole_policy = partial(q, 4, 2)
 
 
 @pytest.fixture
 def build(fork_server: ForkServer) -> Iterator[Any]:
-    built: list[NodeWorker] = []
-
-    def make(*args: Any, **options: Any) -> NodeWorker:
-        built.append(NodeWorker(config(*args, **options), fork_server))
-        return built[-1]
-
-    yield make
-    for worker in built:
-        worker.close()
+    with nodes(fork_server, **OPTIONS) as make:
+        yield make
 
 
 def is_first(file: Path) -> bool:
@@ -84,7 +80,7 @@ class ByPid(Counter):
         return super().step(action)
 
 
-def collect_until_complete(worker: NodeWorker, request: int) -> Any:
+def collect_until_complete(worker: Node, request: int) -> Any:
     """Return the first rollout that all processes have a part in."""
     deadline = time.monotonic() + 40
     while time.monotonic() < deadline:
@@ -112,7 +108,9 @@ def test_the_data_do_not_depend_on_how_envs_are_split_into_processes(
         return gymnasium.make("CartPole-v1")
 
     split = build(make, policy=policy, env_processes=processes, num_envs=envs)
-    whole = RolloutWorker(config(make, policy=policy, env_processes=0, num_envs=4))
+    whole = RolloutWorker(
+        node_config(make, frames_per_rollout=40, policy=policy, env_processes=0, num_envs=4)
+    )
     for number in range(4):  # the first travels by value, the others in shared memory
         ours, stats = split.collect(request=number)
         theirs, _ = whole.collect(request=number)
@@ -326,6 +324,16 @@ def test_when_all_processes_end_the_rollouts_under_way_are_made_by_their_success
     assert len(ids.unique()) == 1  # one episode: no rows of another, and none missing
 
 
+def test_processes_that_hang_end_when_their_worker_is_closed(build: Any, tmp_path: Any) -> None:
+    worker = build(lambda: Held(tmp_path), num_envs=1, frames_per_rollout=20)
+    with ThreadPoolExecutor(1) as pool:
+        rollout = pool.submit(worker.collect, request=0)
+        wait_for(lambda: worker._pool.words[FIRST_PROGRESS:].max() >= 10)
+        worker.close(step_limit_s=1.0)
+        assert rollout.result(0)[1].frames == 10  # of the process that does not hang
+    assert worker._pool.children.wait_gone(0)
+
+
 def test_a_call_to_all_envs_waits_for_a_successor(build: Any, tmp_path: Any) -> None:
     flag = tmp_path / "flag"
 
@@ -460,7 +468,9 @@ def test_processes_that_were_cut_at_different_steps_make_one_masked_rollout(
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_words_in_the_rows_arrive(build: Any, packed: bool) -> None:
-    worker = build(postproc=lambda rows: rows.set_non_tensor("words", "left"), packed=packed)
+    worker = build(
+        Counter, postproc=lambda rows: rows.set_non_tensor("words", "left"), packed=packed
+    )
     for _ in range(3):
         rows, _ = worker.collect()
         assert rows.shape == (4, 10) and rows.get_non_tensor("words") == "left"
@@ -477,8 +487,8 @@ def test_rows_of_a_postproc_that_shortens_rollouts_are_as_it_made_them(build: An
 
 def test_seeds_of_any_size_are_those_of_a_worker_without_processes() -> None:
     for seed in (0, 2**31, 2**32 + 5):
-        assert config_of_part(config(seed=seed), index=1, generation=0).seed == seed
-        assert config_of_part(config(seed=seed), index=1, generation=1).seed != seed
+        assert config_of_part(node_config(Counter, seed=seed), index=1, generation=0).seed == seed
+        assert config_of_part(node_config(Counter, seed=seed), index=1, generation=1).seed != seed
 
 
 def test_a_closed_worker_gives_its_shared_memory_back(build: Any) -> None:
@@ -530,7 +540,7 @@ def test_sixteen_processes_start_in_less_than_three_times_the_time_of_one() -> N
 
         def start_s(count: int) -> float:
             begun = time.monotonic()
-            worker = NodeWorker(config("CartPole-v1", env_processes=count, num_envs=1), server)
+            worker = Node(node_config("CartPole-v1", env_processes=count), server)
             started_s = time.monotonic() - begun
             worker.close()
             return started_s

@@ -5,32 +5,30 @@ import pytest
 from torchrl_dist.collect.learner.readiness import FirstReady, Preempt, Quorum, Readiness, WaitAll
 from torchrl_dist.errors import ConfigurationError
 
+TWO = Quorum(min_workers=2, timeout_s=0.5)
+TAKEN = [  # rule, arrived, expected, waited, taken
+    (FirstReady(), [], [0, 1], 0.0, ()),
+    (FirstReady(), [1, 0], [0, 1], 0.0, (1,)),
+    (TWO, [3, 0], [0, 1, 3], 0.4, ()),
+    (TWO, [3, 0], [0, 1, 3], TWO.deadline_s, (0, 3)),
+    (TWO, [3], [0, 1, 3], 99.0, ()),
+    (TWO, [3], [3], 0.0, (3,)),  # fewer live than the quorum wants
+]
+
 
 @pytest.mark.parametrize("rule", [WaitAll(), Preempt(), Quorum(1, 60.0)])
 def test_no_rollout_is_taken_until_all_have_arrived(rule: Readiness) -> None:
     assert rule.take([2, 0], [0, 1, 2], 59.0) == ()
     assert rule.take([2, 0, 1], [0, 1, 2], 0.0) == (0, 1, 2)
+    assert rule.take([2, 0], [0, 2], 0.0) == (0, 2)  # a dead worker is not awaited,
+    assert rule.take([2, 0], [0], 0.0) == (0, 2)  # but what it left is taken
 
 
-@pytest.mark.parametrize("rule", [WaitAll(), Preempt(), Quorum(1, 60.0)])
-def test_dead_workers_are_not_awaited_but_what_they_left_is_taken(rule: Readiness) -> None:
-    assert rule.take([2, 0], [0, 2], 0.0) == (0, 2)
-    assert rule.take([2, 0], [0], 0.0) == (0, 2)
-
-
-def test_first_ready_takes_one_at_a_time_in_the_order_of_arrival() -> None:
-    rule = FirstReady()
-    assert rule.take([], [0, 1], 0.0) == ()
-    assert rule.take([1, 0], [0, 1], 0.0) == (1,)
-
-
-def test_a_quorum_is_taken_after_the_deadline_and_awaited_beyond_it() -> None:
-    rule = Quorum(min_workers=2, timeout_s=0.5)
-    assert rule.deadline_s == 0.5
-    assert rule.take([3, 0], [0, 1, 3], 0.4) == ()
-    assert rule.take([3, 0], [0, 1, 3], 0.5) == (0, 3)
-    assert rule.take([3], [0, 1, 3], 99.0) == ()
-    assert rule.take([3], [3], 0.0) == (3,)  # fewer live than the quorum wants
+@pytest.mark.parametrize(("rule", "arrived", "expected", "waited_s", "taken"), TAKEN)
+def test_a_quorum_is_taken_after_the_deadline_and_awaited_beyond_it(
+    rule, arrived, expected, waited_s, taken
+) -> None:
+    assert rule.take(arrived, expected, waited_s) == taken
 
 
 @pytest.mark.parametrize(("fraction", "needed"), [(0.6, 3), (0.5, 3), (0.2, 1), (1.0, 5)])

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode
-from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.data import MultiStep
@@ -15,7 +14,6 @@ from torchrl.data import MultiStep
 from tests.collect.envs import Counter, counters
 from tests.collect.test_rollout import collect
 from torchrl_dist.collect import RPCBatchedCollector
-from torchrl_dist.collect.loop.trajectories import TrajectoryAssembler
 from torchrl_dist.errors import ConfigurationError
 
 
@@ -52,39 +50,6 @@ def test_memory_without_a_known_beginning_is_refused() -> None:
     )
     with pytest.raises(ConfigurationError, match="make_tensordict_primer"):
         collect(Counter, policy, 10)
-
-
-def test_batches_of_complete_trajectories() -> None:
-    with RPCBatchedCollector(
-        lambda: Counter(5), None, frames_per_batch=14, total_frames=140, num_envs=2,
-        trajs_per_batch=3,
-    ) as collector:  # fmt: skip
-        batches = list(collector)
-    assert len(batches) == 9  # 2 envs x 14 trajectories, three at a time
-    for batch in batches:
-        assert batch.shape == (3, 5) and batch["collector", "mask"].all()
-        assert torch.equal(batch["observation"][..., 0] % 100, torch.arange(5.0).expand(3, 5))
-        assert batch["next", "done"][:, -1].all()
-        assert (batch["collector", "traj_ids"] == batch["collector", "traj_ids"][:, :1]).all()
-
-
-def test_trajectories_of_different_lengths_are_padded_and_masked() -> None:
-    rows = collect(
-        lambda: counters([2, 5], AutoresetMode.SAME_STEP),
-        None,
-        20,
-        categorical_action_encoding=True,
-    )
-    ids = torch.stack([torch.arange(10) // 2, 100 + torch.arange(10) // 5])
-    rows["collector"] = TensorDict({"traj_ids": ids}, batch_size=rows.shape)
-    assembler = TrajectoryAssembler()
-    for start in range(0, 10, 3):
-        assembler.add(rows[:, start : start + 3])
-    assert len(assembler) == 7
-    batch = assembler.take_padded(4)  # those of the first three steps, then of the next
-    assert batch.shape == (4, 5)
-    assert batch["collector", "mask"].sum(-1).tolist() == [2, 5, 2, 2]
-    assert not batch["observation"][0, 2:].any()
 
 
 def test_split_trajs_is_torchrls() -> None:

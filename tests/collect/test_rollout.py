@@ -14,25 +14,20 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torchrl.collectors import Collector
-from torchrl.data import Bounded, OneHot
+from torchrl.data import Bounded
 from torchrl.envs import GymEnv, GymWrapper
 from torchrl.modules import (
     AdditiveGaussianModule,
     OrnsteinUhlenbeckProcessModule,
-    QValueActor,
     RandomPolicy,
 )
 
-from tests.collect.envs import Counter, DictEnv, NextStepVector, counters, mlp
+from tests.collect.envs import Counter, DictEnv, NextStepVector, counters, q
 from torchrl_dist.collect.loop.access import visit
 from torchrl_dist.collect.loop.policies import Compilation
 from torchrl_dist.collect.loop.rollout import Episodes, make_rollout
 from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig
 from torchrl_dist.errors import ConfigurationError
-
-
-def one_hot_policy(inputs: int = 4, actions: int = 2) -> QValueActor:
-    return QValueActor(mlp(inputs, actions), in_keys=["observation"], spec=OneHot(actions))
 
 
 def collect(make_env: Any, policy: Any, frames: int, batches: int = 1, **kwargs: Any) -> TensorDict:
@@ -108,7 +103,7 @@ class TestVectorEnvs:
         def make() -> gymnasium.vector.VectorEnv:
             return gymnasium.make_vec("CartPole-v1", num_envs=3, max_episode_steps=4)
 
-        data = collect(make, one_hot_policy(), 3 * 8)
+        data = collect(make, q(4, 2), 3 * 8)
         expected = torch.tensor([False, False, False, True] * 2).expand(3, 8)
         assert torch.equal(data["next", "truncated"].squeeze(-1), expected)
         assert not data["next", "terminated"].any()
@@ -193,9 +188,7 @@ class TestEpisodes:
 class TestTorchRLEnvs:
     def test_a_static_seed_is_that_of_every_env(self) -> None:
         worker = RolloutWorker(
-            WorkerConfig(
-                lambda: GymEnv("CartPole-v1"), one_hot_policy(), frames_per_rollout=40, num_envs=2
-            )
+            WorkerConfig(lambda: GymEnv("CartPole-v1"), q(4, 2), frames_per_rollout=40, num_envs=2)
         )
         for static in (True, False):
             worker.set_seed(5, static_seed=static)
@@ -265,14 +258,10 @@ def test_observations_that_a_policy_keeps_do_not_change() -> None:
     assert torch.equal(rows["observation"][0], torch.cat(copies))
 
 
-def three_actions() -> QValueActor:
-    return QValueActor(mlp(2, 3), in_keys=["observation"], spec=OneHot(3))
-
-
 @pytest.mark.parametrize("options", [{"backend": "eager"}, {"warmup": 3, "backend": "eager"}])
 def test_compiled_policies_choose_the_same_actions(options: Any) -> None:
-    expected = collect(Counter, three_actions(), 9)
-    got = collect(Counter, three_actions(), 9, compilation=Compilation(compile_policy=options))
+    expected = collect(Counter, q(2, 3), 9)
+    got = collect(Counter, q(2, 3), 9, compilation=Compilation(compile_policy=options))
     assert_equal_data(got, expected)
 
 
@@ -281,12 +270,12 @@ def test_graphs_are_plain_calls_where_there_is_no_gpu(monkeypatch: pytest.Monkey
     if not torch.cuda.is_available():
         with pytest.warns(UserWarning, match="CUDA"):
             assert_equal_data(
-                collect(Counter, three_actions(), 9, compilation=graphs),
-                collect(Counter, three_actions(), 9),
+                collect(Counter, q(2, 3), 9, compilation=graphs),
+                collect(Counter, q(2, 3), 9),
             )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigurationError, match="'cpu'"):
-        collect(Counter, three_actions(), 9, compilation=graphs)
+        collect(Counter, q(2, 3), 9, compilation=graphs)
 
 
 class Says(gymnasium.Env):

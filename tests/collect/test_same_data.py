@@ -38,11 +38,20 @@ from torchrl.testing.mocking_classes import (
     HeterogeneousCountingEnvPolicy,
 )
 
-from tests.collect.envs import Agents, DictEnv, Growing, Pictures, Seen, Talking, mlp
+from tests.collect.envs import (
+    Agents,
+    DictEnv,
+    Growing,
+    Pictures,
+    Seen,
+    Talking,
+    mlp,
+    nodes,
+    q,
+)
 from torchrl_dist.collect import RPCBatchedCollector
 from torchrl_dist.collect.loop.joining import stack
-from torchrl_dist.collect.node.node import NodeWorker
-from torchrl_dist.collect.worker.worker import WorkerConfig, env_seeds
+from torchrl_dist.collect.worker.worker import env_seeds
 from torchrl_dist.runtime import ForkServer, local_cluster
 
 _ENVS, _SEED, _BATCHES = 4, 7, 2
@@ -72,10 +81,6 @@ def two_by_two(kind: type[EnvBase]) -> Callable[[], EnvBase]:
 
 
 # ---- policies
-
-
-def q(inputs: int, actions: int) -> QValueActor:
-    return QValueActor(mlp(inputs, actions), in_keys=["observation"], spec=OneHot(actions))
 
 
 def continuous(inputs: int, outputs: int) -> ProbabilisticActor:
@@ -409,18 +414,10 @@ def test_in_this_process(name: str) -> None:
 @pytest.mark.parametrize("name", SPLIT)
 def test_over_a_node_worker(name: str, fork_server: ForkServer) -> None:
     case = CASES[name]
-    config = WorkerConfig(
-        case.make,
-        case.policy(),
-        frames_per_rollout=_ENVS * case.steps,
-        env_processes=2,
-        **options(case, _ENVS // 2),
-    )
-    worker = NodeWorker(config, fork_server)
-    try:
+    own = {"policy": case.policy(), "frames_per_rollout": _ENVS * case.steps}
+    with nodes(fork_server) as build:
+        worker = build(case.make, **own, **options(case, _ENVS // 2))
         assert_theirs(name, [worker.collect()[0] for _ in range(_BATCHES)])
-    finally:
-        worker.close()
 
 
 def test_over_ranks(fork_server: ForkServer) -> None:

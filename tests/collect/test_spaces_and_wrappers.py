@@ -25,7 +25,6 @@ from torchrl_dist.collect import RPCBatchedCollector
 from torchrl_dist.collect.loop.rollout import GymnasiumRollout, make_rollout
 from torchrl_dist.collect.loop.spaces import action_codec
 from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.runtime import ForkServer, Session, local_cluster
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*precision lowered.*:UserWarning"),
@@ -374,19 +373,8 @@ def require_equal(rows: TensorDictBase, name: str) -> None:
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_a_vector_wrapper_sees_what_it_would_in_a_plain_loop(name: str) -> None:
     made(name).close()
-    collect_and_compare(name, None)
-
-
-def test_a_vector_wrapper_sees_the_same_over_ranks(fork_server: ForkServer) -> None:
-    with local_cluster({"learner": 1, "collector": 1}, fork_server=fork_server) as session:
-        for name in WRAPPERS:
-            if name not in ELSEWHERE:
-                collect_and_compare(name, session)
-
-
-def collect_and_compare(name: str, session: Session | None) -> None:
     with RPCBatchedCollector(
-        WRAPPERS[name], always, session=session, frames_per_batch=2 * STEPS, seed=0
+        WRAPPERS[name], always, frames_per_batch=2 * STEPS, seed=0
     ) as collector:
         require_equal(collector.next(), name)
         if name == "RecordEpisodeStatistics":

@@ -12,10 +12,9 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from tensordict import TensorDictBase
 
-from tests.collect.envs import Counter, counters
+from tests.collect.envs import Counter, Node, counters
 from torchrl_dist.collect import RPCBatchedCollector
 from torchrl_dist.collect.loop.rollout import make_rollout
-from torchrl_dist.collect.node.node import NodeWorker
 from torchrl_dist.collect.worker.worker import WorkerConfig
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.runtime import ForkServer
@@ -127,9 +126,7 @@ def test_an_env_of_isaac_labs_kind_is_a_vector_env(fork_server: ForkServer) -> N
         with pytest.warns(UserWarning, match=r"observations are NaN"):
             check_simulator(collector.next())
         assert collector.call("where") == ["in the simulator"]
-    worker = NodeWorker(
-        WorkerConfig(make, half, frames_per_rollout=24, env_processes=1), fork_server
-    )
+    worker = Node(WorkerConfig(make, half, frames_per_rollout=24, env_processes=1), fork_server)
     rows, _ = worker.collect()
     check_simulator(rows if isinstance(rows, TensorDictBase) else rows.unpack())
     worker.close()

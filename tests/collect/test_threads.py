@@ -97,8 +97,12 @@ def test_here_it_is_the_callers(kind: str, lag: int) -> None:
 
 
 def test_an_env_that_was_made_already_is_used_where_it_was_made() -> None:
-    with RPCBatchedCollector(Affine("sqlite"), None, frames_per_batch=20) as collector:
-        assert places_of(collector) == {(True, True)}
+    with local_cluster({"learner": 1}) as session:
+        for of in (None, session):
+            with RPCBatchedCollector(
+                Affine("sqlite"), None, session=of, frames_per_batch=20
+            ) as collector:
+                assert places_of(collector) == {(True, True)}
 
 
 def test_with_a_replay_buffer_it_is_a_thread_of_the_worker() -> None:

@@ -615,18 +615,3 @@ def test_a_pause_has_a_deadline(build: Any) -> None:
     with pytest.raises(DeadlineError), collector.pause():
         pass
     gate.set()
-
-
-def test_a_collector_that_collects_in_the_background_can_be_deleted() -> None:
-    closed = threading.Event()
-
-    class Noted(Plain):
-        def close(self) -> None:
-            closed.set()
-
-    rows = buffer()
-    collector = RPCBatchedCollector(Noted, frames_per_batch=10, replay_buffer=rows)
-    collector.start()
-    wait_for(lambda: len(rows) > 0)
-    del collector
-    assert closed.wait(5)

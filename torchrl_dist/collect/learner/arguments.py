@@ -284,23 +284,27 @@ class Settings(WorkerOptions):
             hooks=(None, None),
         )
 
-    def worker_config(self) -> WorkerConfig:
-        """Return the config of all workers, with a copy of the policy as it is now."""
+    def worker_configs(self, call_timeout_s: float) -> list[WorkerConfig]:
+        """Return the config of each worker, with a copy of the policy as it is now."""
         frames = self.frames_per_batch
         seed = int(torch.randint(2**31, (1,)).item()) if self.seed is None else self.seed
-        return WorkerConfig(
-            "",
-            make_envs=self.make_envs,
-            policy=self._policy_of_workers(),
-            policy_factories=self.policy_factories or (),
-            frames_per_rollout=None if frames is None else -(-frames // self.rollouts_per_batch),
-            seed=seed,
-            seed_given=self.seed is not None,
-            keep_env_seeds=self.seed is None,
-            stamp_version=self.track_policy_version,
-            whole_trajectories=self.trajs_per_batch is not None and self.replay_buffer is not None,
+        common: dict[str, Any] = {
+            "policy": self._policy_of_workers(),
+            "frames_per_rollout": None if frames is None else -(-frames // self.rollouts_per_batch),
+            "seed": seed,
+            "seed_given": self.seed is not None,
+            "keep_env_seeds": self.seed is None,
+            "call_timeout_s": call_timeout_s,
+            "stamp_version": self.track_policy_version,
+            "whole_trajectories": self.trajs_per_batch is not None
+            and self.replay_buffer is not None,
             **{option.name: getattr(self, option.name) for option in fields(WorkerOptions)},
-        )
+        }
+        factories = self.policy_factories or (None,) * self.num_workers
+        return [
+            WorkerConfig(make_env, policy_factory=factory, worker_index=index, **common)
+            for index, (make_env, factory) in enumerate(zip(self.make_envs, factories, strict=True))
+        ]
 
     def _policy_of_workers(self) -> Any:
         if self.policy_factories is not None:

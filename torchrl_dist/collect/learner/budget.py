@@ -121,9 +121,7 @@ class FrameBudget:
                 for number, plan in self._plans.items()
                 if number >= round_ and worker in plan
             ]
-        self.assigned -= sum(each.frames for each in freed)
-        if self.remaining is not None:
-            self.remaining += sum(each.frames for each in freed)
+        self.return_frames(sum(each.frames for each in freed))
 
     def return_frames(self, frames: int) -> None:
         """Let other workers collect the ``frames`` frames of a share that its worker did not

@@ -8,7 +8,7 @@ import time
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, Literal, TypeAlias
 
@@ -306,7 +306,6 @@ class RPCBatchedCollector(BaseCollector):
         self._background: Background | None = None
         self._inference: LearnerInference | None = None
         self._trajectories = TrajectoryAssembler()
-        self._sent: dict[int, PackedWeights] = {}  # the last weights sent, by worker
         self._version = 0
         self._frames = 0
         self._iter = -1  # as TorchRL counts: batches delivered, less one
@@ -327,19 +326,24 @@ class RPCBatchedCollector(BaseCollector):
             )
         # A policy that cannot be packed is refused here, before any worker is built.
         initial = pack(policy, 0) if isinstance(policy, nn.Module) else None
-        config = settings.worker_config()
+        limit_s = self.timeout_s if session is None else max(self.timeout_s, session.timeout_s)
+        configs = settings.worker_configs(limit_s)
         if settings.inference == "learner":
-            config = self._infer_here(session, peers, config)
+            asked = self._infer_here(session, peers)
+            configs = [replace(config, policy=None, inference=asked) for config in configs]
         try:
-            self._crew = self._start_crew(session, peers, config)
+            self._crew = self._start_crew(session, peers, configs, limit_s)
         except BaseException:
             if self._inference is not None:
                 self._inference.close(_SHUTDOWN_S)
             raise
         self._abandoned = weakref.finalize(self, _close_soon, self._crew, self._inference)
         self._abandoned.atexit = False  # at exit, everything ends with the process
-        if initial is not None and settings.policy_factories is not None:
-            self._send_weights({worker.index: initial for worker in self._crew.workers})
+        if initial is not None and self._inference is None:
+            self._crew.send_weights({worker.index: initial for worker in self._crew.workers})
+            if settings.policy_factories is None:  # the workers have copies of the policy
+                for worker in self._crew.workers:
+                    worker.has_newest = True
         self._pulse = None if session is None else Pulse(session, peers, self._figures)
         self._note_frames()
 
@@ -357,28 +361,21 @@ class RPCBatchedCollector(BaseCollector):
                 stacklevel=4,
             )
 
-    def _infer_here(
-        self,
-        session: Session | None,
-        peers: Sequence[Peer],
-        config: WorkerConfig,
-    ) -> WorkerConfig:
-        """Run the policy in this process, and return the config of workers that request actions
-        from it."""
-        policy = self.policy
+    def _infer_here(self, session: Session | None, peers: Sequence[Peer]) -> Inference:
+        """Run the policy in this process. Return how workers request actions from it."""
+        policy, settings = self.policy, self._settings
         unfit = {
-            "policy_factory": self._settings.policy_factories,
-            "postproc_factory": self._settings.postproc_factory,
+            "policy_factory": settings.policy_factories,
+            "postproc_factory": settings.postproc_factory,
             "readiness": self.readiness.cuts,
         }
         check_inference(session, peers, policy, unfit)
         assert session is not None and isinstance(policy, nn.Module)
         self._inference = LearnerInference(
-            session, policy, config.exploration_type, config.compilation
+            session, policy, settings.exploration_type, settings.compilation
         )
-        groups = min(self._settings.env_groups, config.num_envs)
-        asked = Inference(self._inference.handle, self._inference.inputs, groups, self.timeout_s)
-        return replace(config, policy=None, inference=asked)
+        groups = min(settings.env_groups, settings.num_envs)
+        return Inference(self._inference.handle, self._inference.inputs, groups, self.timeout_s)
 
     def _check_workers(self) -> None:
         first = self._crew.workers[0]
@@ -391,15 +388,17 @@ class RPCBatchedCollector(BaseCollector):
             raise
 
     def _start_crew(
-        self, session: Session | None, peers: Sequence[Peer], config: WorkerConfig
+        self,
+        session: Session | None,
+        peers: Sequence[Peer],
+        configs: list[WorkerConfig],
+        limit_s: float,
     ) -> Crew:
-        limit_s = self.timeout_s if session is None else max(self.timeout_s, session.timeout_s)
-        config = replace(config, call_timeout_s=limit_s)
         self._replacer = None
         if self._settings.replace_lost:
-            self._replacer = Replacer(session, config, self.max_policy_lag)
+            self._replacer = Replacer(session, configs, self.max_policy_lag)
         workers, lost, errors = start_workers(
-            session, peers, config, max_ahead=self.max_policy_lag, limit_s=limit_s
+            session, peers, configs, max_ahead=self.max_policy_lag, limit_s=limit_s
         )
         random_frames = self._settings.init_random_frames
         budget = FrameBudget(
@@ -424,7 +423,7 @@ class RPCBatchedCollector(BaseCollector):
         if not errors and len(workers) < self.min_workers:
             errors = [
                 PeerLostError(
-                    f"{len(workers)} of {config.num_workers} workers could be started, "
+                    f"{len(workers)} of {len(configs)} workers could be started, "
                     f"min_workers={self.min_workers}"
                 )
             ]
@@ -500,50 +499,31 @@ class RPCBatchedCollector(BaseCollector):
             )
         source: Any = given[0] if given else self.policy
         version = self._version + 1
-        by_worker: dict[tuple[int, ...] | None, PackedWeights] = {}
+        had = {worker.index: worker.weights for worker in self._crew.workers}
         if _by_worker(source):
             if worker_ids is not None:
                 raise ConfigurationError("pass weights by worker index or worker_ids=, not both")
-            for worker, each in source.items():
-                by_worker[(worker,)] = self._pack(each, version)
+            packed = {worker: self._pack(each, version) for worker, each in source.items()}
         else:
-            chosen = (worker_ids,) if isinstance(worker_ids, int) else worker_ids
-            packed = self._pack(source, version)
-            by_worker[None if chosen is None else tuple(chosen)] = packed
-        known = {worker.index for worker in self._crew.workers}
-        for workers in by_worker:
-            if workers is not None and (self._inference is not None or not known >= set(workers)):
-                raise ConfigurationError(
-                    f"weights for workers {list(workers)}: "
-                    + (f"there are {sorted(known)}" if self._inference is None else _ONE_POLICY)
-                )
+            chosen = [worker_ids] if isinstance(worker_ids, int) else worker_ids
+            packed = dict.fromkeys(had if chosen is None else chosen, self._pack(source, version))
+        if self._inference is not None and (worker_ids is not None or _by_worker(source)):
+            raise ConfigurationError(f"weights for workers {list(packed)}: {_ONE_POLICY}")
+        if unknown := sorted(packed.keys() - had.keys()):
+            raise ConfigurationError(f"weights for workers {unknown}: there are {sorted(had)}")
         if self._inference is not None:
             self._version = version
-            for packed in by_worker.values():
-                self._inference.take_weights(packed)
+            self._inference.take_weights(packed[min(packed)])
             return
-        whole: dict[int, PackedWeights] = {}
-        for workers, packed in by_worker.items():
-            whole |= self._completed(packed, known if workers is None else workers)
-        self._version = version
-        self._send_weights(whole)
-
-    def _completed(
-        self, packed: PackedWeights, workers: Collection[int]
-    ) -> dict[int, PackedWeights]:
-        """Return complete weights by worker. Missing entries come from the last weights sent to
-        that worker."""
         module = self.policy if isinstance(self.policy, nn.Module) else None
-        pending = self._crew.pending
-        found: dict[tuple[int, bool], PackedWeights] = {}  # usually a single entry
-        whole = {}
-        for worker in workers:
-            before = self._sent.get(worker)
-            case = id(before), worker in pending
+        found: dict[tuple[int, int], PackedWeights] = {}  # usually a single entry
+        for worker, part in packed.items():
+            case = id(part), id(had[worker])
             if case not in found:
-                found[case] = completed(packed, before, module, pending=case[1])
-            whole[worker] = found[case]
-        return whole
+                found[case] = completed(part, had[worker], module)
+        whole = {worker: found[id(part), id(had[worker])] for worker, part in packed.items()}
+        self._version = version
+        self._crew.send_weights(whole)
 
     def _pack(self, source: Any, version: int) -> PackedWeights:
         if isinstance(source, Mapping) and set(source.keys()) == {"policy"}:
@@ -563,10 +543,6 @@ class RPCBatchedCollector(BaseCollector):
                 )
             find_target(packed, self.policy)
         return packed
-
-    def _send_weights(self, whole: Mapping[int, PackedWeights]) -> None:
-        self._sent.update(whole)
-        self._crew.send_weights(whole)
 
     # ---- iteration
 
@@ -759,7 +735,8 @@ class RPCBatchedCollector(BaseCollector):
         self._crew.ask_all("set_hooks", (before, behind), timeout_s=self.timeout_s)
         self._pre_collect_hook, self._post_collect_hook = before, behind
         if self._replacer is not None:
-            self._replacer.config = replace(self._replacer.config, hooks=(before, behind))
+            configs = self._replacer.configs
+            self._replacer.configs = [replace(each, hooks=(before, behind)) for each in configs]
 
     # ---- methods of TorchRL's base class that this class refuses
 
@@ -949,7 +926,7 @@ class RPCBatchedCollector(BaseCollector):
             if self._inference is not None:
                 self._inference.take_weights(packed)
             else:
-                self._send_weights({worker.index: packed for worker in self._crew.workers})
+                self._crew.send_weights({worker.index: packed for worker in self._crew.workers})
         base = self._run << _RUN_SHIFT
         if self._replacer is not None:
             self._replacer.trajectory_base = base

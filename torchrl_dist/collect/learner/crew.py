@@ -86,15 +86,8 @@ class Worker:
     failure: BaseException | None = None
     lost: bool = False
     weights: PackedWeights | None = None  # the newest weights that it must get
-    sent_version: int = -1
+    has_newest: bool = True  # whether these were sent to it
     frames: int = 0
-
-    @property
-    def news(self) -> PackedWeights | None:
-        """Return the weights to send to it, or None if they were already sent."""
-        if self.weights is None or self.weights.version <= self.sent_version:
-            return None
-        return self.weights
 
 
 def _is_busy(worker: Worker) -> bool:
@@ -182,13 +175,8 @@ class Crew:
         """
         with self._cond:
             for worker in self.workers:
-                worker.weights = by_worker.get(worker.index, worker.weights)
-
-    @property
-    def pending(self) -> set[int]:
-        """Indices of the workers to which the newest weights have not been sent yet."""
-        with self._cond:
-            return {worker.index for worker in self.workers if worker.news is not None}
+                if worker.index in by_worker:
+                    worker.weights, worker.has_newest = by_worker[worker.index], False
 
     # ---- a batch
 
@@ -363,9 +351,8 @@ class Crew:
         if planned is None:
             return False
         round_, share = planned
-        weights = worker.news
-        if weights is not None:
-            worker.sent_version = weights.version
+        weights = None if worker.has_newest else worker.weights
+        worker.has_newest = True
         request = RolloutRequest(worker.requests, round_, share, awake())
         try:
             future = worker.handle.submit(
@@ -485,7 +472,7 @@ class Crew:
             self._replacing -= 1
             if new is not None and not self._closed:
                 new.inbox, new.frames = lost.inbox, lost.frames
-                new.weights = lost.weights
+                new.weights, new.has_newest = lost.weights, False
                 self._names_of_replaced.append(lost.name)
                 self.workers[self.workers.index(lost)] = self._by_index[lost.index] = new
                 new = None

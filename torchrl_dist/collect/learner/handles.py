@@ -6,7 +6,6 @@ import socket
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
@@ -14,18 +13,16 @@ from typing import Any, Protocol
 from torchrl_dist.collect.learner.arguments import GivenEnv
 from torchrl_dist.collect.loop.one_thread import one_thread_if_small, use_one_thread_if_small
 from torchrl_dist.collect.node.node import NodeWorker
-from torchrl_dist.collect.worker.pinned import OwnThread, PinnedWorker, run_on_cpu
+from torchrl_dist.collect.worker.pinned import OwnThread, PinnedWorker, run_on_cpu, settle
 from torchrl_dist.collect.worker.registrations import adopt_registrations
 from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig
 from torchrl_dist.errors import ConfigurationError, DeadlineError, RemoteError
 from torchrl_dist.runtime import Remote, current_session
 from torchrl_dist.runtime.chores import CHORES
-from torchrl_dist.runtime.pool import DaemonPool
 from torchrl_dist.stopping import Stopped
 
-_REQUESTS = 2  # requests to a worker that the collector may have in flight
 _INTERRUPTS = (KeyboardInterrupt, Stopped)
-_DURING_ROLLOUTS = ("collect", "cut", "close")
+_ANSWERS_LATE_S = 1.0  # in which a node worker reports which env processes are late
 # How long to wait until a rank's main thread serves calls. Usually it soon does.
 _SERVES_SOON_S = 5.0
 
@@ -43,7 +40,7 @@ class Handle(Protocol):
         this process has ended when this returns."""
 
 
-def make_far_worker(config: WorkerConfig) -> PinnedWorker | NodeWorker:
+def make_far_worker(config: WorkerConfig) -> PinnedWorker:
     """Make a worker in this process for the learner in another one.
 
     Its envs live in the main thread. If the main thread does not serve calls, or has the envs of
@@ -51,12 +48,12 @@ def make_far_worker(config: WorkerConfig) -> PinnedWorker | NodeWorker:
     """
     adopt_registrations(config.registrations)
     if config.env_processes:
-        return NodeWorker(config)
+        return PinnedWorker(NodeWorker, config, OwnThread())
     main = CHORES.claim(min(_SERVES_SOON_S, current_session().timeout_s / 4))
-    return PinnedWorker(config, CHORES if main else OwnThread())
+    return PinnedWorker(RolloutWorker, config, CHORES if main else OwnThread())
 
 
-def make_far_worker_here(config: WorkerConfig) -> Remote[PinnedWorker | NodeWorker]:
+def make_far_worker_here(config: WorkerConfig) -> Remote[PinnedWorker]:
     """Make a worker, and return a handle to it for the learner."""
     session = current_session()
     try:
@@ -75,14 +72,18 @@ def make_local_handle(
     the caller built the env.
     """
     adopt_registrations(config.registrations)
-    if config.env_processes:
-        return LocalHandle(NodeWorker(config), config.policy, name)
     given = isinstance(config.make_env, GivenEnv)
-    if alone and config.inference is None and (given or config.replay_buffer is None):
+    in_the_callers = alone and config.inference is None and (given or config.replay_buffer is None)
+    if in_the_callers and not config.env_processes:
         return CallersHandle(config, name)
     thread = OwnThread()
-    thread.submit(partial(use_one_thread_if_small, config.policy))
-    return LocalHandle(PinnedWorker(config, thread), config.policy, name)
+    use_one_thread = partial(use_one_thread_if_small, config.policy)
+    if config.env_processes:
+        node = PinnedWorker(NodeWorker, config, thread)
+        thread.submit(use_one_thread)  # after the processes have copied the number of threads
+        return LocalHandle(node, name, _ANSWERS_LATE_S)
+    thread.submit(use_one_thread)
+    return LocalHandle(PinnedWorker(RolloutWorker, config, thread), name)
 
 
 def _told(error: BaseException, name: str) -> RemoteError:
@@ -98,83 +99,54 @@ def _told(error: BaseException, name: str) -> RemoteError:
 
 
 class LocalHandle:
-    """A worker of this process whose envs live in another thread, or in env processes."""
+    """A worker of this process whose envs live in another thread, or in env processes.
 
-    def __init__(self, worker: PinnedWorker | NodeWorker, policy: Any, name: str) -> None:
+    Args:
+        late_s: how much later than its limit the worker itself may report a late call.
+    """
+
+    def __init__(self, worker: PinnedWorker, name: str, late_s: float = 0.0) -> None:
         self._name = name
         self._worker = worker
-        self._policy = policy
-        self._pool = DaemonPool(_REQUESTS, "torchrl_dist-rollout")
+        self._late_s = late_s
+        self._as_is = (*_INTERRUPTS, DeadlineError) if late_s else _INTERRUPTS
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
-        """Run the method after the rollout under way. Wait at most ``timeout_s`` for the rollout's
-        end.
+        """Run the method after the rollout under way. Wait at most ``timeout_s`` for both.
 
         Raises:
             DeadlineError: the rollout did not end, or env processes did not answer, in time.
             RemoteError: the method raised; its exception is the cause.
         """
-        call = partial(getattr(self._worker, method), *args, **kwargs)
-        if isinstance(self._worker, NodeWorker):
-            if timeout_s is not None and method not in _DURING_ROLLOUTS:
-                if not self._worker.wait_idle(timeout_s):
-                    raise self._late(method, timeout_s)
-            try:
-                return call()
-            except (DeadlineError, *_INTERRUPTS):  # raised by the worker, or by a second signal
-                raise
-            except BaseException as error:  # including a SystemExit that an env raised
-                raise _told(error, self._name) from error
-        answer = call()
+        answer = getattr(self._worker, method)(*args, **kwargs)
         if not isinstance(answer, Future):
             return answer
         try:
-            return answer.result(timeout_s)
+            return answer.result(None if timeout_s is None else timeout_s + self._late_s)
+        except self._as_is:
+            raise
         except TimeoutError as error:
             if answer.done() or timeout_s is None:
                 raise _told(error, self._name) from error
             answer.cancel()
-            raise self._late(method, timeout_s) from None
-        except _INTERRUPTS:
-            raise
-        except BaseException as error:
+            raise DeadlineError(
+                f"{method}: the rollout under way in this process did not end within "
+                f"{timeout_s:g} s. Its env or policy hangs, or timeout_s is too short"
+            ) from None
+        except BaseException as error:  # including a SystemExit that an env raised
             raise _told(error, self._name) from error
-
-    @staticmethod
-    def _late(method: str, timeout_s: float) -> DeadlineError:
-        return DeadlineError(
-            f"{method}: the rollout under way in this process did not end within {timeout_s:g} s. "
-            "Its env or policy hangs, or timeout_s is too short"
-        )
 
     def submit(
         self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any
     ) -> Future:
         future: Future = Future()
         future.set_running_or_notify_cancel()
-
-        def run() -> None:
-            try:
-                result = self.call(method, *args, timeout_s=timeout_s, **kwargs)
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
-        if isinstance(self._worker, PinnedWorker) and method in ("collect", "close"):
+        if method in ("collect", "close"):
             answer = getattr(self._worker, method)(*args, **kwargs)
             answer.add_done_callback(partial(_pass_on, future, self._name))
-        elif method == "collect":
-            self._pool.submit(self._small, run)
-        else:
-            run()
-            if method == "close":
-                self._pool.close()
+            return future
+        settle(future, partial(self.call, method, *args, timeout_s=timeout_s, **kwargs))
         return future
-
-    def _small(self, run: Callable[[], None]) -> None:
-        use_one_thread_if_small(self._policy)
-        run()
 
 
 def _pass_on(future: Future, name: str, answer: Future) -> None:
@@ -280,7 +252,7 @@ class CallersHandle:
             RemoteError: the method raised; its exception is the cause.
         """
         self.require_thread(f"{method}()")
-        if timeout_s is not None and not self._worker.wait_idle(timeout_s):
+        if self.running:
             raise DeadlineError(f"{method}: called by an env, a policy or a hook inside a rollout")
         try:
             return run_on_cpu(partial(getattr(self._worker, method), *args, **kwargs))
@@ -302,10 +274,7 @@ class CallersHandle:
         elif method == "close":
             self._close(future, **kwargs)
         else:
-            try:
-                future.set_result(self.call(method, *args, timeout_s=timeout_s, **kwargs))
-            except Exception as error:
-                future.set_exception(error)
+            settle(future, partial(self.call, method, *args, timeout_s=timeout_s, **kwargs))
         return future
 
     def _close(self, future: Future, step_limit_s: float = 10.0, close_env: bool = True) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
+import threading
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -22,15 +23,13 @@ from torchrl_dist.collect.learner.handles import (
     make_far_worker_here,
     make_local_handle,
 )
-from torchrl_dist.collect.node.node import NodeWorker
-from torchrl_dist.collect.worker.pinned import PinnedWorker
+from torchrl_dist.collect.worker.pinned import PinnedWorker, settle
 from torchrl_dist.collect.worker.registrations import dump_registrations
 from torchrl_dist.collect.worker.specs import require_equal_specs
 from torchrl_dist.collect.worker.worker import WorkerConfig, WorkerInfo
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError
 from torchrl_dist.runtime import Peer, Remote, Session
 from torchrl_dist.runtime.awake import result_of
-from torchrl_dist.runtime.pool import DaemonPool
 
 # Seconds of steps in one message. Its sender and receiver together use three milliseconds of CPU
 # for it, less than a percent of this if each process has a core.
@@ -44,7 +43,7 @@ _WARN_AT_CALLER = 5  # frames between a warning here and the code that builds th
 def start_workers(
     session: Session | None,
     peers: Sequence[Peer],
-    config: WorkerConfig,
+    configs: Sequence[WorkerConfig],
     *,
     max_ahead: int,
     limit_s: float,
@@ -59,13 +58,13 @@ def start_workers(
     """
 
     def build(index: int) -> Worker:
-        own = config.of_worker(index)
+        own = configs[index]
         ahead = max_ahead
         if session is None or peers[index] == session.me:
             here = "this process" if session is None else session.me.name
             handle: Handle = make_local_handle(own, here, alone=callers)
             name = f"worker {index} ({here})"
-            ahead = max_ahead if config.env_processes else 0
+            ahead = max_ahead if own.env_processes else 0
         else:
             own = replace(own, own_process=True, packed=True, registrations=registrations)
             handle = _remote_worker(session, peers[index], own, limit_s)
@@ -82,27 +81,21 @@ def start_workers(
         built.callers = handle if isinstance(handle, CallersHandle) else None
         return built
 
-    def run(index: int) -> None:
-        try:
-            builds[index].set_result(build(index))
-        except BaseException as error:
-            builds[index].set_exception(error)
-
     registrations = dump_registrations()
     infos: list[WorkerInfo] = []
-    count = len(peers) or 1
     # With a session, a separate thread steps the envs, because other processes wait for this one,
     # and a step that hangs in the caller's thread would make it miss their deadlines. Only an env
     # that the caller made stays in the caller's thread.
-    callers = count == 1 and (session is None or isinstance(config.make_env, GivenEnv))
-    builds: list[Future[Worker]] = [Future() for _ in range(count)]
-    pool = DaemonPool(count, "torchrl_dist-build")
+    first = configs[0]
+    callers = len(configs) == 1 and (session is None or isinstance(first.make_env, GivenEnv))
+    builds: list[Future[Worker]] = [Future() for _ in configs]
     try:
-        if callers and not config.env_processes:
-            run(0)  # in this thread, because the envs may have to live here
-        for index in range(count) if not builds[0].done() else ():
-            pool.submit(run, index)
-        pool.close()
+        for index, building in enumerate(builds):
+            run = partial(settle, building, partial(build, index))
+            if callers and not first.env_processes:
+                run()  # in this thread, because the envs may have to live here
+            else:
+                threading.Thread(target=run, name="torchrl_dist-build", daemon=True).start()
         wait(builds)
         workers: list[Worker] = []
         lost: list[str] = []
@@ -121,7 +114,7 @@ def start_workers(
         if not errors and workers:
             try:
                 require_equal_specs({worker.name: worker.specs for worker in workers})
-                if config.frames_per_rollout is None:
+                if first.frames_per_rollout is None:
                     _set_steps(workers, infos, limit_s)
             except (ConfigurationError, PeerLostError) as error:
                 errors.append(error)
@@ -134,7 +127,7 @@ def start_workers(
 
 def _remote_worker(
     session: Session, peer: Peer, config: WorkerConfig, limit_s: float
-) -> Remote[PinnedWorker | NodeWorker]:
+) -> Remote[PinnedWorker]:
     """Build a worker on a peer. If it is complete only after the limit, close it."""
     built = session.submit(peer, make_far_worker_here, config, timeout_s=math.inf)
     try:
@@ -149,7 +142,7 @@ def _remote_worker(
         ) from error
 
 
-def _close_late(limit_s: float, built: Future[Remote[PinnedWorker | NodeWorker]]) -> None:
+def _close_late(limit_s: float, built: Future[Remote[PinnedWorker]]) -> None:
     with contextlib.suppress(Exception):  # building it failed, or the session has ended
         built.result().submit("close", step_limit_s=limit_s, timeout_s=limit_s)
 
@@ -198,20 +191,22 @@ class Replacer:
     """Replace a worker whose process has died by new env processes, which this process forks.
 
     Attributes:
-        config: what workers are built from.
+        configs: what workers are built from, by index.
         trajectory_base: argument of ``RolloutWorker.set_trajectory_base``.
 
     Raises:
         ConfigurationError: the session is not a ``local_cluster``.
     """
 
-    def __init__(self, session: Session | None, config: WorkerConfig, max_ahead: int) -> None:
+    def __init__(
+        self, session: Session | None, configs: Sequence[WorkerConfig], max_ahead: int
+    ) -> None:
         if session is None or session.world.launcher != "local":
             raise ConfigurationError(
                 "replace_lost=True: workers can be replaced under local_cluster; other launchers "
                 "start processes themselves (torchrun --max-restarts restarts the job)"
             )
-        self.config = config
+        self.configs = configs
         self.trajectory_base = 0
         self._max_ahead = max_ahead
         self._replaced: Counter[int] = Counter()
@@ -229,7 +224,7 @@ class Replacer:
         """
         self._replaced[lost.index] += 1
         generation = self._replaced[lost.index]
-        own = self.config.of_worker(lost.index)
+        own = self.configs[lost.index]
         seed = own.seed
         own = replace(
             own,

@@ -23,9 +23,6 @@ from torchrl_dist.forks import now_and_in_children
 _T = TypeVar("_T")
 
 _WAIT_S = 60.0
-# Calls that overlap could keep a type set indefinitely. New calls therefore queue behind a waiting
-# one, but only in the first seconds of its wait: after that, the running call may hang.
-_POLITE_S = 5.0
 
 
 def _setter(kind: ExplorationType | None) -> Callable[..., None]:
@@ -44,38 +41,37 @@ def _set(kind: ExplorationType | None) -> None:
 
 
 class _Call:
-    """One call, from before it begins until it has ended.
+    """One call, from before it begins until it has ended. ``since`` (time.monotonic()) is when it
+    began to run."""
 
-    Attributes:
-        since: when it began to run, or to wait (time.monotonic()).
-        inside: whether this call runs inside another call of its thread.
-        outside: if it runs inside another call, the type that was set before.
-    """
-
-    __slots__ = ("inside", "outside", "since", "thread", "type", "what")
+    __slots__ = ("since", "thread", "type", "what")
 
     def __init__(self, type: ExplorationType, what: str) -> None:
         self.type, self.what = type, what
         self.thread = threading.get_ident()
         self.since = time.monotonic()
-        self.inside = False
-        self.outside: ExplorationType | None = None
 
 
 class _UnderWay:
     """The calls of this process. Guarded by ``lock``. Entering ``lock`` itself is cheaper than
-    entering its condition ``changed``."""
+    entering its condition ``changed``.
+
+    Attributes:
+        calls: in the order in which they began; all under one type, except for calls inside others.
+        waits: the calls that wait for those.
+        outside: the type to restore after all calls, if ``is_set``.
+    """
 
     def __init__(self) -> None:
-        self.calls: list[_Call] = []  # all under one type
-        self.is_set = False  # whether ``outside`` must be restored after the running calls
+        self.calls: list[_Call] = []
+        self.is_set = False
         self.outside: ExplorationType | None = None
         now_and_in_children(self, _UnderWay._renew)
 
     def _renew(self) -> None:
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
-        self.waits: list[_Call] = []  # the call that has waited longest is first
+        self.waits: list[_Call] = []
         # After a fork: a thread of the parent may have held the lock or set the type.
         kept = getattr(probabilistic, "_interaction_type", None)
         if kept is not None and hasattr(kept, "_lock"):
@@ -90,61 +86,46 @@ class _UnderWay:
             DeadlineError: calls under another type did not end within a minute; names them.
         """
         with self.lock:
-            if self.calls or self.waits:
-                if any(other.thread == call.thread for other in self.calls):
-                    call.outside = exploration_type()
-                    call.inside = True
-                    _set(call.type)
-                    return
-                self._wait_for_turn(call)
-            if not self.calls:
-                if not self.is_set:
-                    self.outside = exploration_type()
-                    self.is_set = True
-                _set(call.type)
+            if not self._fits(call):
+                self.waits.append(call)
+                if not self.changed.wait_for(lambda: self._fits(call), _WAIT_S):
+                    raise DeadlineError(
+                        f"{call.what}, under {call.type}, has waited {_WAIT_S:g} s for its turn: "
+                        f"{self}. A process has one exploration type of TorchRL at a time: give "
+                        "both collectors the same type, or run one of them in another process"
+                    )
+                self.waits.remove(call)
+                call.since = time.monotonic()
+            if not self.calls and not self.is_set:
+                self.outside = exploration_type()
+                self.is_set = True
             self.calls.append(call)
+            _set(call.type)
 
     def end(self, call: _Call) -> None:
         """Undo what ``begin`` has done, even if it was interrupted. May be repeated."""
         with self.lock:
-            if call.inside:
-                _set(call.outside)
-                call.inside = False
-                return
-            if call in self.waits:
-                self.waits.remove(call)
-                self.changed.notify_all()
-            if call in self.calls:
-                self.calls.remove(call)
+            for calls in (self.calls, self.waits):
+                if call in calls:
+                    calls.remove(call)
             self._restore()
 
     def _restore(self) -> None:
         if self.calls:
-            return
-        if self.is_set:
+            _set(self.calls[-1].type)
+        elif self.is_set:
             _set(self.outside)
             self.is_set = False
         if self.waits:
             self.changed.notify_all()
 
     def _fits(self, call: _Call) -> bool:
-        return not self.calls or self.calls[0].type is call.type
-
-    def _wait_for_turn(self, call: _Call) -> None:
-        if self.waits and self._fits(call):
-            polite_s = self.waits[0].since + _POLITE_S - call.since
-            self.changed.wait_for(lambda: not self.waits, max(0.0, polite_s))
-        if not self._fits(call):
-            self.waits.append(call)
-            if not self.changed.wait_for(lambda: self._fits(call), _WAIT_S):
-                raise DeadlineError(
-                    f"{call.what}, under {call.type}, has waited {_WAIT_S:g} s for its turn: "
-                    f"{self}. A process has one exploration type of TorchRL at a time: give both "
-                    "collectors the same type, or run one of them in another process"
-                )
-            self.waits.remove(call)
-            self.changed.notify_all()
-        call.since = time.monotonic()
+        """Whether a call may run now: under the type of the others, or inside one of its thread."""
+        return (
+            not self.calls
+            or self.calls[0].type is call.type
+            or any(other.thread == call.thread for other in self.calls)
+        )
 
     def __str__(self) -> str:
         now = time.monotonic()

@@ -454,14 +454,35 @@ def _set_specs(policy: nn.Module, space: spaces.Space, categorical: bool) -> Non
         set_exploration_modules_spec_from_env(policy, env)
 
 
-class GymnasiumRollout:
+class _Loop:
+    """What the loops below have in common; see :class:`Rollout`."""
+
+    steps: int
+    ragged = False
+    policy_version = 0
+    at_random = False
+    _unwritten: Values | None = None  # the policy's other outputs in rows of random actions
+    _stop = False
+
+    def resize(self, steps: int) -> None:
+        self.steps = steps
+
+    def stop(self) -> None:
+        self._stop = True
+
+    def _ends(self, done: int, enough: Callable[[int], bool]) -> bool:
+        """Return whether the rollout ends after a step, when each env has ``done`` transitions."""
+        if self._stop:
+            raise RolloutStopped
+        return enough(done)
+
+
+class GymnasiumRollout(_Loop):
     """The fast loop over gymnasium envs. Not thread-safe, except for :meth:`stop`.
 
     The policy may keep the tensors that it gets in a step, because they are not reused. If it
     changes them in place, the rollout contains the changed values, as with TorchRL's ``Collector``.
     """
-
-    ragged = False
 
     def __init__(
         self,
@@ -493,10 +514,6 @@ class GymnasiumRollout:
         if policy is not None:
             takes_tensordicts = on_tensordicts(policy, [leaf.key for leaf in leaves])
             self._policy = compilation.calls(takes_tensordicts, exploration_type)
-        self.policy_version = 0
-        self.at_random = False
-        self._unwritten: Values | None = None
-        self._stop = False
         # Kept from one rollout to the next: the observations in the order of the leaves, a
         # recurrent policy's state, and the policy's other outputs.
         self._current = [np.zeros((n, *leaf.shape), leaf.dtype) for leaf in leaves]
@@ -587,12 +604,9 @@ class GymnasiumRollout:
         first[list(envs)] = True
         self._forget_others(~first)
         for key, new in self._new_state.items():
-            begins = first.reshape(-1, *[1] * (new.ndim - 1))
+            begins = _like(first, new)
             new = begins if key == IS_INIT else new
             self._state[key] = torch.where(begins, new, self._state[key])
-
-    def resize(self, steps: int) -> None:
-        self.steps = steps
 
     @property
     def specs(self) -> dict[str, str]:
@@ -614,9 +628,6 @@ class GymnasiumRollout:
     def observed(self) -> set[Key]:
         """The keys that the policy can read."""
         return self._inputs
-
-    def stop(self) -> None:
-        self._stop = True
 
     def close(self) -> None:
         self.driver.close()
@@ -679,9 +690,7 @@ class GymnasiumRollout:
             self._current = given.after(t)
             resets = followed.record(t, to_env(made.actions[t]), self._current)
             self._carry_on(out, made.carried, resets)
-            if self._stop:
-                raise RolloutStopped
-            if enough(followed.transitions(t)):
+            if self._ends(followed.transitions(t), enough):
                 break
         assert made is not None
         self._current = [now.copy() for now in self._current]
@@ -759,7 +768,7 @@ class GymnasiumRollout:
             warnings.warn(advice, stacklevel=2)
 
 
-class TorchRLRollout:
+class TorchRLRollout(_Loop):
     """Step a TorchRL env as TorchRL's ``Collector`` does."""
 
     def __init__(
@@ -774,9 +783,6 @@ class TorchRLRollout:
         self.env = env
         self.num_envs = max(1, env.batch_size.numel())
         self.steps = -(-frames // self.num_envs)
-        self.policy_version = 0
-        self.at_random = False
-        self._unwritten: Values | None = None
         if policy is None:
             policy = RandomPolicy(env.full_action_spec)
         elif isinstance(policy, RandomPolicy):
@@ -790,20 +796,13 @@ class TorchRLRollout:
         self._policy = compilation.calls(takes_tensordicts, exploration_type)
         # Policies in an env's transforms also use the exploration type.
         inside = any(isinstance(module, TensorDictModuleBase) for module in env.modules())
-        self._step = (
-            self._policy.exploring(env.step_and_maybe_reset)
-            if inside
-            else (env.step_and_maybe_reset)
-        )
+        step = env.step_and_maybe_reset
+        self._step = self._policy.exploring(step) if inside else step
         self._carrier: TensorDictBase | None = None
-        self._stop = False
         self.ragged = any(
             isinstance(spec, StackedComposite) or -1 in spec.shape
             for spec in env.specs.values(True)
         )
-
-    def resize(self, steps: int) -> None:
-        self.steps = steps
 
     def seed(self, seeds: Sequence[int]) -> None:
         static = len(set(seeds)) == 1 and len(seeds) > 1
@@ -823,9 +822,7 @@ class TorchRLRollout:
                     carrier.set("next", row.get("next"))
                 rows.append(self._without_device(carrier))
                 self._carrier = self._without_device(following)
-                if self._stop:
-                    raise RolloutStopped
-                if enough(t + 1):
+                if self._ends(t + 1, enough):
                     break
             batch = stack(rows, -1)
         private = [key for key in batch.keys(True) if _is_private(key)]
@@ -881,9 +878,6 @@ class TorchRLRollout:
     def target(self) -> Any:
         return self.env
 
-    def stop(self) -> None:
-        self._stop = True
-
     def close(self) -> None:
         if not self.env.is_closed:
             self.env.close()
@@ -919,25 +913,20 @@ def make_rollout(
         ConfigurationError: ``make_env`` does not return an env, or its spaces are not supported.
     """
     first = make_env if isinstance(make_env, str) else make_env()
+    acting: Any = {"exploration_type": exploration_type, "compilation": compilation}
     if isinstance(first, EnvBase):
         if num_envs > 1:
             assert callable(make_env)
             first.close()
             first = SerialEnv(num_envs, _different(make_env, first))
-        return TorchRLRollout(
-            first, policy, frames, exploration_type=exploration_type, compilation=compilation
-        )
+        return TorchRLRollout(first, policy, frames, **acting)
     driver = make_driver(first, make_env, num_envs)
     try:
         if isinstance(driver, EnvListDriver) and _has_reward_space(driver.envs[0]):
             raise UnknownSpaceError(f"{driver.envs[0]} has a reward space")
+        categorical = categorical_action_encoding
         return GymnasiumRollout(
-            driver,
-            policy,
-            frames,
-            exploration_type=exploration_type,
-            categorical_action_encoding=categorical_action_encoding,
-            compilation=compilation,
+            driver, policy, frames, categorical_action_encoding=categorical, **acting
         )
     except UnknownSpaceError as error:
         if not isinstance(driver, EnvListDriver):
@@ -951,9 +940,7 @@ def make_rollout(
                 "Discrete space that starts at another number than 0; let the space start at 0"
             ) from None
         env = _wrapped(driver.envs, categorical_action_encoding, error, at_random=policy is None)
-    return TorchRLRollout(
-        env, policy, frames, exploration_type=exploration_type, compilation=compilation
-    )
+    return TorchRLRollout(env, policy, frames, **acting)
 
 
 def _require_random_actions(env: GymWrapper, space: Any) -> None:

@@ -262,7 +262,6 @@ class _Watched(RolloutWorker):
         self._words, self._progress = words, progress
         self._weights = WeightsView()
         super().__init__(config)
-        self._turns.open()  # because the node worker asks in order, but possibly not from 0
 
     def _take_weights(self, address: Any) -> None:
         """Take weights from a ``WeightsAddress``."""

@@ -43,13 +43,10 @@ from torchrl_dist.collect.worker.specs import require_equal_specs
 from torchrl_dist.collect.worker.worker import (
     Hooks,
     RolloutStats,
-    Turns,
     WorkerConfig,
     WorkerInfo,
-    wait_free,
 )
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
-from torchrl_dist.forks import now_and_in_children
 from torchrl_dist.runtime import ForkServer
 from torchrl_dist.runtime.awake import awake, start_clock
 from torchrl_dist.weights import PackedWeights
@@ -60,6 +57,8 @@ _GLANCE_S = 1.0  # how often to check for deaths that no connection reports
 # The step limit is at least this long, because a process that waits for a replay buffer increases
 # its count only every half second.
 _LEAST_LIMIT_S = 2.0
+# The part of the time for closing after which processes are killed, so that all is closed in time.
+_PATIENCE = 0.8
 
 
 @dataclass(frozen=True)
@@ -73,37 +72,41 @@ class _Piece:
 
 @dataclass(frozen=True, eq=False)
 class _Order:
-    """The arguments of one ``collect`` call."""
+    """The arguments of one ``collect`` call; see ``RolloutWorker.collect``."""
 
     steps: int
-    kept: int
-    weights: PackedWeights | None
-    request: int | None
-    anew: bool
-    at_random: bool
+    num_envs: int
+    weights: PackedWeights | None = None
+    request: int | None = None
+    anew: bool = False
+    at_random: bool = False
 
 
 @dataclass(eq=False)
-class _UnderWay:
-    """A rollout that processes are making or have made.
+class _Calls:
+    """Calls of a method in several processes, such as those that make one rollout.
 
     Attributes:
-        block: number of the block with its rows.
+        order, block: of a rollout: what was requested, and the number of the block with its rows.
         pending: index of each process that has not answered -> number of the awaited answer.
+        answers: results, or RemoteErrors, by index of the process, in the order of their arrival.
+        failure: why a process was not replaced.
     """
 
-    order: _Order
-    block: int
+    order: _Order | None = None
+    block: int = 0
     pending: dict[int, int] = field(default_factory=dict)
-    pieces: list[_Piece] = field(default_factory=list)
-    failure: RemoteError | PeerLostError | None = None
+    answers: dict[int, Any] = field(default_factory=dict)
+    failure: PeerLostError | None = None
 
 
 class NodeWorker:
     """Do what a :class:`RolloutWorker` does, with ``config.env_processes`` processes.
 
     Env i of the job has the same seed, weights and place in the batch, however envs are divided
-    into workers and processes.
+    into workers and processes. Call all methods in one thread, except for ``expect``, ``cut`` and
+    ``stop``. In a main thread, Ctrl-C could leave a message to a process unfinished;
+    :class:`PinnedWorker` calls the methods in a thread where no signal handler runs.
 
     Args:
         server: the server to fork from; default: a new one, whose imports take seconds.
@@ -120,19 +123,17 @@ class NodeWorker:
         start_clock()
         self.config = config
         self._count = config.env_processes
-        now_and_in_children(self, NodeWorker._renew)
-        self._turns = Turns()
         self._closed = False
+        self._kill: threading.Timer | None = None
         self._weights = SharedWeights()
         self._blocks: list[SharedBlock] = []
         self._views: list[TensorDict] = []
         self._layout: RolloutLayout | None = None
-        # rollouts to make, by request; the threads that announced them wait for their turn
-        self._announced: dict[int, _Order] = {}
-        self._under_way: list[_UnderWay] = []
+        self._expected: dict[int, _Order] = {}  # rollouts to make, by request
+        self._under_way: list[_Calls] = []
         self._unnumbered = 0  # calls of ``collect`` without a request number
         self._selector = selectors.DefaultSelector()
-        self._waker = Waker()  # wakes when an order is announced
+        self._waker = Waker()  # wakes when a rollout is expected
         self._selector.register(self._waker, selectors.EVENT_READ, self._begin_ahead)
         self._relay = None if config.inference is None else Relay(config.inference)
         if self._relay is not None:
@@ -157,9 +158,6 @@ class NodeWorker:
             step_bytes=sum(info.step_bytes for info in infos),
         )
 
-    def _renew(self) -> None:
-        self._lock = threading.Lock()
-
     def describe(self) -> WorkerInfo:
         return self._info
 
@@ -176,9 +174,8 @@ class NodeWorker:
 
     def set_weights(self, packed: PackedWeights) -> None:
         """See ``RolloutWorker.set_weights``. All processes share one copy."""
-        with self._lock:
-            self._finish_all()
-            self._take_weights(packed)
+        self._finish_all()
+        self._take_weights(packed)
 
     def _take_weights(self, packed: PackedWeights) -> None:
         address = self._weights.address
@@ -230,41 +227,73 @@ class NodeWorker:
             PeerLostError: a process and its next two successors ended in a row.
             DeadlineError: not all answered within ``config.call_timeout_s``. The calls continue.
         """
-        with self._lock:
-            until = awake() + self.config.call_timeout_s
-            asked = [p for p in self._pool.processes if only in (None, p.index)]
-            answers: dict[int, Any] = {}
-            while missing := [p for p in asked if p.index not in answers]:
-                if self._pool.stopped:
-                    raise ConfigurationError("this worker is closed; build a new collector")
-                self._finish_all(until)
-                self._pool.welcome(missing, until, all_of_them=True)
-                if awake() >= until:
-                    raise DeadlineError(
-                        f"{method}: env processes {[process.index for process in missing]} did not "
-                        f"answer within {self.config.call_timeout_s:g} s"
-                    )
-                # otherwise this worker is being closed
-                if all(process.ready for process in missing):
-                    answers |= self._pool.ask(missing, until, method, *args)
-            for answer in answers.values():
-                if isinstance(answer, RemoteError):
-                    raise answer
-            return [answers[process.index] for process in asked]
+        until = awake() + self.config.call_timeout_s
+        asked = [p for p in self._pool.processes if only in (None, p.index)]
+        answers: dict[int, Any] = {}
+        while missing := [p for p in asked if p.index not in answers]:
+            if self._pool.stopped:
+                raise ConfigurationError("this worker is closed; build a new collector")
+            self._finish_all(until)
+            self._pool.welcome(missing, until, all_of_them=True)
+            if awake() >= until:
+                raise DeadlineError(
+                    f"{method}: env processes {[process.index for process in missing]} did not "
+                    f"answer within {self.config.call_timeout_s:g} s"
+                )
+            # otherwise this worker is being closed
+            if all(process.ready for process in missing):
+                answers |= self._ask(missing, until, method, *args)
+        _raise_first(answers)
+        return [answers[process.index] for process in asked]
+
+    def _ask(
+        self, asked: Sequence[EnvProcess], until: float, method: str, *args: Any
+    ) -> dict[int, Any]:
+        """Call a method in processes that are ready and idle, and block until they have answered.
+
+        Args:
+            until: the deadline on ``awake()``.
+
+        Returns:
+            answers by process index. An error that the method raised counts as an answer. Processes
+            that were late or were replaced have no entry.
+
+        Raises:
+            PeerLostError: a process and its next two successors ended in a row.
+        """
+        calls = _Calls()
+        self._under_way.append(calls)
+        for process in asked:
+            calls.pending[process.index] = self._pool.send(process, method, *args)
+        return self._answers_of(calls, until)
+
+    def _answers_of(self, calls: _Calls, until: float = math.inf) -> dict[int, Any]:
+        try:
+            self._finish(calls, until)
+        finally:
+            self._under_way.remove(calls)
+        if calls.failure is not None:
+            raise calls.failure
+        return calls.answers
 
     def cut(self, request: int, least: int) -> None:
         """See ``RolloutWorker.cut``."""
         self._pool.words[CUT_LEAST] = least  # first, because the next line puts it into effect
         self._pool.words[CUT_REQUEST] = request
 
+    def expect(self, request: int | None, **options: Any) -> None:
+        """Note that this rollout was requested, because processes may begin it during the one
+        before. Any thread may call this."""
+        if request is not None:
+            self._expected[request] = self._order(request, **options)
+            self._waker.wake()
+
+    def _order(self, request: int | None, **options: Any) -> _Order:
+        given = {name: value for name, value in options.items() if value is not None}
+        return _Order(**{"steps": self.steps, "num_envs": self.num_envs, **given}, request=request)
+
     def collect(
-        self,
-        steps: int | None = None,
-        num_envs: int | None = None,
-        weights: PackedWeights | None = None,
-        request: int | None = None,
-        anew: bool = False,
-        at_random: bool = False,
+        self, request: int | None = None, **options: Any
     ) -> tuple[TensorDict | PackedRows | None, RolloutStats]:
         """See ``RolloutWorker.collect``. If a process ended, its rows are missing and the
         statistics name it. The rows stay valid until the call after the next one.
@@ -273,39 +302,23 @@ class NodeWorker:
             RemoteError: an env raised.
             PeerLostError: a process and its next two successors ended in a row.
         """
-        index = self.config.worker_index
-        order = _Order(
-            self.steps if steps is None else steps,
-            self.num_envs if num_envs is None else num_envs,
-            weights,
-            request,
-            anew,
-            at_random,
-        )
-        self._announce(order)
-        with self._turns.wait_for(request), self._lock:
-            if self._closed:
-                return None, RolloutStats(index, 0)
-            while True:
-                rollout = self._begun(order)
-                try:
-                    self._finish(rollout)
-                finally:
-                    self._under_way.remove(rollout)
-                if rollout.failure is not None:
-                    raise rollout.failure
-                if rollout.pieces or self._pool.stopped:
-                    break
-            pieces = sorted(rollout.pieces, key=lambda piece: piece.index)
-            replaced, self._pool.replaced = self._pool.replaced, []
-            stats = self._join_stats([piece.stats for piece in pieces], replaced)
-            return self._join(pieces, order.steps, rollout.block), stats
-
-    def _announce(self, order: _Order) -> None:
-        if order.request is None:
-            return
-        self._announced[order.request] = order
-        self._waker.wake()
+        order = self._expected.get(-1 if request is None else request)
+        order = order or self._order(request, **options)
+        if self._closed:
+            return None, RolloutStats(self.config.worker_index, 0)
+        while True:
+            rollout = next((each for each in self._under_way if each.order is order), None)
+            rollout = rollout or self._begin(order)
+            self._expected.pop(-1 if request is None else request, None)
+            answers = self._answers_of(rollout)
+            _raise_first(answers)
+            pieces = [_Piece(index, *answers[index]) for index in sorted(answers)]
+            pieces = [piece for piece in pieces if piece.stats.frames]
+            if pieces or self._pool.stopped:
+                break
+        replaced, self._pool.replaced = self._pool.replaced, []
+        stats = self._join_stats([piece.stats for piece in pieces], replaced)
+        return self._join(pieces, order.steps, rollout.block), stats
 
     def _begin_ahead(self) -> None:
         """Let the processes begin the rollout after the current one, if it was requested."""
@@ -313,31 +326,25 @@ class NodeWorker:
         # If a process was replaced, do not begin ahead: its successor must be added first.
         complete = all(process.ready for process in self._pool.processes)
         if complete and len(self._under_way) == 1 and not self._pool.stopped:
-            request = self._under_way[0].order.request
-            order = None if request is None else self._announced.get(request + 1)
+            current = self._under_way[0].order
+            request = None if current is None else current.request
+            order = None if request is None else self._expected.get(request + 1)
             if order is not None:
                 self._begin(order)
 
-    def _begun(self, order: _Order) -> _UnderWay:
-        for rollout in self._under_way:
-            if rollout.order is order:
-                return rollout
-        return self._begin(order)
-
-    def _begin(self, order: _Order) -> _UnderWay:
+    def _begin(self, order: _Order) -> _Calls:
         """Let all processes that are ready make that rollout, after the rollouts requested
         earlier."""
         if order.request is None:
             number = self._unnumbered = self._unnumbered + 1
         else:
             number = order.request
-            self._announced.pop(number, None)
-        wanted = [p for p in self._pool.processes if order.kept > p.index * self._envs]
+        wanted = [p for p in self._pool.processes if order.num_envs > p.index * self._envs]
         self._pool.welcome(wanted)
         if order.weights is not None:
             self._take_weights(order.weights)
         busy = {index for rollout in self._under_way for index in rollout.pending}
-        rollout = _UnderWay(order, number % _BLOCKS)
+        rollout = _Calls(order, number % _BLOCKS)
         for process in wanted:
             if not process.ready:
                 continue
@@ -347,26 +354,28 @@ class NodeWorker:
                 process,
                 "collect",
                 steps=order.steps,
-                num_envs=min(self._envs, order.kept - process.index * self._envs),
+                num_envs=min(self._envs, order.num_envs - process.index * self._envs),
                 request=order.request,
                 weights=self._weights.address,
                 rows=self._rows_address(process.index, rollout.block),
                 anew=order.anew,
                 at_random=order.at_random,
             )
-        self._under_way.append(rollout)  # last, so that an interrupt above registers no rollout
+        self._under_way.append(rollout)
         return rollout
 
-    def _finish(self, rollout: _UnderWay, until: float = math.inf) -> None:
-        """Read and relay messages until every process has delivered its part of that rollout or
-        has ended, at most until ``until`` (on ``awake()``)."""
+    def _finish(self, calls: _Calls, until: float = math.inf) -> None:
+        """Read and relay messages until every process has answered that call or has ended, at most
+        until ``until`` (on ``awake()``)."""
         limit_s, relay = self.config.step_timeout_s, self._relay
-        if limit_s is not None and self.config.replay_buffer is not None:
+        if calls.order is None:
+            limit_s = None  # only rollouts count steps
+        elif limit_s is not None and self.config.replay_buffer is not None:
             limit_s = max(limit_s, _LEAST_LIMIT_S)
         glance_s = _GLANCE_S if limit_s is None else min(_GLANCE_S, limit_s / 4)
         self._begin_ahead()
         flush_s = math.inf
-        while rollout.pending and (left_s := until - awake()) > 0:
+        while calls.pending and (left_s := until - awake()) > 0:
             events = self._selector.select(min(left_s, glance_s, flush_s))
             for key, _ in events:
                 if isinstance(key.data, EnvProcess):
@@ -399,20 +408,15 @@ class NodeWorker:
         except EOFError as error:
             self._bury(process, str(error))
             return
-        rollout = next((r for r in self._under_way if process.index in r.pending), None)
-        if answer is None or rollout is None:
-            return
-        if answer.number != rollout.pending[process.index]:
-            return  # the call that asked for this answer was interrupted
-        del rollout.pending[process.index]
-        if isinstance(answer.content, RemoteError):
-            rollout.failure = rollout.failure or answer.content
-            return
-        rows, stats = answer.content
-        process.deaths = 0
-        process.numbered = max(process.numbered, stats.numbered)
-        if stats.frames:
-            rollout.pieces.append(_Piece(process.index, rows, stats))
+        calls = next((each for each in self._under_way if process.index in each.pending), None)
+        if answer is None or calls is None or answer.number != calls.pending[process.index]:
+            return  # a question to the learner, or the answer to a call that was given up
+        del calls.pending[process.index]
+        calls.answers[process.index] = answer.content
+        if calls.order is not None and not isinstance(answer.content, RemoteError):
+            _, stats = answer.content
+            process.deaths = 0
+            process.numbered = max(process.numbered, stats.numbered)
 
     def _bury(self, process: EnvProcess, reason: str) -> None:
         """Replace a process, and continue without it until its successor is ready."""
@@ -474,6 +478,15 @@ class NodeWorker:
             replaced=tuple(replaced),
         )
 
+    def stop(self, limit_s: float = CLOSE_S) -> None:
+        """End a running rollout after the current steps of the envs, and kill processes that still
+        run at the limit. Any thread may call this. Call ``close`` next."""
+        self._pool.words[STOP] = 1
+        if self._kill is None:
+            self._kill = threading.Timer(_PATIENCE * limit_s, self._pool.kill)
+            self._kill.daemon = True
+            self._kill.start()
+
     def close(self, step_limit_s: float = CLOSE_S, close_env: bool = True) -> None:
         """Stop a running rollout after its current steps, close the envs, and end the processes,
         even those that hang. Block at most about ``step_limit_s``. Idempotent.
@@ -481,25 +494,20 @@ class NodeWorker:
         Raises:
             RemoteError: an env raised while it was closed. Everything has ended anyway.
         """
-        until = awake() + step_limit_s
-        self._pool.words[STOP] = 1
-        self._turns.open()
-        idle = self._lock.acquire(timeout=step_limit_s)
-        errors: list[RemoteError] = []
+        if self._closed:
+            return
+        self.stop(step_limit_s)
+        self._closed = True
+        until = awake() + _PATIENCE * step_limit_s
         try:
-            if self._closed:
-                return
-            self._closed = True
-            if idle:
-                self._finish_all(until)
-                errors = self._pool.close_envs(min(until, awake() + CLOSE_S))
-                self._let_go()
+            self._finish_all(until)
+            ready = [process for process in self._pool.processes if process.ready]
+            answers = self._ask(ready, min(until, awake() + CLOSE_S), "close")
+            self._pool.children.wait_gone(max(0.0, until - awake()))
+            self._let_go()
         finally:
             self._end()
-            if idle:
-                self._lock.release()
-        if errors:
-            raise errors[0]
+        _raise_first(answers)
 
     def _let_go(self) -> None:
         """Release memory and user objects, because the session keeps this object until the session
@@ -508,13 +516,17 @@ class NodeWorker:
         self._pool.forget()
         self.config = self.config.without_parts()
 
-    def wait_idle(self, timeout_s: float) -> bool:
-        """See ``RolloutWorker.wait_idle``."""
-        return wait_free(self._lock, timeout_s)
-
     def _end(self) -> None:
+        if self._kill is not None:
+            self._kill.cancel()
         self._pool.close()
         if self._relay is not None:
             self._relay.close()
         self._selector.close()
         self._waker.close()
+
+
+def _raise_first(answers: dict[int, Any]) -> None:
+    for answer in answers.values():
+        if isinstance(answer, RemoteError):
+            raise answer

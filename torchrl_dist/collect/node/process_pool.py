@@ -17,14 +17,13 @@ import struct
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import cloudpickle
 import numpy as np
 import torch
 
-from torchrl_dist.collect.node.connection import WholeMessages
 from torchrl_dist.collect.node.env_process import (
     CUT_REQUEST,
     FIRST_PROGRESS,
@@ -34,7 +33,7 @@ from torchrl_dist.collect.node.env_process import (
     Failure,
     Message,
 )
-from torchrl_dist.collect.node.relay import QUESTION, Relay
+from torchrl_dist.collect.node.relay import QUESTION, Relay, send
 from torchrl_dist.collect.worker.registrations import dump_registrations
 from torchrl_dist.collect.worker.shared_block import SharedBlock
 from torchrl_dist.collect.worker.worker import WorkerConfig, WorkerInfo
@@ -50,17 +49,14 @@ _MAX_DEATHS_IN_A_ROW = 3
 _WORD_BYTES = 8
 
 
-class _LateError(Exception):
-    """No answer came in time. Not a TimeoutError, because a user's signal handler may raise one."""
-
-
 @dataclass
 class EnvProcess:
     """One env process as the node worker sees it."""
 
     index: int
-    connection: WholeMessages
+    connection: Connection
     ready: bool = False
+    info: WorkerInfo | None = None  # once it was ready
     sent: int = 0  # messages sent; their numbers begin at 1
     generation: int = 0
     forked_at: float = field(default_factory=awake)
@@ -113,6 +109,7 @@ class ProcessPool:
         )
         self.numbers_at_stake = 0
         self.replaced: list[str] = []
+        self._started = False
         self.processes: list[EnvProcess] = []
         self._own_server = server is None
         self._server = ForkServer() if server is None else server
@@ -144,61 +141,31 @@ class ProcessPool:
                 theirs.close()
         limit_s = self._start_s
         deadline = awake() + limit_s
-        infos: dict[int, WorkerInfo] = {}
-        while len(infos) < self._count:
+        while newcomers := [process for process in self.processes if not process.ready]:
             left_s = deadline - awake()
             if left_s <= 0:
                 raise DeadlineError(
-                    f"{self._count - len(infos)} of {self._count} env processes did not start "
-                    f"within {limit_s:g} s. If make_env takes longer, raise timeout_s= of the "
-                    "collector"
+                    f"{len(newcomers)} of {self._count} env processes did not start within "
+                    f"{limit_s:g} s. If make_env takes longer, raise timeout_s= of the collector"
                 )
-            waiting = [p for p in self.processes if not p.ready]
-            relay: Any = self._relay  # wait() uses its fileno()
-            sources: list[Any] = [p.connection for p in waiting]
-            readable = wait([*sources, relay] if relay else sources, min(left_s, _GLANCE_S))
-            for process in waiting:
-                if process.connection in readable:
-                    answer = self._first_answer(process)
-                    if answer is not None:  # None: it asked the learner while it timed its steps
-                        infos[process.index] = answer.result()
-                        self._make_ready(process)
-            if relay is not None:
-                if relay in readable:
-                    relay.deliver()
-                relay.flush(most=1)
-            self._raise_for_failed_start()
-        return [infos[index] for index in range(self._count)]
+            self._take_in(newcomers, min(left_s, _GLANCE_S))
+        self._started = True
+        return [process.info for process in self.processes if process.info is not None]
 
     @property
     def _start_s(self) -> float:
         return max(_START_S, self._call_timeout_s)
 
-    def _first_answer(self, process: EnvProcess) -> Answer | None:
-        try:
-            return self.receive(process)
-        except EOFError:
-            with self.children.changed:
-                state = self.children.states[process.index]
-                self.children.changed.wait_for(lambda: state.exit is not None, CLOSE_S)
-            raise self._failed_start(process.index) from None
-
-    def _raise_for_failed_start(self) -> None:
-        """Raise if a process has ended without closing its socket. Messages that it has sent are
-        read first."""
-        with self.children.changed:
-            for process in self.processes:
-                if not process.ready and self.has_ended(process):
-                    raise self._failed_start(process.index)
-
     def _failed_start(self, index: int) -> RemoteError | PeerLostError:
         state = self.children.states[index]
+        with self.children.changed:
+            self.children.changed.wait_for(lambda: state.exit is not None, CLOSE_S)
         if state.failure:
             return self._error(index, Failure(*state.failure, None))
         how = state.exit or "it closed its connection"
         return PeerLostError(f"env process {index} died at start-up: {how}")
 
-    def _pair(self) -> tuple[WholeMessages, socket.socket]:
+    def _pair(self) -> tuple[Connection, socket.socket]:
         """Return the node worker's end of a new pair of sockets, and that of a process."""
         ours, theirs = socket.socketpair(socket.AF_UNIX)
         for end in (ours, theirs):
@@ -208,24 +175,19 @@ class ProcessPool:
             limit = struct.pack("ll", int(limit_s), int(limit_s % 1 * 1e6))
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        return WholeMessages(ours.detach()), theirs
-
-    def _make_ready(self, process: EnvProcess) -> None:
-        process.ready = True
-        self._selector.register(process.connection, selectors.EVENT_READ, process)
+        return Connection(ours.detach()), theirs
 
     # ---- messages
 
     def send(self, process: EnvProcess, method: str, *args: Any, **kwargs: Any) -> int:
         """Tell a process that is ready to call a method, and return the number of its answer.
 
-        Does not wait for the answer. Earlier answers that are still unread, after an interrupt or a
-        deadline, arrive before it.
+        Does not wait for the answer. Earlier answers that are still unread, after a deadline,
+        arrive before it.
         """
         call = cloudpickle.dumps((args, kwargs))
         process.sent += 1
-        with contextlib.suppress(ConnectionError):  # the wait for the answer reports the failure
-            process.connection.send_bytes(pickle.dumps(Message(process.sent, method, call)))
+        send(process.connection, pickle.dumps(Message(process.sent, method, call)))
         return process.sent
 
     def receive(self, process: EnvProcess) -> Answer | None:
@@ -234,8 +196,7 @@ class ProcessPool:
         RemoteError.
 
         Raises:
-            EOFError: the process died or stopped inside an answer, or an earlier read was
-                interrupted inside one. The message says which of these, if known.
+            EOFError: the process died, or stopped inside an answer, which the message says then.
         """
         try:
             message = process.connection.recv_bytes()
@@ -270,45 +231,6 @@ class ProcessPool:
                 error.__cause__ = pickle.loads(failure.cause)
         return error
 
-    def ask(self, asked: list[EnvProcess], until: float, method: str, *args: Any) -> dict[int, Any]:
-        """Call a method in processes that are ready and idle, and block until they have answered.
-
-        Args:
-            until: the deadline on ``awake()``.
-
-        Returns:
-            answers by process index. An error that the method raised counts as an answer. Processes
-            that were late or were replaced have no entry.
-
-        Raises:
-            PeerLostError: a process and its next two successors ended in a row.
-        """
-        numbers = [self.send(process, method, *args) for process in asked]
-        answers: dict[int, Any] = {}
-        ended: list[tuple[EnvProcess, str]] = []
-        for process, number in zip(asked, numbers, strict=True):
-            try:
-                answers[process.index] = self._await_answer(process, number, until)
-            except EOFError as error:
-                ended.append((process, str(error)))
-            except _LateError:
-                pass
-        for process, reason in ended:
-            self.replace(process, reason)
-        return answers
-
-    def _await_answer(self, process: EnvProcess, number: int, until: float) -> Any:
-        while True:
-            left_s = max(0.0, until - awake())
-            if process.connection.poll(min(left_s, _GLANCE_S)):
-                answer = self.receive(process)
-                if answer is not None and answer.number == number:
-                    return answer.content
-            elif self.has_ended(process):
-                raise EOFError
-            elif not left_s:
-                raise _LateError
-
     # ---- ends
 
     def has_ended(self, process: EnvProcess) -> bool:
@@ -332,18 +254,23 @@ class ProcessPool:
 
     def replace(self, process: EnvProcess, reason: str) -> None:
         """Kill a process if it is still alive, and fork another without waiting until its envs are
-        built.
+        built. If the processes were told to stop, do neither.
 
         Args:
             reason: why it is replaced; empty: report how the process ended.
 
         Raises:
-            PeerLostError: this is the third end in a row.
+            PeerLostError: this is the third end in a row, or not all processes have started yet.
+            RemoteError: the process failed before all had started.
         """
         index = process.index
         if process.ready:
             self._selector.unregister(process.connection)
             process.ready = False
+        if self.stopped:  # it may be running its last functions
+            return
+        if not self._started:
+            raise self._failed_start(process.index)
         process.connection.close()
         state = self.children.states[index]
         with self.children.changed:
@@ -354,8 +281,6 @@ class ProcessPool:
         what = f"env process {index} (pid {state.pid}): {reason or state.exit}"
         self.replaced.append(what)
         process.deaths += 1
-        if self.stopped:
-            return
         if process.deaths >= _MAX_DEATHS_IN_A_ROW:
             raise PeerLostError(f"{what}; {process.deaths} processes in a row have ended like this")
         process.generation += 1
@@ -381,45 +306,46 @@ class ProcessPool:
             enough = all(ready) if all_of_them or not ready else any(ready)
             if self.stopped or (not enough and awake() >= until):
                 return
-            connections = [p.connection for p in newcomers if not p.connection.closed]
-            readable = wait(connections, 0.0 if enough else _GLANCE_S)
-            for process in newcomers:
-                if process.connection in readable:
-                    self._take_in(process)
-                elif process.connection.closed:  # replace() raised an error for this process
-                    self.replace(process, "")
-                elif not readable and awake() - process.forked_at > self._start_s:
-                    self.replace(process, f"was not ready within {self._start_s:g} s")
-            if enough and not readable:
+            if not self._take_in(newcomers, 0.0 if enough else _GLANCE_S) and enough:
                 return
 
-    def _take_in(self, process: EnvProcess) -> None:
-        try:
-            answer = self.receive(process)
-        except EOFError as error:
-            self.replace(process, str(error))
-            return
-        if answer is not None:
-            answer.result()
-            self._make_ready(process)
+    def _take_in(self, newcomers: Sequence[EnvProcess], wait_s: float) -> bool:
+        """Add those of the newcomers that have built their envs, and replace those that ended or
+        are late. Return whether any of them said something within ``wait_s``.
 
-    def close_envs(self, until: float) -> list[RemoteError]:
-        """Let the processes that are ready close their envs and end. Block until they have, at most
-        until ``until`` (on ``awake()``).
-
-        Returns:
-            what the envs raised while they were closed.
+        Raises:
+            RemoteError: a process could not build its envs.
+            PeerLostError: a process ended at the start, or for the third time in a row.
         """
-        asked = [process for process in self.processes if process.ready]
-        numbers = [self.send(process, "close") for process in asked]
-        errors = []
-        for process, number in zip(asked, numbers, strict=True):
-            with contextlib.suppress(EOFError, _LateError):  # the process has ended, or hangs
-                content = self._await_answer(process, number, until)
-                if isinstance(content, RemoteError):
-                    errors.append(content)
-        self.children.wait_gone(max(0.0, until - awake()))
-        return errors
+        sources: list[Any] = [p.connection for p in newcomers if not p.connection.closed]
+        relay: Any = self._relay  # wait() uses its fileno()
+        readable = wait([*sources, relay] if relay else sources, wait_s)
+        if relay is not None:  # processes ask the learner while they time their steps
+            if relay in readable:
+                relay.deliver()
+            relay.flush(most=1)
+        for process in newcomers:
+            if process.connection.closed:  # replace() raised an error for this process
+                self.replace(process, "")
+            elif process.connection in readable:
+                try:
+                    answer = self.receive(process)
+                except EOFError as error:
+                    self.replace(process, str(error))
+                    continue
+                if answer is not None:
+                    process.info = answer.result()
+                    process.ready = True
+                    self._selector.register(process.connection, selectors.EVENT_READ, process)
+            elif not readable and self.has_ended(process):
+                self.replace(process, "")
+            elif not readable and self._started and awake() - process.forked_at > self._start_s:
+                self.replace(process, f"was not ready within {self._start_s:g} s")
+        return bool(readable)
+
+    def kill(self) -> None:
+        """Kill all processes. Any thread may call this."""
+        self._server.kill_children()
 
     def close(self) -> None:
         """End all processes, even those that hang. The pool cannot be used any more. Idempotent."""

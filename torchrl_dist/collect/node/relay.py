@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import pickle
 import select
+import socket
 import time
 from collections import deque
 from collections.abc import Callable
@@ -28,7 +30,6 @@ import torch
 from torchrl_dist.collect.loop.groups import Inference
 from torchrl_dist.collect.loop.rollout import Values
 from torchrl_dist.collect.loop.spaces import Key
-from torchrl_dist.collect.node.connection import WholeMessages
 from torchrl_dist.collect.node.waker import Waker
 from torchrl_dist.errors import DeadlineError, PeerLostError
 
@@ -180,7 +181,7 @@ class NodeAnswer:
         return self.learner.wait_for(self.number, timeout)
 
 
-_Asked = tuple[WholeMessages, Question]
+_Asked = tuple[Connection, Question]
 
 
 def is_answer(message: tuple) -> bool:
@@ -205,7 +206,7 @@ class Relay:
     def fileno(self) -> int:
         return self._waker.fileno()
 
-    def ask(self, connection: WholeMessages, question: Question) -> None:
+    def ask(self, connection: Connection, question: Question) -> None:
         """Queue a question for a later ``flush``. Its answer goes to the connection, if open."""
         now_s = time.monotonic()
         self._window.note_question(connection, now_s)
@@ -263,11 +264,19 @@ class Relay:
         self._waker.close()
 
 
-def _tell(connection: WholeMessages, number: int, content: list[Array] | BaseException) -> None:
+def _tell(connection: Connection, number: int, content: list[Array] | BaseException) -> None:
     try:
         message = pickle.dumps((None, number, content))
     except Exception as error:  # the error cannot be pickled, for example because of its cause
         message = pickle.dumps((None, number, PeerLostError(f"{content} ({error})")))
-    # the process died or was replaced, which the pool handles
-    with contextlib.suppress(ConnectionError):
+    send(connection, message)
+
+
+def send(connection: Connection, message: bytes) -> None:
+    """Send a message to an env process. If that fails, because the process has ended or is paused,
+    or was replaced, close the connection for both ends, which the pool notices."""
+    try:
         connection.send_bytes(message)
+    except OSError:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)

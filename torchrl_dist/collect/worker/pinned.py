@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from torchrl_dist.collect.worker.worker import RolloutStats, RolloutWorker, WorkerConfig
+from torchrl_dist.collect.worker.worker import RolloutStats, WorkerConfig
 from torchrl_dist.forks import now_and_in_children
 
 _IN_THE_THREAD = (
@@ -70,6 +70,16 @@ def run_on_cpu(call: Callable[[], Any]) -> Any:
         return call()
 
 
+def settle(future: Future, call: Callable[[], Any]) -> None:
+    """Set the call's result or exception."""
+    try:
+        result = call()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
 def _close_built(building: Future) -> None:
     if building.exception() is None:
         with contextlib.suppress(Exception):
@@ -77,16 +87,19 @@ def _close_built(building: Future) -> None:
 
 
 class PinnedWorker:
-    """A :class:`RolloutWorker` in an :class:`EnvThread`.
+    """A :class:`RolloutWorker`, or a node worker, in an :class:`EnvThread`.
 
-    The constructor blocks. All methods except ``cut`` return a future. Calls run one by one in
-    their order, and rollouts in the order of their requests.
+    The constructor calls ``make(config)`` in that thread, and blocks. All methods except ``cut``
+    return a future. Calls run one by one in their order, and rollouts in the order of their
+    requests.
 
     Raises:
-        ConfigurationError: the worker raised it.
+        Exception: ``make`` raised it.
     """
 
-    def __init__(self, config: WorkerConfig, thread: EnvThread) -> None:
+    def __init__(
+        self, make: Callable[[WorkerConfig], Any], config: WorkerConfig, thread: EnvThread
+    ) -> None:
         self._index = config.worker_index
         self._thread = thread
         # calls, by request, that wait for earlier requests
@@ -95,9 +108,9 @@ class PinnedWorker:
         self._next = 0
         self._closed = False
         now_and_in_children(self, PinnedWorker._renew)
-        building = self._run(RolloutWorker, config)
+        building = self._run(make, config)
         try:
-            self._worker: RolloutWorker = building.result()
+            self._worker = building.result()
         except BaseException:  # including Ctrl-C, which does not stop the thread that builds
             thread.submit(partial(_close_built, building))
             thread.close()
@@ -110,14 +123,8 @@ class PinnedWorker:
         future: Future = Future()
 
         def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                result = run_on_cpu(call)
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
+            if future.set_running_or_notify_cancel():
+                settle(future, partial(run_on_cpu, call))
 
         return run, future
 
@@ -141,6 +148,7 @@ class PinnedWorker:
             elif request is None:
                 self._thread.submit(run)
             else:
+                self._worker.expect(request, **kwargs)
                 self._held[request], self._answers[request] = run, future
                 while self._next in self._held:
                     self._thread.submit(self._held.pop(self._next))
@@ -154,7 +162,7 @@ class PinnedWorker:
 
     def close(self, step_limit_s: float = 10.0, close_env: bool = True) -> Future:
         """Stop a running rollout after its current step, then close the envs. Idempotent."""
-        self._worker.stop()
+        self._worker.stop(step_limit_s)
         with self._lock:
             closed, self._closed = self._closed, True
             held, self._answers = self._answers, {}

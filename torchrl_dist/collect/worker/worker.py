@@ -5,14 +5,13 @@ A worker is a plain local object. The collector has a handle to it, in the same 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -114,7 +113,6 @@ class WorkerConfig(WorkerOptions):
         stamp_version: None: rows have the version of the policy that made them; True: also under
             ``"next"``, as in TorchRL; False: they have no version.
         whole_trajectories: the replay buffer gets complete trajectories, one after another.
-        make_envs, policy_factories: one for each worker; see :meth:`of_worker`.
         shown_index: in an env process, the index of its worker, for data and statistics.
         registrations: gymnasium environments to register in the worker's process.
     """
@@ -135,21 +133,6 @@ class WorkerConfig(WorkerOptions):
     registrations: Registrations = field(default_factory=dict)
     stamp_version: bool | None = None
     whole_trajectories: bool = False
-    make_envs: tuple[str | Callable[[], Any], ...] = ()
-    policy_factories: tuple[Callable[[int, int], Any], ...] = ()
-
-    def of_worker(self, index: int) -> WorkerConfig:
-        """Return the config of that worker, with only its own env and policy factories."""
-        return replace(
-            self,
-            worker_index=index,
-            make_env=self.make_envs[index] if self.make_envs else self.make_env,
-            policy_factory=(
-                self.policy_factories[index] if self.policy_factories else self.policy_factory
-            ),
-            make_envs=(),
-            policy_factories=(),
-        )
 
     def without_parts(self) -> WorkerConfig:
         """Return the config without user objects, for a closed worker."""
@@ -243,45 +226,6 @@ def require_module(policy: Any) -> nn.Module:
     return policy
 
 
-def wait_free(lock: threading.Lock, timeout_s: float) -> bool:
-    """Block until the lock is free, at most ``timeout_s``. Return whether it is."""
-    if not lock.acquire(timeout=timeout_s):
-        return False
-    lock.release()
-    return True
-
-
-class Turns:
-    """Let numbered calls run one by one in the order of their numbers, whenever they arrive."""
-
-    def __init__(self) -> None:
-        now_and_in_children(self, Turns._renew)
-        self._next = 0
-        self._open = False
-
-    def _renew(self) -> None:
-        self._cond = threading.Condition()
-
-    @contextlib.contextmanager
-    def wait_for(self, number: int | None) -> Iterator[None]:
-        """Block until all calls with smaller numbers have ended. With None, do not wait."""
-        with self._cond:
-            self._cond.wait_for(lambda: number is None or self._open or self._next >= number)
-        try:
-            yield
-        finally:
-            if number is not None:
-                with self._cond:
-                    self._next = number + 1
-                    self._cond.notify_all()
-
-    def open(self) -> None:
-        """Let all calls run from now on."""
-        with self._cond:
-            self._open = True
-            self._cond.notify_all()
-
-
 class RolloutWorker:
     """Run rollouts on request, one at a time. Calls from several threads wait for each other.
 
@@ -307,7 +251,6 @@ class RolloutWorker:
         )
         self._closed = self._stop = False
         self._close_error: Exception | None = None
-        self._turns = Turns()
         self._cut = (-1, 0)
         self._part: TensorDict | None = None  # the steps of a rollout that ran out of time
         self._seed_process(config.seed)
@@ -497,10 +440,6 @@ class RolloutWorker:
         self._episodes.restart()
         self._trajectories.forget_parts()
 
-    def wait_idle(self, timeout_s: float) -> bool:
-        """Block until no rollout is under way, at most ``timeout_s``. Return whether none is."""
-        return wait_free(self._lock, timeout_s)
-
     def _seed_process(self, seed: int | None) -> None:
         """Seed the process's generators, because all forks of one server begin with the same random
         numbers."""
@@ -537,7 +476,7 @@ class RolloutWorker:
             num_envs: keep only this many envs of the rollout, the first ones (for a job's last
                 rollout).
             weights: used from the first step on, if newer than the current ones.
-            request: 0, 1, ...: calls that arrive at the same time run in this order.
+            request: its number, for :meth:`cut`.
             anew: begin new episodes first.
             at_random: use random actions; the policy's other outputs are zero.
             until: a time on ``awake()``; None: no limit.
@@ -551,69 +490,85 @@ class RolloutWorker:
             statistics. After a ``cut`` there are fewer than ``steps`` steps, and the last ones are
             truncated.
         """
-        index = self._shown_index
-        with self._turns.wait_for(request), self._lock:
-            if self._closed:
-                return None, RolloutStats(index, 0)
-            part, self._part = self._part, None
-            if weights is not None:
-                self._take_weights(weights)
-            before, behind = self._hooks
-            if part is None:
-                if before is not None:
-                    before()
-                if anew or self.config.reset_at_each_iter:
-                    self._begin_anew()
-            begun = time.perf_counter()
-            asked = self.steps if steps is None else steps
-            self._rollout.at_random = at_random
-            try:
-                rollout = self._run_until(until, asked, part, self._watch(request))
-            except RolloutStopped:
-                self._shut()  # closed here, because close() may have stopped waiting for it
-                return None, RolloutStats(index, 0)
-            kept = self.num_envs if num_envs is None else num_envs
-            returns, lengths = self._stamp(rollout, kept)
-            if kept < self.num_envs:
-                rollout = rollout[:kept]
-                # The other envs' steps were dropped, so the next rollout must begin new episodes.
-                self._rollout.reset()
-                self._episodes.restart()
-            if rollout.shape[1] < asked:
-                truncate_last(rollout)
-                self._episodes.split()
-            if self.config.set_truncated:
-                set_truncated(rollout)
-            stepped = time.perf_counter()
-            versions = rollout.get("policy_version")
-            if self.config.stamp_version is False:
-                rollout = rollout.exclude("policy_version")
-            elif self.config.stamp_version:
-                rollout.set(("next", "policy_version"), versions.clone())
-            try:
-                with giving_up_when(self._gives_up):
-                    data, data_bytes = self._deliver(rollout, behind)
-            except DeadlineError:
-                if not self._told_to_stop:
-                    raise
-                self._shut()  # the buffer's rate limiter held up these rows until the stop
-                return None, RolloutStats(index, 0)
-            finally:
-                if kept < self.num_envs:  # after delivery, because that may complete trajectories
-                    self._trajectories.forget_parts()
-            return data, RolloutStats(
-                index,
-                rollout.shape.numel(),
-                int(versions.min()),
-                int(versions.max()),
-                returns,
-                lengths,
-                stepped - begun,
-                time.perf_counter() - stepped,
-                data_bytes,
-                self._episodes.numbered,
-                kept,
-            )
+        with self._lock:
+            if not self._closed:
+                try:
+                    return self._collect(
+                        self.steps if steps is None else steps,
+                        self.num_envs if num_envs is None else num_envs,
+                        weights, anew, at_random, until, self._watch(request),
+                    )  # fmt: skip
+                except RolloutStopped:
+                    self._shut()  # closed here, because close() may have stopped waiting for it
+            return None, RolloutStats(self._shown_index, 0)
+
+    def _collect(
+        self,
+        steps: int,
+        kept: int,
+        weights: PackedWeights | None,
+        anew: bool,
+        at_random: bool,
+        until: float | None,
+        enough: Callable[[int], bool],
+    ) -> tuple[TensorDict | PackedRows | None, RolloutStats]:
+        """See :meth:`collect`. Called with the lock.
+
+        Raises:
+            RolloutStopped: the worker was told to stop.
+        """
+        part, self._part = self._part, None
+        if weights is not None:
+            self._take_weights(weights)
+        before, behind = self._hooks
+        if part is None:
+            if before is not None:
+                before()
+            if anew or self.config.reset_at_each_iter:
+                self._begin_anew()
+        begun = time.perf_counter()
+        self._rollout.at_random = at_random
+        rollout = self._run_until(until, steps, part, enough)
+        returns, lengths = self._stamp(rollout, kept)
+        if kept < self.num_envs:
+            rollout = rollout[:kept]
+            # The other envs' steps were dropped, so the next rollout must begin new episodes.
+            self._rollout.reset()
+            self._episodes.restart()
+        if rollout.shape[1] < steps:
+            truncate_last(rollout)
+            self._episodes.split()
+        if self.config.set_truncated:
+            set_truncated(rollout)
+        stepped = time.perf_counter()
+        versions = rollout.get("policy_version")
+        if self.config.stamp_version is False:
+            rollout = rollout.exclude("policy_version")
+        elif self.config.stamp_version:
+            rollout.set(("next", "policy_version"), versions.clone())
+        try:
+            with giving_up_when(self._gives_up):
+                data, data_bytes = self._deliver(rollout, behind)
+        except DeadlineError as error:
+            if self._told_to_stop:  # the buffer's rate limiter held up these rows until the stop
+                raise RolloutStopped from error
+            raise
+        finally:
+            if kept < self.num_envs:  # after delivery, because that may complete trajectories
+                self._trajectories.forget_parts()
+        return data, RolloutStats(
+            self._shown_index,
+            rollout.shape.numel(),
+            int(versions.min()),
+            int(versions.max()),
+            returns,
+            lengths,
+            stepped - begun,
+            time.perf_counter() - stepped,
+            data_bytes,
+            self._episodes.numbered,
+            kept,
+        )
 
     def _run_until(
         self,
@@ -720,14 +675,16 @@ class RolloutWorker:
                 self.config.replay_buffer.extend(part)
         return None, data_bytes
 
-    def stop(self) -> None:
+    def expect(self, request: int, **options: Any) -> None:
+        """Do nothing. A node worker may begin this rollout during the one before."""
+
+    def stop(self, limit_s: float | None = None) -> None:
         """Let a running rollout end after its current step and close the envs. Any thread may call
-        this."""
+        this. ``limit_s`` has an effect only on node workers."""
         self._stop = True
         rollout = getattr(self, "_rollout", None)
         if rollout is not None:
             rollout.stop()
-        self._turns.open()
 
     def close(self, step_limit_s: float = 10.0, close_env: bool = True) -> None:
         """Stop a running rollout after its current step and, with ``close_env``, close the envs.
