@@ -275,6 +275,9 @@ def test_checkpoints_are_read_with_and_without_frames(tmp_path: Path) -> None:
         before.dumps(tmp_path / f"{kinds} saved")
         after.loads(tmp_path / f"{kinds} saved")
         assert same(after[:], rows)
+        after.storage.empty()
+        after.load_state_dict(before.state_dict())
+        assert same(after[:], rows)
         assert (after.storage.directory.frames is not None) == (kinds[1] is ...)
         before.storage.close(), after.storage.close()
 

@@ -134,7 +134,7 @@ def check_saved(target: Path) -> int:
             continue  # of a shard that was lost
         assert saved.head.spec is not None
         spec = saved.head.spec
-        data = rows.build(rows.tensors(saved.arrays, spec), spec, (saved.leaf.size,))
+        data = rows.build(rows.tensors([each[:] for each in saved.columns], spec), spec, (saved.leaf.size,))
         assert torn_rows(data) == 0
         assert (saved.leaf > 0).all() and (saved.versions % 2 == 0).all()
         keys += data["key"].tolist()

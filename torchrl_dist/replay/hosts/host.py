@@ -59,7 +59,7 @@ from torchrl_dist.replay.parts.slices import SharedPrioritizedSliceSampler, Shar
 from torchrl_dist.replay.parts.storage import SharedMemmapStorage
 from torchrl_dist.replay.row.packing import Part, pack, spec_from_text, unpack
 from torchrl_dist.replay.row.spec import RowSpec
-from torchrl_dist.replay.saving.disk import RowFiles
+from torchrl_dist.replay.saving.disk import Ends, RowFiles, after
 from torchrl_dist.replay.saving.snapshot import Chunk, Head, save_chunk
 from torchrl_dist.tensors import array_of
 
@@ -432,13 +432,12 @@ class ReplayHost:
     def save_chunks_to(
         self,
         folder: str,
-        row: int,
+        ends: Ends,
         cursor: int,
         alpha: float | None,
         ranges: Sequence[tuple[int, int]],
     ) -> list[Chunk]:
-        """Write the rows in ranges of slots to the files of a shard, from row ``row`` of the files
-        on.
+        """Write the rows in ranges of slots to the files of a shard, from ``ends`` on.
 
         Blocks until they are on the disk, because a host does not work outside of calls.
 
@@ -450,11 +449,11 @@ class ReplayHost:
         with contextlib.ExitStack() as steps:
             files = RowFiles(Path(folder), directory.rows, steps)
             for start, stop in ranges:
-                write = functools.partial(files.write, row)
+                write = functools.partial(files.write, ends)
                 chunk = save_chunk(directory, cursor, alpha, start, stop, write)
-                chunks.append(chunk._replace(sums=files.sums))
-                row += chunks[-1].leaf.size
-            files.end(row)
+                chunks.append(chunk._replace(parts=files.parts))
+                ends = after(ends, files.parts)
+            files.end(ends)
         return chunks
 
     def row_spec(self, spec: RowSpec) -> RowSpec:

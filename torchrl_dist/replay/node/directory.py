@@ -415,13 +415,21 @@ class ReplayDirectory:
         """Return the values in these slots, [n, ...] per column, without a check of their versions.
 
         They are copies, except plain values of a slice."""
-        columns = [
-            array[slots] if isinstance(slots, slice) else array.take(slots, 0)
-            for array in self.arrays
-        ]
+        columns = self._taken(slots)
         if self._frames is None:
             return columns
         return self._frames.expand(columns, lambda arrays, cells: [arrays[0].take(cells, 0)])
+
+    def read_stored(self, slots: np.ndarray | slice) -> list[np.ndarray]:
+        """Do the same as :meth:`read`, but return the stored form of the rows, see
+        ``row.stacks``."""
+        columns = self._taken(slots)
+        return columns if self._frames is None else self._frames.stored(columns)
+
+    def _taken(self, slots: np.ndarray | slice) -> list[np.ndarray]:
+        if isinstance(slots, slice):
+            return [array[slots] for array in self.arrays]
+        return [array.take(slots, 0) for array in self.arrays]
 
     def set_frames(self, stacks: Mapping[tuple[str, ...], int]) -> None:
         """Set the keys whose frames are stored once, before the first rows, for all processes.

@@ -44,10 +44,10 @@ import torch
 
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.law.kernel import address, find_copier
-from torchrl_dist.replay.node.files import FRAMES_OF_CLAIMS, ring_file
+from torchrl_dist.replay.node.files import FRAMES_OF_CLAIMS
 from torchrl_dist.replay.node.mapping import map_file
 from torchrl_dist.replay.node.tables import CLAIM_COUNT, MAX_CLAIMS, Word
-from torchrl_dist.replay.row.spec import ColumnSpec, RowSpec
+from torchrl_dist.replay.row.spec import ColumnSpec, RowSpec, ring_file
 from torchrl_dist.tensors import array_of
 
 if TYPE_CHECKING:
@@ -296,21 +296,16 @@ class Frames:
         )
         self._starts, self._marks = tables[:MAX_CLAIMS], tables[MAX_CLAIMS:]
         self._spec = spec
-        self._numbers: list[list[int]] = []  # column numbers, per ring
+        self._numbers = list(spec.rings.values())
         self._rings: list[np.ndarray] = []
         self._finders: list[_NumpyFinder] = []
-        by_ring: dict[tuple[str, ...], list[int]] = {}
-        for number, column in enumerate(spec.columns):
-            if column.stack:
-                by_ring.setdefault(column.ring, []).append(number)
         kind = _NumpyFinder if find_copier() is None else _CFinder
         most = min(_MOST_KNOWN, self.window)
-        for key, numbers in by_ring.items():
+        for key, numbers in spec.rings.items():
             column = spec.columns[numbers[0]]
             buffer = map_file(folder / ring_file(key), sizes[ring_file(key)])
             with torch.inference_mode(False):
                 tensor = torch.frombuffer(buffer, dtype=column.dtype)
-            self._numbers.append(numbers)
             self._rings.append(array_of(tensor.reshape(self.size, *column.frame_shape)))
             data = np.frombuffer(buffer, np.uint8).reshape(self.size, column.frame_bytes)
             self._finders.append(kind(data, most))
@@ -328,6 +323,19 @@ class Frames:
                 cells = columns[number]
                 (frames,) = gather([ring], cells.reshape(-1))
                 columns[number] = frames.reshape(len(cells), *self._spec.columns[number].shape)
+        return columns
+
+    def stored(self, columns: list[np.ndarray]) -> list[np.ndarray]:
+        """Return the stored form of rows (see ``row.stacks``), given their copied columns."""
+        columns = list(columns)
+        for numbers, ring in zip(self._numbers, self._rings, strict=True):
+            cells = [columns[number] for number in numbers]
+            found = np.concatenate([each.reshape(-1) for each in cells])
+            cell, position = np.unique(found, return_inverse=True)
+            edges = np.cumsum([each.size for each in cells])[:-1]
+            for number, part in zip(numbers, np.split(position, edges), strict=True):
+                columns[number] = part.reshape(columns[number].shape)
+            columns.append(ring.take(cell, 0))
         return columns
 
     # --- writing -----------------------------------------------------------------------------

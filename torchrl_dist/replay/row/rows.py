@@ -303,7 +303,7 @@ def _built(
 # --- between specs -------------------------------------------------------------------------------
 
 
-def fitted(arrays: list[np.ndarray], spec: RowSpec, own: RowSpec) -> list[np.ndarray]:
+def fitted(arrays: list[Any], spec: RowSpec, own: RowSpec) -> list[Any]:
     """Convert columns of rows with ``spec`` for a buffer whose rows have ``own``. Only the sizes of
     fields for text may differ.
 
