@@ -66,6 +66,7 @@ class Actor:
                 keep=True,
                 limiter=case.limiter,
                 timeout_s=TIMEOUT_S if case.limiter else 60.0,
+                frames={"obs": 1} if case.frames else None,
             ),
             sampler=SharedRandomSampler()
             if uniform
@@ -224,6 +225,7 @@ class Case:
     alpha: float
     batch_size: int
     limiter: RateLimiter | None
+    frames: bool
 
 
 @dataclass
@@ -390,15 +392,22 @@ class Machine(RuleBasedStateMachine):
         limiter=st.sampled_from(LIMITERS),
         uniform=st.booleans(),
         start=st.sampled_from([0, *(2**power - 40 for power in (31, 32, 53, 60))]),
+        frames=st.booleans(),
     )
     def build(
-        self, capacity: int, alpha: float, limiter: RateLimiter | None, uniform: bool, start: int
+        self,
+        capacity: int,
+        alpha: float,
+        limiter: RateLimiter | None,
+        uniform: bool,
+        start: int,
+        frames: bool,
     ) -> None:
         """The counts of the buffer pass 0 or a larger number."""
         batch_size = limiter.min_size_to_sample if limiter else 4
         if limiter and limiter.max_times_sampled:
             start = min(start, 2**47)  # counts of samples leave 48 bits to generations
-        self.case = Case(capacity, alpha, batch_size, limiter)
+        self.case = Case(capacity, alpha, batch_size, limiter, frames)
         self.uniform = uniform
         self.model = Model(capacity, alpha, limiter, first_generation=start, write_count=start)
         self.attach(0)
