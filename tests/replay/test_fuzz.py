@@ -93,23 +93,27 @@ class Actor:
     def write_at(self, slots: list[int], ids: list[int]) -> None:
         self.rb[torch.tensor(slots)] = _rows(ids, None)
 
-    def begin_write(self, count: int) -> None:
+    def begin_write(self, ids: list[int]) -> None:
         """Reserve slots in another thread, because a thread's next write abandons its last one."""
+        storage, count = self.rb.storage, len(ids)
+        self.source = storage._checked(_rows(ids, None))
 
         def reserve() -> None:
-            self.reservation = self.rb.storage._cursor.reserve(count)
+            cursor = storage._cursor
+            self.reservation, self.plan = cursor.planned(
+                self.source, 0, count, cursor.reserve, count
+            )
 
         thread = threading.Thread(target=reserve)
         thread.start()
         thread.join()
 
-    def end_write(self, ids: list[int] | None) -> None:
+    def end_write(self, publish: bool) -> None:
         storage = self.rb.storage
-        if ids is None:
-            storage._cursor.abandon(self.reservation)
+        if publish:
+            storage._fill(self.reservation, self.plan, self.source, 0, None)
         else:
-            source = storage._checked(_rows(ids, None))
-            storage._fill(self.reservation, None, source, 0, None)
+            storage._cursor.abandon(self.reservation)
 
     def can_sample(self, batch_size: int) -> bool:
         return self.rb.can_sample(batch_size)
@@ -467,16 +471,15 @@ class Machine(RuleBasedStateMachine):
     def begin_write(self, share: float) -> None:
         """Others do not see rows that are not published yet."""
         count = math.ceil(largest_reservation(self.model.capacity) * share)
-        self.in_hand = count
-        self.actors[0].begin_write(count)
+        self.in_hand = self.new_keys(count)
+        self.actors[0].begin_write(self.in_hand)
         self.model.begin_write(count)
 
     @precondition(lambda self: self.model.reserved is not None)
     @rule(publish=st.booleans())
     def end_write(self, publish: bool) -> None:
-        ids = self.new_keys(self.in_hand) if publish else None
-        self.actors[0].end_write(ids)
-        self.model.end_write(ids)
+        self.actors[0].end_write(publish)
+        self.model.end_write(self.in_hand if publish else None)
 
     @precondition(lambda self: self.model.rows and nothing_is_being_written(self))
     @rule(which=st.booleans(), data=st.data())

@@ -250,6 +250,32 @@ class _CFinder(_NumpyFinder):
         )  # fmt: skip
 
 
+def _finder(ring: np.ndarray, most: int) -> _NumpyFinder:
+    return (_NumpyFinder if find_copier() is None else _CFinder)(ring, most)
+
+
+def _frames_of(values: np.ndarray, stack: int) -> np.ndarray:
+    """Return the frames of stacks as bytes, uint8 [n, stack, bytes]."""
+    return np.ascontiguousarray(values).view(np.uint8).reshape(len(values), stack, -1)
+
+
+def each_once(columns: Sequence[np.ndarray], spec: RowSpec) -> list[np.ndarray]:
+    """Return the stored form of rows (see ``row.stacks``), with equal frames found by their
+    bytes."""
+    found = list(columns)
+    for numbers in spec.rings.values():
+        values = [_frames_of(columns[each], spec.columns[each].stack) for each in numbers]
+        size = values[0].shape[-1]
+        known = _finder(np.empty((1, size), np.uint8), 1).find(values, 0)
+        frames = np.empty((known.new, size), np.uint8)
+        _finder(frames, 1).keep(known, 0)
+        for number, refs, value in zip(numbers, known.refs, values, strict=True):
+            found[number] = (-1 - refs).reshape(value.shape[:2])
+        column = spec.columns[numbers[0]]
+        found.append(frames.view(columns[numbers[0]].dtype).reshape(-1, *column.frame_shape))
+    return found
+
+
 @dataclass(eq=False)
 class Plan:
     """The frames of rows that are about to be written, for one reservation.
@@ -299,7 +325,6 @@ class Frames:
         self._numbers = list(spec.rings.values())
         self._rings: list[np.ndarray] = []
         self._finders: list[_NumpyFinder] = []
-        kind = _NumpyFinder if find_copier() is None else _CFinder
         most = min(_MOST_KNOWN, self.window)
         for key, numbers in spec.rings.items():
             column = spec.columns[numbers[0]]
@@ -308,7 +333,7 @@ class Frames:
                 tensor = torch.frombuffer(buffer, dtype=column.dtype)
             self._rings.append(array_of(tensor.reshape(self.size, *column.frame_shape)))
             data = np.frombuffer(buffer, np.uint8).reshape(self.size, column.frame_bytes)
-            self._finders.append(kind(data, most))
+            self._finders.append(_finder(data, most))
 
     # --- reading -----------------------------------------------------------------------------
 
@@ -325,8 +350,8 @@ class Frames:
                 columns[number] = frames.reshape(len(cells), *self._spec.columns[number].shape)
         return columns
 
-    def stored(self, columns: list[np.ndarray]) -> list[np.ndarray]:
-        """Return the stored form of rows (see ``row.stacks``), given their copied columns."""
+    def stored(self, columns: list[np.ndarray], gather: Gather) -> list[np.ndarray]:
+        """Return the stored form of rows (see ``row.stacks``), given copied columns with cells."""
         columns = list(columns)
         for numbers, ring in zip(self._numbers, self._rings, strict=True):
             cells = [columns[number] for number in numbers]
@@ -335,7 +360,7 @@ class Frames:
             edges = np.cumsum([each.size for each in cells])[:-1]
             for number, part in zip(numbers, np.split(position, edges), strict=True):
                 columns[number] = part.reshape(columns[number].shape)
-            columns.append(ring.take(cell, 0))
+            columns += gather([ring], cell)
         return columns
 
     # --- writing -----------------------------------------------------------------------------
@@ -348,9 +373,7 @@ class Frames:
             given = [(number, source[number]) for number in numbers]
             columns.append([number for number, value in given if value is not None])
             values = [
-                np.ascontiguousarray(value[start:stop])
-                .view(np.uint8)
-                .reshape(stop - start, self._spec.columns[number].stack, -1)
+                _frames_of(value[start:stop], self._spec.columns[number].stack)
                 for number, value in given
                 if value is not None
             ]

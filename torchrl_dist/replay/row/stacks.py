@@ -59,6 +59,11 @@ def as_columns(stored: Sequence[np.ndarray], spec: RowSpec) -> list[Column]:
     return columns
 
 
+def values(stored: Sequence[np.ndarray], spec: RowSpec) -> list[np.ndarray]:
+    """Return the values, [n, ...] per column, of rows in their stored form."""
+    return [column[:] for column in as_columns(stored, spec)]
+
+
 def as_stored(columns: Sequence[Column], spec: RowSpec) -> list[np.ndarray]:
     """Invert :func:`as_columns`."""
     first = [columns[numbers[0]] for numbers in spec.rings.values()]

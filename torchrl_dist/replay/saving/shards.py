@@ -373,12 +373,8 @@ def _shard_state(saved: SavedShard) -> dict[str, Any]:
         "head": saved.head.as_json(),
         "runs": torch.from_numpy(saved.runs),
         "leaf": torch.from_numpy(saved.leaf),
-        "rows": [] if spec is None else _tensors(as_stored(saved.columns, spec), spec),
+        "rows": [] if spec is None else rows.tensors(as_stored(saved.columns, spec), spec),
     }
-
-
-def _tensors(stored: Arrays, spec: RowSpec) -> list[torch.Tensor]:
-    return rows.tensors(stored, RowSpec(tuple(spec.stored.values())))
 
 
 def from_state(state: dict[str, Any]) -> list[SavedShard | None]:
