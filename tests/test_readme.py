@@ -187,7 +187,7 @@ def test_the_page_on_atari_counts_its_memory_and_its_command_is_understood() -> 
     config, given = recipe_of(command.replace("\\\n", " ").split())
     assert given["capacity"] == 1_000_000 and config.learning_rate == config.learning_rate_end
     assert config.updates_per_batch * 4 == config.frames_per_batch
-    default = f"{type(config)().capacity:,} (the recipe's)"
+    default = f"{type(config)().capacity:,} (the recipe's default)"
     assert default in page
 
 

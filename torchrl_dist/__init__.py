@@ -66,7 +66,7 @@ _HOMES = {
 
 __all__ = ["__version__", *_HOMES]
 
-if TYPE_CHECKING:  # for type checkers
+if TYPE_CHECKING:
     from torchrl_dist.collect import (
         CollectReport,
         FirstReady,

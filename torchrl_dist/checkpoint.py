@@ -222,10 +222,10 @@ _NUMBERS_AND_TEXT: tuple[tuple[Any, Any], ...] = (
 
 
 def _plain(value: Any, where: str) -> Any:
-    """Convert ``value`` to types that ``weights_only`` accepts; tensors are detached, on the CPU.
+    """Convert ``value`` to types that ``weights_only`` accepts, and tensors to copies on the CPU.
 
-    The result has these types themselves, not subclasses (such as NumPy's float64, a subclass of
-    float), because torch writes the class of a value and refuses other classes on reading.
+    Values of subclasses (such as NumPy's float64) become values of the built-in types, because
+    ``torch.load`` refuses other classes.
     """
     if isinstance(value, torch.Tensor):
         # Without the clone, torch would write the whole storage of a view.

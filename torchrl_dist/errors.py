@@ -10,7 +10,7 @@
     +-- CheckpointError                   a checkpoint is missing, damaged or not from this package
     +-- DriftError                        tensors that must be equal on all ranks differ
 
-Each class also derives from a built-in error, so that code for that error catches it, too.
+Each class also derives from a built-in error, so ``except`` clauses for that error catch it, too.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class DeadlineError(TorchRLDistError, TimeoutError):
 
 
 class RateLimitError(DeadlineError):
-    """A sample or a write waited for a replay buffer's rate limiter until its deadline, or its wait
-    would never have ended.
+    """A sample or a write waited for a replay buffer's rate limiter until its deadline, or would
+    have waited indefinitely.
 
     The message says what was missing. Nothing was sampled or written.
     """
@@ -78,7 +78,7 @@ def _rebuild_remote_error(message: str, peer: str, host: str, remote_traceback: 
 
 
 class DirectoryError(TorchRLDistError):
-    """A replay directory is used by another job, does not match this one, or is in an unsuitable
+    """A replay directory is used by another job, does not match the buffer, or is in an unsuitable
     place."""
 
 

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 _T = TypeVar("_T")
 
 # Environment variables for imports before a fork. By default, the libraries start threads when they
-# are imported, and torch asks CUDA's runtime whether CUDA is available, after which CUDA is
-# unusable in forked children. The last variable silences TensorPipe's warnings about a lost peer,
-# which would otherwise come from every child.
+# are imported. Also, torch asks CUDA's runtime whether CUDA is available, and CUDA is then unusable
+# in forked children. The last variable silences TensorPipe's warnings about a lost peer, which
+# would otherwise come from every child.
 TO_BE_FORKED = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -61,8 +61,7 @@ os.register_at_fork(after_in_child=_renew_all)
 
 @contextlib.contextmanager
 def imports_to_be_forked() -> Iterator[None]:
-    """Set the variables of ``TO_BE_FORKED`` within this context, in which to import the
-    libraries."""
+    """Set the variables of ``TO_BE_FORKED`` within this context; import the libraries in it."""
     before = {name: os.environ.get(name) for name in TO_BE_FORKED}
     os.environ.update(TO_BE_FORKED)
     try:

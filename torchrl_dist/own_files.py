@@ -3,9 +3,9 @@
 Several users share ``/tmp`` and ``/dev/shm``. Any of them can create a folder there that another
 user is about to use, and put links, pipes or huge files into it. Therefore this module uses a
 folder only if this process made it, with mode 0700, or if it belongs to this user and other users
-cannot write to it. Only plain files of this user are opened. All else is refused with a reason
-(:class:`NotOurs`). The parents of a folder are checked, too, from the topmost one that all users
-can write to, because another user could later replace the folders below that one.
+cannot write to it. Only plain files of this user are opened. Everything else is refused with a
+reason (:class:`NotOurs`). From the topmost parent that all users can write to, the parents are
+checked, too, because another user could replace a folder below it.
 
 ``TORCHRL_DIST_GROUP`` names a Unix group whose members this user trusts. Folders of that group may
 belong to any member and be writable by all members.
@@ -187,7 +187,7 @@ def _is_strange(status: os.stat_result) -> bool:
 
 @functools.cache
 def _administrators() -> frozenset[int]:
-    """Return root's user ids. In a user namespace, the root user outside of it has the overflow
+    """Return root's user ids. In a user namespace, root outside of it appears as the overflow
     id."""
     try:
         mapped = Path("/proc/self/uid_map").read_text().split() != ["0", "0", "4294967295"]
@@ -209,7 +209,7 @@ def _is_trusted(status: os.stat_result) -> bool:
 
 
 def _is_alone_in(status: os.stat_result, folder: Path) -> bool:
-    """Whether the group that may write is the user's private group, as distributions make it."""
+    """Whether the group that may write is the private group that distributions create per user."""
     try:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(status.st_gid)
         others = "system.posix_acl_access" in os.listxattr(folder)
@@ -231,9 +231,9 @@ def _owner(status: os.stat_result) -> str:
 
 
 def user_folder() -> Path:
-    """Return this user's folder in memory (mode 0700) for files without another place.
+    """Return this user's folder in memory (mode 0700), for files that have no other place.
 
-    If another user has a folder of the usual name, it gets a random name.
+    If another user has taken the usual name, the folder gets a random name.
 
     Raises:
         OSError: it cannot be made.
@@ -375,7 +375,7 @@ def atomic_write(
     """Call ``write`` for a new file, which then replaces ``path`` atomically.
 
     Only one process may write to a path at a time. The next writer removes the unfinished file of a
-    killed one.
+    killed writer.
 
     Args:
         path: in a folder of this user. A link there is replaced, not followed.

@@ -1,4 +1,4 @@
-"""Predicts how fast a job will be: a cost model from measured costs and a layout to frames/s.
+"""Predict the speed of a job in frames/s from measured costs and a layout of processes.
 
 This module only computes; ``torchrl_dist.plan`` measures and starts processes. Durations named CPU
 are seconds of one core; all others are seconds of wall-clock time. The model has three parts:
@@ -14,14 +14,14 @@ the throughput X depends only on the means D and Z::
 and Z: Baskett, Chandy, Muntz and Palacios, J. ACM 22(2), 1975.)
 
 **A learner that takes one message after the other.** The learner spends m seconds on a message, b
-on a byte, and u on learning from a frame. So X is at most 1 / (m / F + b * bytes + u), if a message
-has F frames and a frame has that many bytes. With a policy lag, the workers step while the learner
-works. Without one, the learner's seconds add to each round.
+on a byte, and u on learning from a frame. So X is at most 1 / (m / F + b * B + u), if a message has
+F frames of B bytes. With a policy lag, the workers step while the learner works. Without a lag, the
+learner's seconds add to each round.
 
 **Waiting for the slowest.** A round ends with the slowest of W rollouts. The time of a rollout is a
-sum of K step times. If s is the relative spread of one step, the model takes this time as lognormal
-with spread s / sqrt(K) (Fenton, IRE Trans. 8(1), 1960), and E[max] = integral of F^-1(u^(1/W)) over
-0 < u < 1.
+sum of K step times. The model takes it as lognormal with spread s / sqrt(K), where s is the
+relative spread of one step (Fenton, IRE Trans. 8(1), 1960). If F is its distribution function, the
+mean of the longest is E[max] = integral of F^-1(u^(1/W)) over 0 < u < 1.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ import numpy as np
 from torchrl_dist.errors import ConfigurationError
 
 MIN_GAIN = 1.1
-"""The least gain that justifies more processes, or more nodes. A smaller gain does not justify more
-processes, which must be started and watched and may fail. Besides, predictions are only precise to
-10 %."""
+"""The least gain that justifies more processes or nodes, because these must be started and watched,
+and may fail. Besides, predictions are only precise to 10 %."""
 
 _POINTS = 1024  # of the integral in `slowest`; 4096 points change it by less than 0.1 %
 
@@ -52,16 +51,16 @@ class Costs:
     """Costs of one job, as ``torchrl_dist.plan.measure`` measures them on a node.
 
     Attributes:
-        step_cpu_s: pairs ``(envs, CPU seconds)`` in ascending order: one step of that many envs in
-            one process, including policy, rollout loop and resets.
+        step_cpu_s: pairs ``(envs, CPU seconds)`` in ascending order. Each is the cost of one step
+            of that many envs in one process, including policy, rollout loop and resets.
         idle_s: idle time of one env's step, if a process steps its envs one after the other. For a
             vectorized env, the idle time of a step of all its envs, divided by their number.
         spread: standard deviation of one env's step time over its mean.
         frame_bytes: bytes of one frame in a message.
         message_worker_s, message_learner_s: CPU per message, independent of its size.
         byte_worker_s, byte_learner_s: additional CPU per byte.
-        process_s: CPU per message of a node worker for each env process, summed over the processes
-            of the node.
+        process_s: additional CPU per message of a node worker, for each env process; counts all
+            processes of the node.
         latency_s: time from the end of a rollout on the worker until the learner has the batch,
             plus the time from the learner back to the worker.
         broadcast_s: the learner's CPU for sending new weights, per worker.
@@ -119,8 +118,8 @@ class Layout:
         steps: steps of each env in a message.
         node_workers: whether a node sends one message for all of its processes.
         lag: the maximum policy lag. 0: workers do not step while the learner learns.
-        wait_all: whether a batch has a rollout of every worker. False: only of the first to
-            deliver.
+        wait_all: whether a batch has a rollout of every worker. False: only of the workers that
+            deliver first.
         groups: if the policy runs at the learner, groups of envs per env process. 0: workers run
             their own policy.
     """
@@ -199,7 +198,7 @@ def machine_repair(processes: int, cpu_s: float, idle_s: float, cores: float) ->
 
 @functools.cache
 def _normal_quantiles(count: int) -> np.ndarray:
-    """Return quantiles of the greatest of ``count`` standard normal numbers, evenly spaced."""
+    """Return evenly spaced quantiles of the greatest of ``count`` standard normal numbers."""
     return np.array(
         [NormalDist().inv_cdf(((i + 0.5) / _POINTS) ** (1 / count)) for i in range(_POINTS)]
     )
@@ -277,8 +276,7 @@ class _Parts:
         return first + (layout.nodes - 1) * others
 
     def _limits(self) -> dict[str, float]:
-        """Return the most frames/s that the learner and its network can take in, by name of
-        the limit."""
+        """Return the upper limits of frames/s that the learner and its network set, by name."""
         learner_s = self._message_s + self._learn_s
         kind = "messages" if self._message_s > self._learn_s else "learner"
         limits = {kind: 1 / learner_s if learner_s > 0 else math.inf}

@@ -1,6 +1,6 @@
 """Tell whether this process, or the work of one thread, was asked to stop.
 
-For modules that must not import sessions or collectors.
+Modules that must not import sessions or collectors use it.
 """
 
 from __future__ import annotations

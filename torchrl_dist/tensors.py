@@ -36,7 +36,7 @@ def array_of(tensor: torch.Tensor) -> np.ndarray:
     """Return the tensor's memory as a NumPy array, as integers for dtypes that NumPy lacks.
 
     The array is a copy if NumPy cannot share the memory, for example on another device. For a few
-    rows, NumPy's copy takes a tenth of the time in which torch only starts one.
+    rows, NumPy copies in a tenth of the time that torch needs to start a copy.
     """
     try:
         return tensor.numpy()

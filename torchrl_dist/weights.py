@@ -1,8 +1,7 @@
 """Pack a module's tensors into one flat byte buffer with a version.
 
-An update is packed once and sent to many workers. For any network, an update is a single tensor:
-each tensor of a message has a cost in addition to that of its bytes, and a policy has dozens of
-small tensors.
+An update is packed once and sent to many workers. It is a single tensor, because each tensor of a
+message has a cost in addition to that of its bytes, and a policy has dozens of small tensors.
 """
 
 from __future__ import annotations
@@ -166,7 +165,7 @@ def every_name(module: nn.Module) -> dict[str, Tensor]:
 def untied(packed: PackedWeights, target: nn.Module) -> dict[str, str]:
     """Return names that are tied to another tensor in the source but not in ``target``.
 
-    Each name is mapped to that of the entry that holds its value.
+    Each name is mapped to the name of the entry that holds its value.
     """
     have = every_name(target)
     return {

@@ -249,7 +249,7 @@ def test_the_command_prints_one_object_and_fails_with_2(rb, folder, tmp_path, ca
 
 
 def test_folders_that_are_neither_are_refused(rb, folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(DirectoryError, match=f"these folders in it may be: .*{folder.name}"):
+    with pytest.raises(DirectoryError, match=f"try these folders in it: .*{folder.name}"):
         inspect(folder.parent)
     (tmp_path / "header.json").write_text('{"format": 99}')
     with pytest.raises(DirectoryError, match="use the version that wrote it"):

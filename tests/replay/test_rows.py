@@ -148,7 +148,7 @@ def test_rows_that_differ_in_nodes_or_text_are_refused_and_nothing_is_written(ma
         "'number' is not a tensor": lambda data: data.set(
             "number", NonTensorData("x", batch_size=[2])
         ),
-        "'task' takes 302 bytes .* made that 256": lambda data: data.set(
+        "'task' takes 302 bytes .* limit it to 256": lambda data: data.set(
             "task", NonTensorData(300 * "x", batch_size=[2])
         ),
         "'step' is": lambda data: data.set("step", data.get("step").to_tensordict()),

@@ -213,8 +213,8 @@ class _OwnWriter(TensorDictRoundRobinWriter):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (lambda: {"sampler": None}, "RandomSampler, also where no .* sampler=SharedRandomSampler"),
-        (lambda: {"writer": None}, "RoundRobinWriter, also where no .* writer=SharedCursorWriter"),
+        (lambda: {"sampler": None}, "RandomSampler, not even as .* sampler=SharedRandomSampler"),
+        (lambda: {"writer": None}, "RoundRobinWriter, not even as .* writer=SharedCursorWriter"),
         (
             lambda: {"sampler": SamplerWithoutReplacement()},
             "build it with sampler=SharedSamplerWithoutReplacement.* writer=SharedCursorWriter",

@@ -5,8 +5,8 @@ that reaches every parameter. TorchRL's losses are used differently: ``loss.acto
 not call ``forward``. The losses of one forward have separate backward passes, each before the step
 of its own optimizer. A delayed actor loss has a backward pass only sometimes. In these cases
 DistributedDataParallel leaves each rank's gradients unaveraged, or raises in a later forward. Here,
-hooks on the parameters notice that a backward pass reached them, and the end of the pass averages
-the gradients, no matter which method computed the loss.
+hooks on the parameters notice that a backward pass reached them, and the gradients are averaged at
+the end of the pass, no matter which method computed the loss.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _owners = WeakTensorKeyDictionary()
 class GradientAverage:
     """Averages the gradients of the attached parameters over the ranks, in place in each ``grad``.
 
-    The average includes all that was accumulated in ``grad``. Another average does not change
-    gradients that were averaged before, because these are equal on all ranks.
+    The average includes all that was accumulated in ``grad``. Averaging a second time does not
+    change gradients, because they are equal on all ranks.
 
-    Each backward pass sends one buffer, with all gradients and a flag per parameter: whether this
-    rank reached the parameter. Ranks may therefore reach different parameters.
+    Each backward pass sends one buffer, with all gradients and a flag per parameter that says
+    whether this rank reached the parameter. Ranks may therefore reach different parameters.
 
     Args:
         after: called after each average.
@@ -63,7 +63,7 @@ class GradientAverage:
     def attach(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Average exactly these parameters from now on.
 
-        Parameters that need no gradient are left out until a later call, when they need one.
+        Parameters that need no gradient are left out, until a later call finds that they need one.
 
         Raises:
             ConfigurationError: the parameters are on several devices, or one of them is attached to
@@ -72,7 +72,7 @@ class GradientAverage:
         for name, parameter in parameters.items():
             if self._is_taken(parameter):
                 raise ConfigurationError(
-                    f"{name} belongs to another distributed loss: close() that one first. To "
+                    f"{name} belongs to another distributed loss: close() that loss first. To "
                     "train this parameter with both, distribute one LossModule that calls both "
                     "losses"
                 )
@@ -126,7 +126,8 @@ class GradientAverage:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Only accumulate in this block. The next backward pass after it averages the sum."""
+        """In this block, only accumulate gradients. The next backward pass after the block averages
+        the sum."""
         before, self._local = self._local, True
         try:
             yield
@@ -185,7 +186,7 @@ class GradientAverage:
         if self._local or not self._reached:
             return
         parameters = list(self._parameters.values())
-        # A pass that raised may have reached this parameter, and its grad was set to None since.
+        # If an earlier pass raised, it may have reached a parameter whose grad is None by now.
         reached = [n in self._reached and p.grad is not None for n, p in self._parameters.items()]
         self._reached.clear()
         buffer, count = self._buffer, len(parameters)

@@ -1,9 +1,9 @@
-"""Describes how a loss was built, apart from its tensors, so that ranks can compare it.
+"""Describes how a loss was built, apart from its tensors, so that ranks can compare their losses.
 
 Two losses may hold the same tensors and still compute different gradients: they may differ in loss
-function, value estimator, activation (tanh or relu) or keys. Therefore each module is described by
-its class and by the attributes with names of parameters of its constructor. Other attributes, such
-as counters and caches, may differ between ranks.
+function, value estimator, activation (tanh or relu) or keys. Therefore a description has each
+module's class, and its attributes that have the names of constructor parameters. Other attributes,
+such as counters and caches, may differ between ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SETTINGS = (
     "deterministic_sampling_mode",
     "reduction",
 )
-# Of larger tensors, only the types and shapes are described.
+# For larger tensors, a description has only type and shape.
 _SHOWN_ELEMENTS = 64
 _SHOWN_CHARACTERS = 200
 _DEVICE = re.compile(r"(cpu|cuda|mps|xpu|hpu|npu)(:\d+)?")
@@ -61,8 +61,8 @@ def description(loss: LossModule) -> dict[str, str]:
 def _modules(loss: LossModule) -> Iterator[tuple[str, nn.Module]]:
     """Yield each module of ``loss`` once, with its path.
 
-    These include networks that are not submodules of the loss, because TorchRL calls them with
-    parameters that the loss holds.
+    Also yield networks that are not submodules of the loss. TorchRL keeps them apart, because it
+    calls them with parameters that the loss holds.
     """
     pending, seen = [("", loss)], {id(loss)}
     while pending:

@@ -1,4 +1,4 @@
-"""A TorchRL loss whose gradients, after each backward pass, are those of all ranks' batches."""
+"""A TorchRL loss whose gradients are those of all ranks' batches together."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ class DistributedLoss(_Loss):
       mean inside the loss by its divisor: the number of rows, the number of rows that a mask
       leaves, or the sum of their importance weights. ``reduction="sum"`` sums over all ranks. The
       PPO losses normalize advantages by the statistics of all ranks.
-    - If this cannot be done exactly, the backward pass raises with the reason. This concerns
-      classes that are not TorchRL's (including your own subclasses), ``reduction="none"``, and
-      statistics of a batch such as ``average_rewards``. If so, state the weight of this rank:
-      ``loss.set_rows(len(batch))``.
+    - If the loss cannot compute this gradient exactly, the backward pass raises with the reason.
+      The cases are classes that are not TorchRL's (including your own subclasses),
+      ``reduction="none"``, and statistics of a batch such as ``average_rewards``. In these cases,
+      state the weight of this rank: ``loss.set_rows(len(batch))``.
     - Terms that do not come from the loss, such as a penalty on parameters, have the same weight on
       each rank. Call ``backward()`` only on sums of losses, with or without coefficients. Anything
-      else, such as a square, gives the ranks wrong weights, undetected.
+      else, such as a square, gives the ranks wrong weights without an error.
     - ``loss.ranks`` has methods for decisions on which ranks must agree, and for work that only one
       rank should do.
     - ``with DistributedLoss(...) as loss:`` closes the loss at the end of the block. An exception
@@ -74,7 +74,7 @@ class DistributedLoss(_Loss):
 
     Every rank must make the same calls of the loss, of ``set_rows`` and of ``ranks``, and run the
     same backward passes, in the same order. (Under ``torch.no_grad()`` the calls of the loss may
-    differ.) Each of these blocks until all ranks have called it, on the CPU for at most
+    differ.) Each of these calls blocks until all ranks have made it, on the CPU for at most
     ``timeout_s``, and raises the errors of :class:`~torchrl_dist.learn.Ranks`. A rank without rows
     calls the loss with an empty batch. Load a state on all ranks, or before the loss is
     distributed.
@@ -340,7 +340,7 @@ class _DrawnByFirst(_Loss):
 
 
 class _Drawn:
-    """Parameters of several networks. An index into them is replaced by rank 0's."""
+    """Parameters of several networks. Each index into them is replaced by rank 0's index."""
 
     def __init__(self, networks: Any, ranks: Ranks) -> None:
         self._networks, self._ranks = networks, ranks
@@ -437,7 +437,7 @@ def _shared(
     def watch(part: str, output: Tensor) -> Tensor:
         reason = refusal(loss_class, loss, call, part) or call.trace(output, sums=sums)
         outputs.append((output, reason and f"{part} of {loss_class.__name__}: {reason}"))
-        # A view, so that gradients that flow to another part do not call the hook of this one.
+        # A view, so that gradients that flow to another part do not call this part's hook.
         shown = output.view_as(output)
         shown.register_hook(
             functools.partial(_passed, loss._gradients, loss._weight, outputs[-1][1])
@@ -465,7 +465,7 @@ def _passed(
     """Handle a backward pass that reaches a part of the loss."""
     gradients.begin()
     if weight.stated is not None:
-        # Without rows the gradient may be NaN, so it is not multiplied.
+        # Without rows the gradient may be NaN, and NaN times zero is NaN.
         return gradient * weight.stated if weight.stated else torch.zeros_like(gradient)
     if reason is not None:
         raise ConfigurationError(
@@ -495,8 +495,7 @@ def _refuse_foreign(loss: LossModule, outputs: list[Tensor]) -> None:
 
 def _refuse_statistics(loss: LossModule) -> None:
     """Raise if a call would update tensors from this rank's rows only."""
-    # The networks are not submodules, because TorchRL calls them with parameters that the loss
-    # holds.
+    # These networks are not submodules of the loss (``likeness._modules``).
     networks = {k: v for k, v in loss.__dict__.items() if isinstance(v, nn.Module)}
     for name, network in {"": loss, **networks}.items():
         for path, module in network.named_modules(prefix=name):
@@ -531,12 +530,12 @@ def _statistics_in(module: nn.Module) -> str | None:
 def _compare(loss: LossModule, ranks: Ranks) -> None:
     """Raise unless all ranks built the same loss.
 
-    Tensors must have equal names, types and shapes, and be frozen alike. With different sizes in a
-    collective, gloo would abort the process.
+    Tensors must have equal names, types and shapes, and be frozen alike, because gloo aborts the
+    process if sizes in a collective differ.
     """
     tensors = named_tensors(loss)
-    # Only the first difference is shown. A different class comes first, because it explains the
-    # others.
+    # Only the first difference is shown. A different class comes first, because it explains other
+    # differences.
     mine = {**description(loss), **{name: _card(tensor) for name, tensor in tensors.items()}}
     devices = sorted({str(t.device) for t in tensors.values()})
     assert ranks.group is not None
@@ -574,7 +573,7 @@ def _refuse_difference(ranks: list[Mapping[str, str]]) -> None:
             if first != other:
                 raise ConfigurationError(
                     f"{name} is {first} on rank 0 and {other} on rank {index}; "
-                    "expected the same loss on every rank. Check what its construction depends "
+                    "expected the same loss on every rank. Check what its constructor depends "
                     "on: configuration, environment variables, arguments."
                 )
 

@@ -33,20 +33,20 @@ from ..runtime.awake import awake, check_timeout, start_clock
 from ..runtime.store import AnsweringStore, StoreSilent
 from ..runtime.world import is_seen_here, process_stamp
 
-# A rank that waits longer than this announces it to the others, and looks for their failures.
+# A rank that waits longer than this tells the others that it waits, and looks for their failures.
 _SLICE_S = 1.0
 # How many numbers are summed at once.
 _BLOCK = 64
-# In a meeting, the ranks of a group check that they make the same call (``Ranks._meet``). By group,
-# this is the result of the last meeting. Until the next meeting, tensors of the size agreed there
-# are summed without another one.
+# In a meeting, the ranks of a group check that they make the same call (``Ranks._meet``). This is
+# what each group's last meeting agreed on. Until the next meeting, the ranks sum tensors of the
+# agreed size without meeting again.
 _agreed: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 # For each group whose ranks are on several nodes, the group in which it sums tensors.
 _groups_of_sums: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-# Each rank sends its whole tensor, instead of parts, to each other rank if the tensor has at most
-# _MOST_DIRECT_BYTES and at most _DIRECT_BYTES more are sent in all.
+# A rank sends its whole tensor, instead of parts, to each other rank if the tensor has at most
+# _MOST_DIRECT_BYTES, and if this sends at most _DIRECT_BYTES more than parts would.
 _DIRECT_BYTES, _MOST_DIRECT_BYTES = 2**18, 2**24
-# After a failed collective, how long a rank waits until the others report that they wait, too.
+# After a failed collective, a rank waits this long for the others to report that they wait, too.
 _GRACE_S = 3.0
 _STOPPED = ", stopped"
 # Calls are matched by their order alone, so a missing call is noticed only when a rank has ended.
@@ -91,8 +91,8 @@ class Rank:
 class Ranks:
     """The ranks of a torch.distributed group, or this process alone. Use it in one thread only.
 
-    Every rank builds it and calls its methods in the same order. All methods except ``own`` and
-    ``seed`` block until every rank has called, for at most ``timeout_s``. They raise:
+    Every rank builds it and calls its methods in the same order. All methods except ``own``,
+    ``seed`` and ``report`` block until every rank has called, at most ``timeout_s``. They raise:
 
     - DeadlineError after ``timeout_s``, which names the missing ranks and where they wait instead,
     - PeerLostError if a process died,
@@ -100,8 +100,8 @@ class Ranks:
     - ConfigurationError if the ranks called different methods.
 
     If a process on another node dies, the others notice immediately while they average gradients,
-    otherwise only at the deadline. On a GPU, averaging does not block. There, torch's watchdog
-    enforces the group's own deadline, without the names of ranks.
+    otherwise only at the deadline. On a GPU, averaging does not block. Instead, torch's watchdog
+    enforces the group's own deadline, and its error does not name the missing ranks.
 
     Attributes:
         index: this process's rank in the group.
@@ -211,9 +211,9 @@ class Ranks:
     def any(self, flag: bool) -> bool:
         """Whether ``flag`` is true on some rank. All ranks get the same answer.
 
-        Call this before every update. Otherwise the other ranks wait for the gradients of a rank
-        that leaves its loop (after a signal, for example) or skips an update: ``if
-        ranks.any(len(buffer) < 1000): continue``.
+        Call this before every update, for example ``if ranks.any(len(buffer) < 1000): continue``.
+        Otherwise, if a rank skips an update or leaves its loop (for example after a signal), the
+        other ranks wait for its gradients.
         """
         what = "the question whether to stop"
         if self._device.type != "cpu":  # a sum on the GPU would wait for all work queued there
@@ -292,7 +292,7 @@ class Ranks:
         """Send ``error`` to the ranks that wait for this one. Does not block or raise."""
         if self.size > 1:
             with contextlib.suppress(dist.DistError):
-                # otherwise that failure made this rank fail, too
+                # a failure that is already there has caused this one
                 if not self._store.check("failure"):
                     self._store.set("failure", json.dumps(self._description(error)))
 
@@ -314,7 +314,7 @@ class Ranks:
         """Raise the failure that another rank has reported.
 
         Also raise if the next rank waits for something other than ``what`` in the same call.
-        Looking at the next rank is enough: if any two ranks differ, so do two neighbours.
+        Looking at the next rank is enough, because if any two ranks differ, two neighbours differ.
         """
         reported = self._store.check("failure")
         other = (self.index + 1) % self.size
@@ -340,13 +340,14 @@ class Ranks:
         Arguments and errors are those of :meth:`add_up`. Shape and type must be equal on all ranks.
 
         Args:
-            agreed: the argument ``agreed`` of an ``add_up`` whose ``details`` determine this shape
-                and type. If no other meeting followed that call, the ranks do not meet again.
+            agreed: the argument ``agreed`` of an earlier ``add_up`` whose ``details`` determine the
+                shape and type of ``tensor``. If the ranks have not met since, they need not meet
+                now.
         """
         if self.group is None or self.size == 1:
             return
         if not agreed or _agreed.get(self.group) != agreed:
-            # With buffers of different sizes, gloo aborts the process.
+            # Meet, because with tensors of different sizes gloo would abort the process.
             self._meet(what, f"{details} {tensor.numel()} {tensor.dtype}", [], compare)
             _agreed[self.group] = agreed
         self._sum(tensor, what)
@@ -391,8 +392,8 @@ class Ranks:
         """Sum a block of fixed size, after checking that all ranks make the same call.
 
         Each rank sends its block to each rank, because between nodes the number of messages matters
-        more than their size. The collective is of another kind than in ``_sum``, where gloo would
-        mistake one rank's block for a part of another rank's tensor.
+        more than their size. ``_sum`` uses another collective, because gloo would mistake one
+        rank's block for a part of another rank's tensor.
         """
         assert self.group is not None
         code = zlib.crc32(f"{what} {details}".encode())
@@ -406,8 +407,8 @@ class Ranks:
             compare()
             other = next(index for index, theirs in enumerate(told) if theirs != details)
             raise ConfigurationError(
-                f"at {what} this rank has {details}, and rank {other} {told[other]}: all ranks "
-                "must make the same calls in the same order"
+                f"at {what} this rank has {details}, and rank {other} has {told[other]}: all "
+                "ranks must make the same calls in the same order"
             )
         return [sum(each) for each in sums[: len(values)]]
 
@@ -499,8 +500,8 @@ class Ranks:
     def _waiting(self, what: str) -> Iterator[Callable[[], None]]:
         """Yield a function that announces that this rank waits for ``what``.
 
-        The announcement is withdrawn if the block ends without an error. From announcements, the
-        first rank that gives up knows which ranks wait and which are missing.
+        The announcement is withdrawn if the block ends without an error. The announcements tell
+        the first rank that gives up which ranks wait and which are missing.
         """
         keys = (f"place/{self.index}", self._waiting_key(self.index))
         said = False
@@ -541,7 +542,7 @@ class Ranks:
 
     def _lost_error(self, what: str, error: dist.DistError) -> Exception:
         """Return the error for a store whose process died, or is stopped and therefore silent.
-        Without the store, only this node's kernel can tell which rank's process that is."""
+        Without the store, only this node's kernel can tell which ranks died or are stopped."""
         give_up = awake() + _GRACE_S
         while True:
             states = {who: who.state() for who in self.members}
@@ -574,7 +575,7 @@ class Ranks:
         if gone or not late:
             names = ", ".join(map(str, gone or absent))
             return PeerLostError(f"{names} died or left before {what}{_IF_ENDED}")
-        states.sort(key=lambda each: each[1] != "stopped")  # first the cause, then its effects
+        states.sort(key=lambda each: each[1] != "stopped")  # stopped ranks first: the cause
         places = [self._place(who, state) for who, state in states]
         names = ", ".join(f"{who}{place}" for (who, _), place in zip(states, places, strict=True))
         waits = any(place not in ("", _STOPPED) for place in places)

@@ -1,15 +1,16 @@
 """Observes the divisor of each part of a loss.
 
-A part that is a mean over rows has, on rank r, the gradient ``g_r / d_r``. Its divisor ``d_r`` is
-the number of rows, the number of rows that a mask leaves, or the sum of their weights. One process
-with all rows would compute ``sum_r g_r / sum_r d_r``. So each mean's gradient is multiplied by
-``size * d_r / sum_r d_r`` in the backward pass. Plain averages over the ranks are then exact,
-whatever is added to the parts or accumulated with them, in any number of backward passes.
+A part that is a mean over rows has, on rank r, the gradient ``g_r / d_r``. Here ``g_r`` is the
+gradient of the sum over rows. The divisor ``d_r`` is the number of rows, the number of rows that a
+mask leaves, or the sum of their weights. One process with all rows would compute
+``sum_r g_r / sum_r d_r``. So each mean's gradient is multiplied by ``size * d_r / sum_r d_r`` in
+the backward pass. Plain averages over the ranks are then exact, even if gradients of other parts,
+terms or passes are added.
 
 Divisors come from two places: from TorchRL's own ``_reduce_loss``, which almost all losses call,
-and from the graph of each output, where a ``mean()`` leaves the number of its elements. Between a
-mean and the output, only sums and constant factors are allowed, because any other function would
-need the mean over all ranks, not this rank's.
+and from the autograd graph of each output, in which ``mean()`` notes the number of elements.
+Between a mean and the output, only sums and constant factors are allowed, because any other
+function would need the mean over all ranks, not this rank's.
 
 A graph does not show the statistics of a batch through which no gradient flows, such as those of a
 normalized advantage. Therefore only classes whose statistics are known are supported (``KNOWN``,
@@ -71,7 +72,7 @@ class Weight:
         self._is_old = True
 
     def forget_old(self) -> None:
-        """Note that the loss is called. Drop the weight if gradients have been averaged with it."""
+        """Note a call of the loss. Drop the weight if gradients have been averaged with it."""
         if self._is_old:
             self.stated = None
 
@@ -238,7 +239,7 @@ Rule = Callable[[LossModule, Call, str], "str | None"]
 
 
 def _by_row(loss: LossModule, call: Call, part: str) -> str | None:
-    """Accept: every row is computed independently."""
+    """Accept every part, because each row is computed independently."""
     return None
 
 
@@ -266,8 +267,8 @@ def _td3_bc(loss: LossModule, call: Call, part: str) -> str | None:
     return None
 
 
-# For each class (not its subclasses), a rule that refuses the parts that compute anything over
-# several rows before their reductions. tests/learn/test_classes.py compares each class with one
+# For each class (not its subclasses), a rule that refuses parts that compute anything over several
+# rows before their reductions. tests/learn/test_classes.py compares each class with one
 # process that has all rows.
 KNOWN: dict[type[LossModule], Rule] = {
     **dict.fromkeys(
@@ -334,7 +335,7 @@ def refusal(loss_class: type[LossModule], loss: LossModule, call: Call, part: st
 def estimator_refusal(estimator: Any) -> str | None:
     """Return why a loss may not use this estimator, or None if it computes each row separately."""
     if type(estimator) not in _ESTIMATORS:
-        return f"whether {type(estimator).__name__} computes each row by itself is not known"
+        return f"it is not known whether {type(estimator).__name__} computes each row by itself"
     for name in ("average_gae", "average_rewards", "average_adv"):
         if getattr(estimator, name, False):
             return f"{name}=True normalizes by statistics of this rank's rows"

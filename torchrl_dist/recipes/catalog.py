@@ -20,8 +20,8 @@ class Recipe:
 
     Attributes:
         config: its configuration.
-        summary: half a line for the list of recipes.
-        description: some lines for ``--help``.
+        summary: half a line, for the list of recipes.
+        description: some lines, for ``--help``.
         ranks: the roles of a launcher's ranks, in words.
     """
 
@@ -40,9 +40,9 @@ RECIPES: dict[str, Recipe] = {
         ApexConfig,
         "distributed prioritized n-step double DQN",
         "Train with distributed prioritized n-step double DQN (Ape-X): collectors step "
-        "environments and write to one shared replay buffer, one learner learns from it. "
+        "environments and write to one shared replay buffer, and learners learn from it. "
         "Environments: gymnasium's with discrete actions, and vectors or images as observations.",
-        "rank 0 is the learner and the other ranks collect",
+        "rank 0 learns (with --learners L, the first L ranks), and the other ranks collect",
     ),
     "ddppo": Recipe(
         DDPPOConfig,

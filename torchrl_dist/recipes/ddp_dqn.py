@@ -36,7 +36,7 @@ CAPACITY, BATCH, FRAMES_PER_UPDATE, LEARNING_STARTS = 50_000, 128, 8, 1_000
 
 
 def train(job: Session, output: Path, updates: int, seed: int) -> dict:
-    """Learn until ``updates`` or a stop signal. Every rank calls this; rank 0 writes
+    """Take ``updates`` steps, or fewer after a stop signal. Every rank calls this; rank 0 writes
     ``loss.pt``."""
     torch.set_num_threads(1)
     network = QNetwork(4, 2, (64, 64))
@@ -63,15 +63,15 @@ def train(job: Session, output: Path, updates: int, seed: int) -> dict:
             # Not len(buffer), because faster ranks have already added rows, and all ranks must
             # agree.
             if frames * ranks.size >= LEARNING_STARTS:
-                # counts updates of the whole job
+                # ``update`` counts the updates of the whole job
                 anneal_beta(buffer.sampler, update, steps=updates)
                 batch = buffer.sample()
                 optimizer.zero_grad()
-                loss(batch)["loss"].backward()  # and here
+                loss(batch)["loss"].backward()  # the ranks meet here, too
                 torch.nn.utils.clip_grad_norm_(loss.parameters(), 10.0)
                 optimizer.step()
                 target.step()
-                # DQNLoss writes the square; priorities are absolute errors (Schaul et al. 2016).
+                # DQNLoss writes squared errors; priorities are absolute (Schaul et al. 2016).
                 batch["td_error"] = batch["td_error"].sqrt()
                 buffer.update_tensordict_priority(batch)
                 explore.step()

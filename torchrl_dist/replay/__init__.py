@@ -1,6 +1,6 @@
 """Replay buffers that many processes share.
 
-The invariants, what guards each, and the tests that try to break it (``tests/replay``):
+The invariants, the code that guards each, and the tests (``tests/replay``) that try to break it:
 
 =========================================  ====================================  ================
 invariant                                  guard                                 tests
@@ -15,26 +15,26 @@ a priority meets its row, or none [1]_     generations, ``priorities.update``   
                                                                                  hosted
 only published rows count and are drawn    four rules at the top of              kills, int64
                                            ``directory``
-a killed process leaves no harm            ``DIRTY`` and ``cursor.repair``; a    kills, soak,
+a killed process does no harm              ``DIRTY`` and ``cursor.repair``; a    kills, soak,
                                            lock that dies with its holder        interrupts
-sums equal leaves                          marks in ``tree``                     tree, kills
-the law and the weights of one buffer      ``tree``, ``sampler``; over shards    law, shard_law,
+the tree's sums are sums of its leaves     marks in ``tree``                     tree, kills
+law and weights are those of one buffer    ``tree``, ``sampler``; over shards    law, shard_law,
                                            ``shard_law``                         shard_hosts
-at most once per pass, by all processes    one counter per shard, ``passes``     passes,
+a row is drawn at most once per pass       one counter per shard, ``passes``     passes,
                                                                                  contracts
 RPC calls run in order, each once          one call under way, none repeated:    link, host,
                                            ``remote_link``                       hosted
 samples per insert stay in their range     ``limiter``; ``gate`` on a node,      limiter, gate,
                                            ``totals_gate`` over hosts            limiter_hosts
-the earlier checkpoint, or the new one     one rename, ``disk``; the ring's      checkpoint,
+a kill leaves the old or new checkpoint    one rename, ``disk``; the ring's      checkpoint,
                                            order, ``snapshot``                   checkpoint_shards
-any of these, in any order of calls        a plain model                         fuzz
+all of these, in any order of calls        a plain model                         fuzz
 =========================================  ====================================  ================
 
-.. [1] Where C was built, ``replay_update`` in ``law/_kernel.c`` compares generations, also over
-   hosts, to which the client sends them. If a call names only slots, generations are looked up
-   among the rows that this process drew or wrote (``sampler.RecentGenerations``). Slots not found
-   there are set without a check, and counted as ``unverified_updates``.
+.. [1] If the C kernel was built, its ``replay_update`` compares generations, also over hosts, to
+   which the client sends them. If a call names only slots, generations are looked up
+   among the rows that this process drew or wrote (``sampler.RecentGenerations``). Priorities of
+   other slots are set without a check, and counted as ``unverified_updates``.
 """
 
 from torchrl_dist.replay.hosts.buffer import HostedReplayBuffer, replay_buffer

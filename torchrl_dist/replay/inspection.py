@@ -101,7 +101,7 @@ def _not_one(folder: Path) -> DirectoryError:
         for pattern in ("*/header.json", f"*/{MANIFEST}")
         for each in sorted(folder.glob(pattern))
     ]
-    hint = f"; these folders in it may be: {', '.join(inside)}" if inside else ""
+    hint = f"; try these folders in it: {', '.join(inside)}" if inside else ""
     return DirectoryError(f"{folder} is neither a replay directory nor a checkpoint{hint}")
 
 
@@ -153,7 +153,7 @@ def _directory(folder: Path) -> dict[str, Any]:
 
 
 def _table(folder: Path, name: str, kind: type, count: int) -> np.ndarray:
-    """Return the first numbers of a file."""
+    """Return the first ``count`` numbers of a file."""
     with open(own_files.open_ours(folder / name), "rb") as file:
         there = os.fstat(file.fileno()).st_size // np.dtype(kind).itemsize
         if there < count:
@@ -312,7 +312,7 @@ def _content(
 
 
 def _priorities(leaf: np.ndarray, alpha: float | None, eps: float | None) -> np.ndarray:
-    """Return sorted priorities, without alpha and eps if both are known."""
+    """Return sorted priorities. If alpha and eps are unknown, return sorted leaves."""
     if alpha:
         leaf = np.maximum(leaf ** (1 / alpha) - (eps or 0.0), 0.0)
     return np.sort(leaf)
@@ -326,8 +326,8 @@ def _quantiles(ascending: np.ndarray) -> dict[str, float] | None:
 
 
 def _histogram(ascending: np.ndarray) -> list[dict[str, float]]:
-    """Return the number of rows per priority, in bins whose ends have equal ratios. The first bin
-    includes zeros."""
+    """Return the number of rows per bin of priorities. Bins have equal widths on a logarithmic
+    scale, and the first bin includes zeros."""
     positive = ascending[ascending > 0]
     if not positive.size:
         return []

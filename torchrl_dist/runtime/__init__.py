@@ -7,9 +7,9 @@
     with session({"learner": 1, "collector": -1}) as me:             # every rank of torchrun
         ... if me.role == "learner" else me.serve()
 
-RPC unpickles messages, so any program that can connect to its port can run code. Jobs of one
-node listen only on loopback, where every local user can connect. A job of several nodes listens on
-the interface that TP_SOCKET_IFNAME names.
+RPC unpickles messages, so any program that can connect to a process's RPC port can run code there.
+Jobs of one node listen only on loopback, where every local user can connect. A job of several nodes
+listens on the interface that TP_SOCKET_IFNAME names.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 After a process was stopped (SIGSTOP, a suspended machine, a debugger), deadlines by the usual clock
 have passed, although the other processes had no time to answer. Waits are therefore measured on the
-clock :func:`awake`, which a thread of the process advances, so it stops with the process.
+clock :func:`awake`. A thread of the process advances this clock, so the clock stops with the
+process.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ..forks import now_and_in_children
 
 _T = TypeVar("_T")
 _TICK_S = 0.25
-# Two ticks are further apart only if the process was stopped, or got no CPU time in between.
+# Two ticks are further apart than this only if the process was stopped, or got no CPU time.
 _MOST_S = 2 * _TICK_S
 _LONGEST_S = 1e9
 
@@ -36,8 +37,8 @@ class _Clock:
         self._lock = threading.Lock()
         self._sooner = threading.Event()
         self._next_look = 0.0
-        # When the last tick was on time.monotonic() (None before the first), and how long this
-        # process has been stopped in all. Assigned as one tuple, because other threads read it
+        # The time of the last tick on time.monotonic() (None before the first tick), and the total
+        # time for which this process was stopped. One tuple, because other threads read both
         # without a lock.
         self._ticked: tuple[float | None, float] = (None, 0.0)
         self._due: dict[int, tuple[float, Callable[[], None]]] = {}
@@ -70,7 +71,7 @@ class _Clock:
 
     def _run(self) -> None:
         while True:
-            self._next_look = self.now() + _TICK_S  # set before the rest, because call_at reads it
+            self._next_look = self.now() + _TICK_S  # set before _due is read; see call_at
             soonest = min((due for due, _ in list(self._due.values())), default=self._next_look)
             self._next_look = min(self._next_look, soonest)
             self._sooner.wait(max(0.0, self._next_look - self.now()))
@@ -92,7 +93,7 @@ _clock = _Clock()
 
 
 def check_timeout(timeout_s: float) -> None:
-    """Raise ConfigurationError if this is not a deadline, or too long for the clocks of C++."""
+    """Raise ConfigurationError unless the timeout is above 0 and fits the clocks of C++."""
     if not 0 < timeout_s <= _LONGEST_S:
         raise ConfigurationError(
             f"timeout_s={timeout_s}: expected a positive, finite number of seconds, at most "
@@ -122,7 +123,7 @@ def call_at(due: float, function: Callable[[], None]) -> int:
 
 
 def forget(key: int) -> bool:
-    """Cancel the call. Return True if it had not begun, at most once per key."""
+    """Cancel a call of :func:`call_at`. Return whether it was still pending."""
     return _clock.forget(key)
 
 

@@ -1,7 +1,7 @@
 """Run work in the thread that serves other processes.
 
-Some environments must run in one thread from beginning to end. If they use signal handlers, event
-loops or windows, this must be the main thread.
+Some environments must run in one thread from beginning to end. Environments that use signal
+handlers, event loops or windows need the main thread.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ Chore = Callable[[], None]
 
 # When the job ends, a running call has this long before it is interrupted, as by Ctrl-C.
 _END_S = 1.0
-# If the call still runs after this time, another thread ends the process, so that it does not
-# outlive its job.
+# If the call still runs this long after the interrupt, another thread ends the process.
 _INTERRUPT_S = 5.0
 
 
 class Chores:
-    """A queue of calls for the serving thread. The queue has one owner at a time."""
+    """A queue of calls for the serving thread. At most one owner at a time submits calls."""
 
     def __init__(self) -> None:
         self.expected = False  # whether this process is in a session in which it may serve
@@ -40,7 +39,8 @@ class Chores:
         self._serves = self._claimed = self._busy = False
 
     def claim(self, patience_s: float) -> bool:
-        """Become the owner if this process serves, or starts to serve within ``patience_s``.
+        """Become the owner of the queue if this process serves, or starts to serve within
+        ``patience_s``.
 
         Returns False if it does not serve, or if there is another owner.
         """
@@ -63,7 +63,7 @@ class Chores:
                 os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
-        """Release the thread. Chores that were submitted before still run."""
+        """Give up ownership of the queue. Chores that were submitted before still run."""
         with self._cond:
             self._claimed = False
 
@@ -71,8 +71,8 @@ class Chores:
         """Run submitted chores until the latch is set.
 
         Args:
-            interrupt: makes the next signal raise in the main thread, to interrupt a chore that
-                does not return when the latch is set.
+            interrupt: called if a chore does not return after the latch is set. It must make the
+                next signal raise in the main thread.
         """
         wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         poller = select.poll()

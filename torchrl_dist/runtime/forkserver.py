@@ -5,13 +5,12 @@ process gets one end of a socket pair. Importing takes seconds of CPU per proces
 milliseconds. Forking is safe only without a second thread, RPC and CUDA, so the server only forks,
 waits and reports.
 
-To start processes, a child becomes another client of the server that forked it, without another
-import. The socket for this accepts only processes of this user.
+A child that starts processes itself becomes another client of the server that forked it, so nothing
+is imported again. The server accepts only clients of this user.
 
-Lifetimes. When a client is gone (noticed by a pidfd and the command stream), the server ends the
-client's children. When the first client, its parent, is gone, the server also ends itself. When the
-server dies, the kernel kills the children, and each client kills all that remain in its children's
-process groups.
+Lifetimes. When a client is gone, the server ends the client's children. When its parent, the first
+client, is gone, the server also ends itself. When the server dies, the kernel kills the children,
+and each client kills all that remain in its children's process groups.
 
     client --commands (a stream)-->  server  --fork-->  child
     client <--reports (datagrams)--  server and children
@@ -61,7 +60,7 @@ _PRELOAD = (
 )
 _MAX_REPORT_BYTES = 64 * 1024
 _PR_SET_PDEATHSIG = 1
-# Long, because a start-up may be slow without a failure, if many children share few cores.
+# Long, because many children that share few cores start slowly.
 _BOOT_TIMEOUT_S = 120.0
 _KILL_TIMEOUT_S = 5.0
 _JOIN_S = 1.0  # how long a new connection may take to send its descriptors
@@ -145,12 +144,12 @@ class ForkServer:
         with ForkServer() as server:
             with local_cluster({"learner": 1, "collector": 2}, fork_server=server) as s: ...
 
-    The children see modules and files as they were when the server started.
+    Children do not see later changes of modules that the server has imported.
 
     Args:
-        fork: fork the server from this process, so that it keeps the imports. Only for a program
-            that has done nothing else yet, and has not run any user code. If this process has more
-            than one thread, the server is nevertheless started as a new process.
+        fork: fork the server from this process, with its imports. Only for a program that has done
+            nothing but import, and has not run user code. If this process has more than one thread,
+            the server is nevertheless started as a new process.
     """
 
     def __init__(self, *, fork: bool = False) -> None:
@@ -159,7 +158,7 @@ class ForkServer:
         self._up = threading.Event()
         self._error: str | None = None
         self._closed = False
-        self._owner = os.getpid()  # a fork of this process has a copy of this object
+        self._owner = os.getpid()  # differs in a fork, which has a copy of this object
         # None: another client started the server.
         self._process: subprocess.Popen[bytes] | _Fork | None = None
         self._command_lock = threading.RLock()  # keeps a command and its descriptors together
@@ -170,7 +169,7 @@ class ForkServer:
         self.pid = 0
         if _address is not None:
             self.address = _address
-            with contextlib.suppress(OSError):  # that server has ended
+            with contextlib.suppress(OSError):  # raised if that server has ended
                 self.pid = self._join(fds)
         if not self.pid:
             self.address = f"\0torchrl_dist-{secrets.token_hex(16)}"
@@ -244,8 +243,9 @@ class ForkServer:
             "from torchrl_dist.runtime.forkserver import serve; "
             f"serve({fds[0]}, {fds[1]}, {os.getpid()}, {self.address!r})"
         )
-        # Slurm sends stop signals to every process that it finds. Only the parent handles them, and
-        # ends the children cleanly. Here they are blocked until the server ignores them.
+        # Slurm sends stop signals to every process that it finds. Only the parent handles these
+        # signals, and ends the children cleanly. Here the signals are blocked until the server
+        # ignores them.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             return subprocess.Popen(
@@ -263,9 +263,9 @@ class ForkServer:
         children.
 
         Args:
-            ends: one descriptor per rank, such as an end of a socket pair. Only that child inherits
-                it, and runs ``job.run(rank, ready, descriptor)``. The caller must close its own
-                copy.
+            ends: one descriptor per rank, such as an end of a socket pair. Only the child of that
+                rank inherits the descriptor, and runs ``job.run(rank, ready, descriptor)``. The
+                caller must close its own copy.
 
         Raises:
             PeerLostError: the server died.
@@ -288,8 +288,8 @@ class ForkServer:
         """Block until the server can fork, which takes seconds after its start.
 
         Raises:
-            PeerLostError: it died.
-            DeadlineError: it did not start in time.
+            PeerLostError: the server died.
+            DeadlineError: the server did not start in time.
         """
         if not self._up.wait(_BOOT_TIMEOUT_S):
             raise DeadlineError(f"the fork server was not up after {_BOOT_TIMEOUT_S:g} s")
@@ -297,7 +297,7 @@ class ForkServer:
             raise PeerLostError(f"the fork server (pid {self.pid}) is gone: {self._error}")
 
     def restart(self, job: Any, rank: int, end: int | None = None) -> None:
-        """Fork a child to replace one that has ended. Does not wait for it. ``end`` as in
+        """Fork a child that replaces an ended one. Does not wait. ``end``: one of ``ends`` of
         :meth:`start`.
 
         Raises:
@@ -321,7 +321,7 @@ class ForkServer:
     def kill_children(self) -> None:
         """End the children of the last cluster now; blocks until they are gone (seconds).
 
-        Does nothing in a fork of this process, because the children are not its own.
+        Does nothing in a fork of this process, because the children do not belong to the fork.
         """
         children = self._children
         if children is None or os.getpid() != self._owner:
@@ -347,7 +347,7 @@ class ForkServer:
                 self._process.kill()
                 self._process.wait()
         self._monitor.join(_KILL_TIMEOUT_S)
-        if not self._monitor.is_alive():  # otherwise it would poll files that reuse these numbers
+        if not self._monitor.is_alive():  # if alive, it still polls these descriptors
             self._reports.close()
             os.close(self._pidfd)
 
@@ -378,7 +378,7 @@ class ForkServer:
 
     def _hang_up(self) -> None:
         if os.getpid() == self._owner:
-            with contextlib.suppress(OSError):  # closed already, or by the server
+            with contextlib.suppress(OSError):  # the link is closed already, here or by the server
                 # closing is not enough, because processes forked meanwhile have copies
                 self._link.shutdown(socket.SHUT_RDWR)
         self._commands.close()
@@ -529,13 +529,13 @@ def serve(command_fd: int, report_fd: int, parent_pid: int, address: str) -> Non
     for name in _PRELOAD:
         importlib.import_module(name)
     # All children share this resource tracker. A child's own tracker would be killed with the
-    # child's process group before it unlinks, for example, semaphores of envs in /dev/shm.
+    # child's process group, and could not unlink, for example, the semaphores of envs in /dev/shm.
     resource_tracker.ensure_running()
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
         raise RuntimeError(
             f"the fork server has {threads} threads after its imports, expected 1: forking would "
-            "be unsafe. A preloaded library started one."
+            "be unsafe. A preloaded library started a thread; find out which"
         )
     gc.collect()
     gc.freeze()  # else children would copy every page that garbage collection touches
@@ -543,8 +543,8 @@ def serve(command_fd: int, report_fd: int, parent_pid: int, address: str) -> Non
     flush(sys.stdout, sys.stderr)  # otherwise every child would write the buffered output again
     _address = address
     _Server(_Client(command_fd, report_fd, parent), address).run()
-    # Nothing must be finalized. At a normal exit, nanobind (in triton, which tensordict imports
-    # with torch 2.15) would print the frozen objects as leaked.
+    # Exit without finalizing. At a normal exit, nanobind (in triton, which tensordict imports with
+    # torch 2.15) would print the frozen objects as leaked.
     flush(sys.stdout, sys.stderr)
     os._exit(0)
 
@@ -615,12 +615,12 @@ class _Server:
         self._libc = ctypes.CDLL(None, use_errno=True)
 
     def run(self) -> None:
-        """Fork, wait and report until the parent is gone or closes the command pipe."""
+        """Fork, wait and report until the parent is gone or closes the command stream."""
         try:
             while self._parent in self._clients:
                 events = [fd for fd, _ in self._poller.poll()]
                 door = self._door.fileno()  # last, because existing clients do not need this socket
-                # one event at a time, because it may close the descriptors of the others
+                # one at a time, because handling an event may close the descriptors of the others
                 self._serve(next((fd for fd in events if fd != door), door))
         finally:
             for client in self._clients + self._ended:
@@ -657,7 +657,7 @@ class _Server:
             return
         with link, contextlib.suppress(OSError, ValueError):
             pid, uid = _peer(link)
-            if uid == os.getuid():  # this user may do anything with the server
+            if uid == os.getuid():  # no other check: this user may do anything here
                 link.settimeout(_JOIN_S)
                 self._admit(pid, list(socket.recv_fds(link, 16, 2)[1]))
 
@@ -715,8 +715,8 @@ class _Server:
     def _take_end(self, client: _Client) -> None:
         """Receive one descriptor and fork the child that waits for it.
 
-        One at a time, so that a child does not inherit another's descriptor. The server does not
-        wait for the next descriptor, because the client may have been stopped.
+        The server takes one descriptor at a time, so that no child inherits another child's. The
+        server does not wait for the next descriptor, because the client may have been stopped.
         """
         data, ends, _, _ = socket.recv_fds(client.link, 1, 1)
         if not ends:
@@ -805,7 +805,7 @@ def _run_child(reports: socket.socket, job: int, rank: int, blob: bytes, end: in
     except BaseException as error:
         trace = "".join(traceback.format_exception(error))[-_MAX_REPORT_BYTES // 2 :]
         summary = traceback.format_exception_only(error)[-1].strip()[:1000]
-        # First, because the client may kill this process once it gets the report.
+        # Flush first, because the client may kill this process once it gets the report.
         flush(sys.stdout, sys.stderr)
         report(reports, "failed", job, rank, (summary, trace))
         return 1

@@ -1,9 +1,8 @@
-"""Check that this process's limits suffice for a job, because at a limit C++ aborts without naming
-it.
+"""Check that this process's limits suffice for a job.
 
-The numbers of descriptors and threads were measured with torch 2.13: per process that the driver is
-connected to, and for a session of two processes with the files of a recipe's run. For large tensors
-between nodes, TensorPipe opens more connections.
+At a limit, C++ code would abort without naming it. The numbers below were measured with torch 2.13:
+per process that the driver is connected to, and for a session of two processes with the files of a
+recipe's run. Between nodes, TensorPipe opens more connections for large tensors.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from . import proc
 _OF_ONE_NODE, _OF_SEVERAL = 12, 40
 _SESSION_OF_ONE_NODE, _SESSION_OF_SEVERAL = 60, 160
 _THREADS_OF_ONE_NODE, _THREADS_OF_SEVERAL, _THREADS_ALONE = 14, 32, 7
-# The limit is not raised further, because some programs close every descriptor below it when they
-# start.
+# The descriptor limit is not raised above this, because some programs close every descriptor below
+# it when they start.
 _MOST_RAISED = 1 << 16
 _FAR_AWAY = 1 << 14
 
@@ -42,9 +41,9 @@ def check_limits(
     Args:
         starts: how many processes of the job this one starts, including itself.
         driver: whether this process is connected to all others.
-        launched: ``starts`` counts instead the processes that a launcher starts on this machine.
-            All of them check at about the same time, so the threads that the others will need are
-            added.
+        launched: whether a launcher started this process. ``starts`` then counts all that it starts
+            on this machine. They check at about the same time, so the threads that they will need
+            are counted, not their present ones.
 
     Raises:
         ConfigurationError: a limit is too low; the message names it and the command that raises it.
@@ -52,7 +51,7 @@ def check_limits(
     needed = descriptors_of(world_size if driver else 2, one_node)
     if world_size == 1:
         needed = descriptors_of(1, one_node)
-    # A third of them, for large tensors and the user's own files, may never be needed.
+    # A third of the descriptors may never be needed: those for large tensors and the user's files.
     least = len(os.listdir("/proc/self/fd")) + needed * 2 // 3
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_RAISED if hard == resource.RLIM_INFINITY else min(hard, _MOST_RAISED)

@@ -121,7 +121,7 @@ def local_cluster(
                     raise
                 children.watch(me._peer_exited)
                 yield me
-            if me._everybody_left():  # otherwise a child hangs and will not exit either
+            if me._everybody_left():  # if one has not left, it hangs and will not exit
                 children.wait_gone(_EXIT_S)
 
 
@@ -172,4 +172,4 @@ class _Job:
                 process_group=self.process_group,
             ) as me:
                 me.serve()
-        atexit._run_exitfuncs()  # the child ends by os._exit, which runs none of them
+        atexit._run_exitfuncs()  # os._exit, which ends the child, does not run them

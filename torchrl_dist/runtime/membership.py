@@ -1,6 +1,6 @@
 """The states of the other processes: which of them serve, are lost or have left.
 
-This module does not communicate. The session tells it about events and acts on the answers.
+This module does not communicate. The session reports events to it, and acts on the answers.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Membership:
     def arrive(self, number: int, rank: int, release: Callable[[], None]) -> None:
         """Note that ``rank`` has reached barrier ``number``.
 
-        ``release()`` is called when all ranks that run code of their own have reached it. Ranks
-        that serve, have left or are lost do not count.
+        ``release()`` is called when all ranks that run code of their own have reached the barrier.
+        Ranks that serve, have left or are lost do not count.
         """
         with self._changed:
             self._arrived.setdefault(number, {})[rank] = release

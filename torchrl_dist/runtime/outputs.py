@@ -46,8 +46,8 @@ class _Lasting(io.FileIO):
 def outlive_readers() -> None:
     """From now on, failed writes to ``sys.stdout`` and ``sys.stderr`` do not raise.
 
-    Only for processes that belong to this package, before they run any user code. Streams that are
-    not Python's own are left alone.
+    Call it only in processes that belong to this package, before they run user code. A stream that
+    other code has replaced is left alone.
     """
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)

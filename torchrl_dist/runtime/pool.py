@@ -1,4 +1,4 @@
-"""A thread pool for calls that other processes make. Its threads never keep this process alive."""
+"""A thread pool for calls that other processes make."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Linux tells about a process: ``/proc/PID/stat``."""
+"""What Linux reports about a process in ``/proc/PID/stat``."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 The learner's process counts in memory. Once a second a thread writes the counts to this user's
 folder in /dev/shm. If a process makes no progress for a minute, the thread warns once and says what
-that process waits for. Only ``top`` reads the file, without a lock, so reading does not delay the
-job.
+that process waits for. ``top`` reads the file without a lock, so it does not delay the job.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ PATIENCE_S = 60.0
 _EVERY_S = 1.0
 _ANSWER_S = 3.0
 _FRAMES = 3  # how many innermost frames of a stack a warning shows
-# If code of these modules waits, a warning shows its caller instead.
+# If a thread waits inside these modules, a warning shows the code that called them.
 _LIBRARIES = sys.stdlib_module_names | {"numpy", "tensordict", "torch", "torchrl"}
 _numbers = itertools.count()
 _log = logging.getLogger("torchrl_dist")
@@ -67,7 +66,7 @@ class Progress:
         return late
 
     def excuse(self, names: Sequence[str], seconds: float) -> None:
-        """Do not count these seconds for ``names``, because progress was not visible then."""
+        """Do not count ``seconds`` as a stall of ``names``: their progress was not visible then."""
         for name in names:
             if name in self._seen:
                 count, since = self._seen[name]
@@ -75,13 +74,12 @@ class Progress:
 
 
 class Pulse:
-    """The pulse of one collector of a job, in the process that takes its batches.
+    """Writes the file and the warnings of one collector, in the process that takes its batches.
 
-    The thread that takes the batches calls ``waits``, ``took`` and ``close``; they only set
-    numbers.
+    The thread that takes the batches calls ``waits``, ``took`` and ``close``. The first two are
+    cheap.
 
     Args:
-        session: the job.
         workers: the collector's workers, by index; empty if this process collects itself.
         figures: returns plain values for the file; called in the writing thread.
     """
@@ -122,7 +120,7 @@ class Pulse:
             self._thread.start()
 
     def took(self, frames_by_worker: Mapping[int, int]) -> None:
-        """Note that the caller has a batch; takes the frames so far by worker index."""
+        """Note that the caller has a batch. The argument has the frames so far, by worker index."""
         self._waiting_since = None
         self._batches += 1
         self._frames = dict(frames_by_worker)
@@ -193,8 +191,8 @@ class Pulse:
     # ---- the watchdog
 
     def _counts(self, session: Session) -> dict[str, int]:
-        """Return the progress of this process and its workers. The time in which one must wait for
-        others does not count."""
+        """Return the progress of this process and its workers. Time in which a process must wait
+        for another one does not count."""
         own = session.me.name
         lost = {peer.name for peer in session.lost()} | {own}
         workers = {
@@ -275,7 +273,7 @@ def remove_pulses_of_the_dead() -> None:
 
 
 def stamp_of(path: Path) -> str | None:
-    """Return the stamp of the process that writes this file, or None if it is not a pulse file.
+    """Return the ``process_stamp`` in the name of a pulse file, or None if it is another file.
 
     The file may be incomplete.
     """

@@ -40,8 +40,8 @@ class Remote(Generic[T]):
     once; more calls queue). The object must do its own locking. If a method returns a
     ``concurrent.futures.Future``, the caller gets the future's result, and no thread waits for it.
     Arguments and results are copies, except within one process. Tensors are read while they are
-    being sent. Until the answer has arrived, do not change tensors of an argument. If the object
-    changes a tensor later, it must return a copy. The object lives until the session ends.
+    sent: do not change tensors in arguments until the answer has arrived. A method must return a
+    copy of a tensor that the object changes later. The object lives until the session ends.
 
     Example:
         >>> with session() as me:
@@ -64,7 +64,7 @@ class Remote(Generic[T]):
         Raises:
             RemoteError: the method raised; ``__cause__`` is its exception if that can be pickled.
             DeadlineError: there was no answer in time.
-            PeerLostError: the process is gone; raised without waiting if that is known.
+            PeerLostError: the process is gone; raised at once if that is already known.
         """
         operation = ("method", self.key, method, args, kwargs)
         return self._session()._call(self.peer, operation, timeout_s)
@@ -75,9 +75,9 @@ class Remote(Generic[T]):
         """Like ``call``, without blocking.
 
         The future fails with the errors of ``call``. The future cannot be cancelled. Its callbacks
-        must not block the thread in which they run. With ``timeout_s=math.inf`` it fails only when
-        the process is known to be gone: its connection broke or, after a loss of its node, no sign
-        of life came for the session's deadline.
+        must not block the thread in which they run. With ``timeout_s=math.inf``, the future fails
+        only once the process is known to be gone: its connection broke, or it gave no sign of life
+        for the session's ``timeout_s``.
         """
         operation = ("method", self.key, method, args, kwargs)
         return self._session()._submit(self.peer, operation, timeout_s)
@@ -113,7 +113,7 @@ def only_session() -> Iterator[None]:
         where = "" if _current is None else f" as {_current.me.name}"
         raise ConfigurationError(
             f"This process is already in a session{where}, or entering one: leave it first. "
-            "Use one process per session, also for sessions of two threads."
+            "Two sessions need two processes; two threads are not enough."
         )
     try:
         yield

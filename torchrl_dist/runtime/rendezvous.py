@@ -29,12 +29,12 @@ from .store import AnsweringStore, StoreSilent, connect_store, keep_store
 from .world import World
 
 _INTERFACES = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-# How often rank 0 looks for a newer card of a rank that did not confirm the first one found.
+# How often rank 0 looks for a newer card of a rank that did not confirm the card found first.
 _NEWER_CARD_S = 0.5
 # If the node of rank 0 is unknown: how long each node may take to answer, and the pause before all
 # nodes are asked again.
 _PROBE_S, _PROBE_EVERY_S = 2.0, 0.2
-_LEAST_WAIT_S = 0.001  # a store takes 0 for no timeout
+_LEAST_WAIT_S = 0.001  # to a store, 0 means no timeout
 # Counts the sessions that this process entered. All ranks of a job enter sessions in the same
 # order.
 _entered = itertools.count()
@@ -70,7 +70,8 @@ def launcher_store(world: World, timeout_s: float) -> tuple[dist.Store | None, W
     launcher_keeps_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     keep = world.global_rank == 0 and not launcher_keeps_it
     hosts = () if keep else world.master_hosts
-    # Another job may use the same port, so keys contain the job's id if all nodes have the same id.
+    # Another job may use the same port. Keys therefore contain the job's id under Slurm, where all
+    # nodes know the same id.
     mine = f"torchrl_dist/{world.job_id}" if world.launcher == "slurm" else "torchrl_dist"
     store, found = _launcher_store(
         hosts or (world.master_addr,),
@@ -83,7 +84,7 @@ def launcher_store(world: World, timeout_s: float) -> tuple[dist.Store | None, W
     return dist.PrefixStore(f"{mine}/{number}", store), replace(world, master_addr=found)
 
 
-@functools.cache  # kept for later sessions: closing it would race with ranks entering the next
+@functools.cache  # kept: closing it would race with ranks that enter the next session
 def _launcher_store(
     hosts: tuple[str, ...],
     port: int,
@@ -187,7 +188,7 @@ def meet(
 def make_process_group(
     backends: str | Mapping[str, str] | None, member: Member, timeout_s: float
 ) -> dist.ProcessGroup | None:
-    """Make this role's default torch.distributed group if ``backends`` names a backend."""
+    """Make this role's default torch.distributed group if ``backends`` names a backend for it."""
     me = member.peers[member.world.global_rank]
     backend = backends.get(me.role) if isinstance(backends, Mapping) else backends
     if not backend:
@@ -212,9 +213,10 @@ class _Exchange:
     """Exchanges the cards of all ranks through a store that may hold cards of dead processes.
 
     After a restart, torchrun's store still has the cards of the earlier ranks, and in a job of
-    several nodes no environment variable distinguishes the starts. So each card has a token. Rank 0
-    answers each card that it finds. The answer is at a key that only the owner of the token reads.
-    The owner then confirms that it is alive. When all have confirmed, rank 0 publishes the cards.
+    several nodes no environment variable distinguishes the starts. So each card has a random token.
+    Rank 0 answers each card that it finds. The answer is at a key that only the owner of the token
+    reads. The owner then confirms that it is alive. When all have confirmed, rank 0 publishes the
+    cards.
     """
 
     def __init__(self, store: dist.Store, seats: list[tuple[str, int]], timeout_s: float) -> None:
@@ -299,8 +301,7 @@ def _set_interface(world: World, cards: list[dict[Any, Any]]) -> Callable[[], No
     By default both listen on the address to which the node's own name resolves. This is often a
     loopback address, with which a job of several nodes would hang. Such a job therefore uses the
     interface through which this node reaches another one. In a job of one node, both listen on
-    loopback only, because any program that can connect to RPC's port can run code. Under a
-    launcher, variables that are already set have priority.
+    loopback only. Under a launcher, variables that are already set have priority.
     """
     before = {name: os.environ.get(name) for name in _INTERFACES}
     interface = "lo" if world.one_node else _interface_towards_others(world, cards)
@@ -327,7 +328,7 @@ def _interface_towards_others(world: World, cards: list[dict[Any, Any]]) -> str 
 
 
 def own_address(world: World) -> str:
-    """Return the address at which this process listens for others, the same as RPC's."""
+    """Return the address at which this process listens for others; RPC listens there, too."""
     interface = os.environ.get(_INTERFACES[0])
     addresses = addresses_of(interface) if interface else []
     return addresses[0] if addresses else str(socket.getaddrinfo(world.host, 0)[0][4][0])

@@ -43,7 +43,7 @@ _MAX_CONCURRENT_CALLS = 64
 _STOP_GRACE_S = 10.0
 _GOODBYE_S = 3.0
 _GLANCE_S = 1.0
-# After a connection broke, how long to wait for the supervisor to say how the process died.
+# How long to wait, after a connection broke, for the fork server's report of how the process died.
 _CAUSE_S = 1.0
 # The interval of signs of life between nodes is this fraction of the session's deadline, but at
 # most this many seconds.
@@ -54,7 +54,7 @@ class Session:
     """A process's membership in a job, made by ``session(...)`` or ``local_cluster(...)``.
 
     The first rank of the first role is the driver: when it leaves its session, the job ends. Any
-    thread may call methods of a session; only ``serve`` and ``close`` belong to a single thread.
+    thread may call methods of a session; only ``serve`` and ``close`` must stay in one thread.
 
     Attributes:
         world: this process's place in the job, as the launcher assigned it.
@@ -82,7 +82,7 @@ class Session:
         self.process_group: dist.ProcessGroup | None = None
         self._member = member
         self._pids = member.pids
-        self._supervised = supervised  # the launcher calls _peer_exited for each death
+        self._supervised = supervised  # local_cluster calls _peer_exited for each death
         self._driver = member.peers[0]
         self._transport: Transport | None = None
         self._pool = DaemonPool(_MAX_CONCURRENT_CALLS, "torchrl_dist-call")
@@ -136,7 +136,7 @@ class Session:
         if os.getpid() != self._pid:
             raise ConfigurationError(
                 f"process {os.getpid()} was forked from {self._pid}, {self.me.name} of a session, "
-                "but is not a member, because the connections stay with that process. Use "
+                "but is not a member, because a fork does not get the connections. Use "
                 "local_cluster, torchrun or Slurm to start processes that call one another"
             )
 
@@ -254,8 +254,8 @@ class Session:
         rank = peer.global_rank
         with self._lock:
             self._in_flight[rank].add(future)
-        # Checked after the registration, so that no loss is missed: an earlier loss fails the
-        # future here, a later one where it is noticed.
+        # Checked after the registration, so that no loss is missed: a later loss fails the future
+        # in _lose.
         if self._closed or self._members.why_lost(rank) is not None:
             self._settle(rank, future, error=self._lost_error(peer))
             return future
@@ -322,7 +322,7 @@ class Session:
         self, body: bytes, tensors: list[Any], answer: Callable[[tuple[Any, ...]], None]
     ) -> None:
         def run() -> Any:
-            # RPC is up before this process has finished _open.
+            # RPC delivers calls before this process has finished _open.
             self._opened.wait(self.timeout_s)
             return self._execute(wire.loads(body, tensors))
 
@@ -381,7 +381,8 @@ class Session:
     def _suspect(self, rank: int, reason: str) -> None:
         """Note that the connection to ``rank`` failed.
 
-        If there is a supervisor, wait a moment for its report of how the process died.
+        In a local_cluster, first wait a moment for the fork server's report of how the process
+        died.
         """
         with self._lock:
             known = rank in self._suspects
@@ -415,7 +416,7 @@ class Session:
         return PeerLostError(f"{peer} (pid {pid}) is lost: {reason}")
 
     def _peer_exited(self, rank: int, how: str) -> None:
-        """Note that ``rank`` died; called by the supervisor of the children, in any thread."""
+        """Note that ``rank`` died; called through ``Children.watch``, in any thread."""
         self._lose(rank, how)
 
     # ---- control messages, handled in the RPC thread without blocking
@@ -510,7 +511,7 @@ class Session:
     def _give_signs(self, card: str) -> None:
         """Send signs of life to the driver. Runs in a thread of every other process.
 
-        The answers also tell this process whether the driver is lost, or counts this process as
+        The answers tell whether the job has ended, and whether the driver counts this process as
         lost because it was paused or cut off for a while.
         """
         driver = self._driver.global_rank
@@ -558,7 +559,7 @@ class Session:
         if self._end.is_set():
             return  # keep the first reason, because connections also break after a clean end
         self._end_reason = reason
-        self._stop.set()  # before the rest, so that it is set when serve() returns
+        self._stop.set()  # first, so that it is set when serve() returns
         self._end.set()
 
     # ---- waiting
@@ -571,8 +572,8 @@ class Session:
         SIGHUP, SIGUSR1 or SIGUSR2 came. :attr:`stop_signal` is the first of these signals, for
         which the driver prints a line. The second SIGINT, SIGTERM or SIGHUP raises
         KeyboardInterrupt or SystemExit in the main thread, unless the process serves. SIGUSR1 and
-        SIGUSR2 announce SIGTERM (``sbatch --signal=USR1@60``) and never raise. A program that
-        handles SIGUSR1 or SIGUSR2 itself is not asked to stop by it.
+        SIGUSR2 announce SIGTERM (``sbatch --signal=USR1@60``) and never raise. If the program has
+        its own handler for SIGUSR1 or SIGUSR2, that signal does not request a stop.
         """
         return self._stop.is_set()
 
@@ -594,9 +595,9 @@ class Session:
     def serve(self) -> None:
         """Answer other processes' calls until the driver ends the job; blocks.
 
-        Every process except the driver calls this, in its main thread. Stop signals do not end it:
-        Slurm and torchrun send them to the driver, too, which needs this process to finish its
-        work.
+        Every process except the driver calls this, in its main thread. Stop signals do not end the
+        call: Slurm and torchrun also send them to the driver, which needs this process to finish
+        its own work.
 
         Raises:
             PeerLostError: the driver failed or died.
@@ -658,8 +659,8 @@ class Session:
         """Call ``callback(clean)`` before anything else when this process leaves its session.
 
         ``clean`` is false if it leaves because of an exception. The other processes still answer,
-        and wait at most 3 s for the callback, which can therefore still send them data. Its
-        exceptions become warnings.
+        so the callback can send them data. They wait at most 3 s for it. Exceptions of the callback
+        become warnings.
         """
         self._at_leave.append(callback)
 
@@ -717,8 +718,7 @@ class Session:
         self._opened.set()
 
     def _follow_launcher(self, pid: int) -> None:
-        """Request a stop once torchrun's agent, our parent, is dead, because no other process
-        does."""
+        """Request a stop once torchrun's agent, our parent, is dead: no other process would."""
         try:
             agent = os.pidfd_open(pid)
         except OSError:
@@ -752,9 +752,9 @@ class Session:
     def close(self) -> None:
         """Leave the job. Idempotent; never hangs on a dead peer.
 
-        The driver first waits until every living process serves or closes, at most for the
-        session's deadline (10 s after a stop signal). Then it ends the job. Other processes serve
-        until the job has ended.
+        The driver first waits until every living process serves or closes, for at most
+        ``timeout_s`` (10 s after a stop signal). Then it ends the job. Other processes serve until
+        the job has ended.
         """
         self._close(None)
 
@@ -782,14 +782,15 @@ class Session:
                     names = ", ".join(self.peers[rank].name for rank in sorted(busy))
                     warnings.warn(f"the job ends while {names} still work", stacklevel=4)
             self._answer_watchers(failure)
-            # Behind a long message, the message about the end would be late; signs are not.
+            # The message about the end may be late, behind a long one. Signs of life tell about it
+            # in time.
             by_signs_s = 0.0 if self._signs is None else self._sign_every_s
             self._members.wait_until_all_left(_GOODBYE_S + by_signs_s)
             return
         if failure is None and not self._end.is_set():
             with contextlib.suppress(PeerLostError):
                 self.serve()
-            self._run_callbacks(self._at_leave, True)  # calls from others may have added some
+            self._run_callbacks(self._at_leave, True)  # calls of others may have added callbacks
         self._answer_watchers(failure)
         if self._members.why_lost(self._driver.global_rank) is None:
             told = self._tell(self._driver, "leaving", self.me.global_rank, failure)
@@ -856,11 +857,11 @@ def session(
 ) -> Iterator[Session]:
     """Join the job that torchrun or SLURM started; every process of the job calls this.
 
-    A process without a launcher is a job of one process: nothing is started, and it calls itself
-    directly. Inside the block, the driver (the first rank of the first role) does the work with the
-    help of the others. These call ``serve()``, or run their own code. At the end of their block,
-    they serve until the driver is done. If the driver leaves with an exception, ``serve`` raises
-    PeerLostError in the others and ``stop_requested`` becomes true.
+    A process without a launcher is a job of one process: nothing is started, and its calls to
+    itself are direct. Inside the block, the driver (the first rank of the first role) does the work
+    with the help of the others. The others call ``serve()``, or run their own code and serve from
+    the end of their block until the driver is done. If the driver leaves with an exception,
+    ``serve`` raises PeerLostError in the others and ``stop_requested`` becomes true.
 
     Args:
         roles: counts in rank order, e.g. ``{"learner": 1, "collector": -1}``; one may be -1, for
@@ -912,7 +913,7 @@ def look_for_others(alone: str) -> None:
     """Warn if this process would be a job of one process, but looks like one of several tasks.
 
     Args:
-        alone: how to start a job of one.
+        alone: text that says how to start a job of one process.
 
     Raises:
         ConfigurationError: it looks like one of several tasks, and is not the first.

@@ -1,4 +1,4 @@
-"""Handle the signals that ask a job to finish. They set an event made for signal handlers."""
+"""Handle the signals that ask a job to finish. The handlers set a :class:`Latch`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from torchrl_dist.stopping import Stopped, note_stop_request
 
 # A launcher or a terminal may send each of them to every process of a job.
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # as by sbatch --signal=USR1@60; default: they kill
+# These announce SIGTERM (sbatch --signal=USR1@60). Without a handler, they kill the process.
+_NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 STOP_SIGNALS = (*_ENDS, *_NOTICES)
 _Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 # Slurm and timeout(1) send SIGTERM twice for one stop, so a second one this soon is ignored. Ctrl-C
@@ -52,8 +53,7 @@ class Latch:
         return wait_any((self,), timeout_s)
 
     def add_to(self, poller: select.poll) -> bool:
-        """Let the poller wake when the latch is set. Return False if the latch is closed and cannot
-        do so."""
+        """Let the poller wake when the latch is set. Return False if the latch is closed."""
         if self._read_fd >= 0:
             poller.register(self._read_fd, select.POLLIN)
         return self._read_fd >= 0
@@ -67,7 +67,7 @@ class Latch:
 
 
 def wait_any(latches: tuple[Latch, ...], timeout_s: float | None) -> bool:
-    """Block until one of them is set, at most ``timeout_s`` (None: indefinitely)."""
+    """Block until one of the latches is set, at most ``timeout_s`` (None: indefinitely)."""
     poller = select.poll()
     for latch in latches:
         if latch.is_set() or latch._read_fd < 0:
@@ -143,12 +143,11 @@ class StopSignals:
 
 
 def outlive_stop_signals() -> None:
-    """Prevent stop signals from ending this process, which another process will end.
+    """Prevent stop signals from ending this process.
 
-    That process gets the signals, too.
-
-    Called in the main thread. SIGINT, SIGTERM and SIGHUP still end the programs that this process
-    starts and its forked children. All these programs and children ignore SIGUSR1 and SIGUSR2.
+    Another process, which also gets the signals, will end it. Called in the main thread. SIGINT,
+    SIGTERM and SIGHUP still end the programs that this process starts and its forked children. All
+    these programs and children ignore SIGUSR1 and SIGUSR2.
     """
     for number in _ENDS:
         signal.signal(number, _outlive)  # an ignored signal would stay ignored across exec
@@ -163,7 +162,7 @@ def _outlive(number: int, frame: FrameType | None) -> None:
 
 def say(line: str) -> None:
     """Print a line to stderr from a signal handler, even one that interrupted another print."""
-    with contextlib.suppress(Exception):  # RuntimeError: it interrupted a print; or a closed stderr
+    with contextlib.suppress(Exception):  # it interrupted a print, or stderr is closed
         start = "\n" if sys.stderr.isatty() else ""  # after ^C or a progress bar
         print(start + line, file=sys.stderr, flush=True)
 
@@ -193,8 +192,8 @@ def _unblock_after_fork() -> None:
 def _forget_in_child() -> None:
     """Remove our handlers in a forked child, which is not in the session.
 
-    ``multiprocessing`` ends its children by SIGTERM and waits for them, while our handler would
-    only set the parent's latch.
+    ``multiprocessing`` ends its children by SIGTERM and waits for them. Our handler would only set
+    the parent's latch.
     """
     defaults: dict[int, _Handler] = {number: signal.SIG_DFL for number in _ENDS}
     defaults[signal.SIGINT] = signal.default_int_handler

@@ -1,8 +1,9 @@
 """Signs of life between nodes, on separate connections.
 
-On the connection for calls, a sign would wait behind long calls, and after a network failure for
-TCP's retransmission. Each sign is therefore a new connection to a port of the driver. The process
-sends a few bytes, which prove that it belongs to the job. The driver answers with its news.
+On the connection for calls, a sign would wait behind long calls and, after a network failure, for
+TCP's retransmission. For each sign, a process therefore opens a new connection to a port of the
+driver. It sends a few bytes, which prove that it belongs to the job. The driver answers whether the
+job has ended or the process is lost.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """torch.distributed's store, with a deadline for every operation and for connecting.
 
-The server enforces TCPStore's own deadlines. If its process is stopped, most operations of other
-processes block indefinitely. Connecting also blocks indefinitely if a silent program listens at the
-port. Here, a thread makes these calls, and the caller waits for the thread only until a deadline.
+TCPStore's server enforces its deadlines. If the server's process is stopped, most operations of
+other processes block indefinitely. Connecting also blocks indefinitely if a silent program listens
+at the port. Here, a thread makes these calls, and the caller waits for the thread only until a
+deadline.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ import torch.distributed as dist
 from ..errors import ConfigurationError, DeadlineError
 from .awake import awake
 
-_LEAST_S = 0.001  # a store takes 0 for no deadline
+_LEAST_S = 0.001  # to a store, 0 means no deadline
 _ANSWER_S = 1.0
 _BACKLOG = 1024
-# The deadline of an operation if the previous one was not answered, either.
+# The deadline of an operation that follows an unanswered one.
 _AGAIN_S = 0.1
 _NOTHING = "\0"  # stands for a missing value
 
@@ -44,7 +45,7 @@ class _Task:
 
 
 class AnsweringStore:
-    """Operations of ``store`` that raise StoreSilent without an answer within about a second.
+    """Operations of ``store`` that raise StoreSilent if no answer comes within about a second.
 
     The operation may still take effect afterwards. Other errors are the store's own.
 
@@ -156,7 +157,7 @@ def keep_store(
         ) from error
     with listener:
         port = listener.getsockname()[1]
-        # The store's daemon closes this descriptor, possibly already after a failure.
+        # The store's daemon closes this descriptor, sometimes even if the store could not be made.
         fd = os.dup(listener.fileno())
         try:
             return _make(host, port, timeout_s, is_master=True, master_listen_fd=fd), port
@@ -221,8 +222,7 @@ def _make(host: str, port: int, timeout_s: float, **options: Any) -> dist.TCPSto
 
 
 def _connections_to(port: int) -> dict[str, int]:
-    """Return the descriptors of this process's connections to a port, keyed by the kernel's
-    names."""
+    """Return the descriptors of the connections to a port, by the kernel's names of the sockets."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # not connected, or closed meanwhile

@@ -23,7 +23,7 @@ Answer = tuple[Any, ...]
 Handler = Callable[[str, bytes, list[Any], Callable[[Answer], None]], None]
 
 _SCHEME = "torchrl-dist"
-# Four threads suffice, because a request only hands work to a pool. More threads were slower.
+# Four threads suffice, because a request only hands work to a pool.
 _SERVER_THREADS = 4
 _LOG_ERRORS_ONLY = 2
 
@@ -176,7 +176,7 @@ def _init_rpc(
         # Measured on two cores, torch 2.13. The shm transport answers in 350 us instead of 650 us,
         # but its event loop uses a third of a core per idle process. With these transports and
         # channels, 17 ranks start in 0.4 s instead of 1.4 s, and a process has 9 threads instead of
-        # 28. Between machines the default channels stay.
+        # 28.
         _transports=["uv"],
         _channels=["basic"] if one_node else None,
     )
@@ -191,7 +191,7 @@ def _init_rpc(
     _store_for_init = store
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # on the device of init_rpc's own gloo group
+            warnings.simplefilter("ignore")  # about the device of init_rpc's own gloo group
             rpc.init_rpc(
                 names[global_rank],
                 rank=global_rank,
@@ -207,7 +207,7 @@ _registered = False
 
 
 def _register_scheme() -> None:
-    """Make ``init_rpc`` use our store, which it takes only by a URL."""
+    """Let ``init_rpc`` find our store, because it accepts a store only as a URL."""
     global _registered
     if not _registered:
         dist.register_rendezvous_handler(_SCHEME, _our_store)

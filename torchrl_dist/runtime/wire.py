@@ -20,8 +20,8 @@ import torch
 
 from ..tensors import NAMES, is_plain
 
-# Below this size, a copy costs less than the 55 us of CPU time that a tensor outside the bytes
-# costs each side.
+# Up to this size, a copy costs less than the 55 us of CPU time that each side spends on a tensor
+# outside the bytes.
 _INSIDE_BYTES = 2**16
 # cloudpickle looks up each class and function by name every time, which takes most of the time of a
 # small message. Names in these packages are looked up only once, because they do not change.
@@ -96,7 +96,8 @@ class _Pickler(cloudpickle.Pickler):
         tensor = tensor.detach()
         pointer = tensor.untyped_storage().data_ptr()
         if self._dtype_at.setdefault(pointer, tensor.dtype) != tensor.dtype:
-            # Two dtypes over one storage (TensorDict.consolidate) abort the receiving process.
+            # Two tensors of different dtype in one storage (TensorDict.consolidate) would abort the
+            # receiving process.
             tensor = tensor.clone()
         self.tensors.append(tensor)
         return len(self.tensors) - 1

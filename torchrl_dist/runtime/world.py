@@ -62,12 +62,12 @@ class World:
 
     @property
     def starter(self) -> str | None:
-        """The stamp of the process of this machine after whose end the job cannot start again.
+        """The :func:`process_stamp` of the local process without which the job cannot start again.
 
-        None if no process is known to be such: SLURM, or a user who gave torchrun an id, may start
-        a job with the same id again.
+        None if no such process is known: SLURM, or a user who gave torchrun an id, may start a job
+        with the same id again.
         """
-        # torchrun --standalone
+        # with torchrun --standalone, the id is a UUID
         named_by_agent = is_stamp(self.job_id) or re.fullmatch(_UUID, self.job_id)
         if self.launcher == "torchrun" and named_by_agent:
             # With several nodes, the job's id is the stamp of rank 0's agent, which may be on
@@ -99,7 +99,7 @@ class World:
         return world
 
 
-# The variables for rank and number of ranks of each launcher that ``from_env`` does not read.
+# Variables with the rank and the number of ranks, if ``from_env`` finds no launcher that it knows.
 _OTHER_LAUNCHERS = {
     "SLURM": ("SLURM_PROCID", "SLURM_NTASKS"),
     "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -122,8 +122,8 @@ def launched_without_us(env: Mapping[str, str]) -> tuple[int, int, str] | None:
 def process_stamp(pid: int) -> str:
     """Return a unique name of a process: pid, start time in clock ticks, pid namespace, boot id.
 
-    The namespace is included because containers that share a ``/dev/shm`` may have equal pids, and
-    equal start times if they share a ``/proc``.
+    The namespace is included because processes of containers that share a ``/dev/shm`` may have
+    equal pids and start times.
     """
     stat = proc.stat(pid)
     return f"{pid}-{stat[proc.START] if stat else 0}-{_namespace()}-{_boot()}"
@@ -232,7 +232,7 @@ def _from_torchrun(env: Mapping[str, str]) -> World:
         host=socket.gethostname(),
         master_addr=env["MASTER_ADDR"],
         master_port=_integer(env, "MASTER_PORT", at_least=1),
-        # "none" is torchrun's default, the same for every job, so use our parent, the agent.
+        # "none" is torchrun's default for every job; use the stamp of our parent, the agent.
         job_id=process_stamp(os.getppid()) if run_id == "none" else run_id,
         restart_count=_integer(env, "TORCHELASTIC_RESTART_COUNT", default=0),
         launcher="torchrun",
@@ -280,8 +280,8 @@ def _from_slurm(env: Mapping[str, str]) -> World:
     world_size = _integer({"SLURM_NTASKS": step_size}, "SLURM_NTASKS", at_least=1)
     # Derived from the job id, so that ranks of a job agree, and two jobs on one node differ.
     port = 20_000 + (job_id * 31 + sum(step_id.encode())) % 12_000
-    # Both lists are sorted by name. Node ids have this order only if the job has one component and
-    # the usual distribution of tasks.
+    # The lists of hosts and of tasks are both sorted by name. Node ids have this order only if the
+    # job has one component and the usual distribution of tasks.
     place = hosts.index(host) if host in hosts else node_rank
     masters: list[str] = []
     if not env.get("MASTER_ADDR"):
@@ -303,7 +303,7 @@ def _from_slurm(env: Mapping[str, str]) -> World:
 
 
 def _first_component_first(env: Mapping[str, str], hosts: list[str]) -> list[str]:
-    """Sort ``hosts`` by the components of a heterogeneous job, because rank 0 is in an early one.
+    """Sort ``hosts`` by component of a heterogeneous job, because rank 0 is in an early component.
 
     Up to at least 22.05, Slurm names the variable PACK in a step and HET in a batch script.
     With ``--distribution=arbitrary`` rank 0 may be on any node.

@@ -25,13 +25,13 @@ def actor_epsilons(num_actors: int, epsilon: float, alpha: float) -> Tensor:
 class EpsilonGreedy(TensorDictModuleBase):
     """Take the action of the highest value, or a random one with the environment's own epsilon.
 
-    Reads ``observation`` ``[N, ...]``, writes ``action`` int64 ``[N]``. Greedy unless
-    TorchRL's exploration type is RANDOM. The epsilons are not part of the weights, so the learner's
-    weights do not replace them.
+    Reads ``observation`` ``[N, ...]``, writes ``action`` int64 ``[N]``. The module explores only
+    if TorchRL's exploration type is RANDOM. The epsilons are not part of the weights, so the
+    learner's weights do not replace them.
 
     Args:
         network: returns the values.
-        epsilons: float32 ``[N]``; with ``None`` the module never explores.
+        epsilons: float32 ``[N]``; None: the module never explores.
     """
 
     in_keys = ["observation"]  # noqa: RUF012 (TorchRL's convention)
@@ -55,7 +55,7 @@ def n_step(gamma: float, n_steps: int) -> MultiStep:
     """Return TorchRL's n-step transform, with the end-of-episode flags of the window's last step.
 
     TorchRL's default combines the flags of the window's *first* step with the observation of its
-    last one, so the steps before an episode's end would bootstrap from the terminal observation.
+    last step. The steps before an episode's end would then bootstrap from the terminal observation.
     """
     transform = MultiStep(gamma=gamma, n_steps=n_steps)
     transform.done_keys = ()
@@ -63,16 +63,16 @@ def n_step(gamma: float, n_steps: int) -> MultiStep:
 
 
 class RowsWithPriority:
-    """Rollouts ``[N, T]`` -> n-step rows ``[N, T']`` with the actor's own estimate of the TD error.
+    """Convert rollouts ``[N, T]`` into n-step rows ``[N, T']`` with the actor's own TD errors.
 
     A window that is incomplete at the end of a rollout waits for the next rollout, so T may be
-    arbitrarily short. The first T' is T - n + 1, or 0, and later T' is T. A window is shorter than
-    n where an episode ends, or where the environments were reset between two rollouts.
-    ``steps_to_next_obs`` is the length of the window, by which DQNLoss discounts. Rows do not
-    bootstrap from a terminated episode. At any other end, they bootstrap from the true last
-    observation.
+    arbitrarily small. For the first rollout, T' is T - n + 1, or 0 if this is negative. Once n - 1
+    steps wait, T' is T. A window is shorter than n where an episode ends, or where the environments
+    were reset between two rollouts. ``steps_to_next_obs`` is the length of the window, by which
+    DQNLoss discounts. Rows do not bootstrap from a terminated episode. At any other end, they
+    bootstrap from the true last observation.
 
-    ``td_error`` is |R + gamma^n max_a q(S_t+n, a) - q(S_t, A_t)|, algorithm 1 line 11. The same
+    ``td_error`` is |R + gamma^n max_a q(S_t+n, a) - q(S_t, A_t)| (algorithm 1, line 11). The same
     network selects and evaluates the action, because an actor has no target network.
     """
 
@@ -136,5 +136,5 @@ class RowsWithPriority:
 
 
 def _kept(observation: Tensor) -> Tensor:
-    """Keep images as uint8, a quarter of the memory of float32. The network scales them."""
+    """Keep images as uint8, which takes a quarter of float32's memory. The network scales them."""
     return observation if observation.dtype == torch.uint8 else observation.to(torch.float32)

@@ -33,7 +33,7 @@ class ApexConfig(ReplayConfig):
         1, "processes that learn together, each from its part of every batch", minimum=1, group=JOB
     )
     hidden: tuple[int, ...] = option(
-        (128, 128), "widths of the hidden layers; for images, of those after the convolutions",
+        (128, 128), "widths of the hidden layers; for images, of the layers after the convolutions",
         minimum=1, group=LEARNING,
     )  # fmt: skip
     updates_per_batch: int = option(
@@ -84,7 +84,7 @@ class ApexConfig(ReplayConfig):
         if collectors and collectors < self.learners:
             raise ConfigurationError(
                 f"--learners: got {self.learners} with {collectors} collectors, expected at least "
-                "one collector per learner, or none"
+                "one collector per learner, or no collectors"
             )
         roles = {"learner": self.learners, "collector": collectors}
         if launched is None:

@@ -18,9 +18,9 @@ from ..parts.networks import QNetwork
 class ActionValues(TensorDictModuleBase):
     """Write what TorchRL's ``QValueActor`` writes for discrete actions, in less time.
 
-    An update takes a quarter less time: DQNLoss calls this module three times per update, and
-    without pandas each call of a QValueActor searches the disk for it (``TensorDictBase.from_any``,
-    tensordict 0.14.3).
+    An update takes a quarter less time, because DQNLoss calls this module three times per update.
+    Without pandas, each call of a QValueActor searches the disk for pandas
+    (``TensorDictBase.from_any``, tensordict 0.14.3).
     """
 
     in_keys = ["observation"]  # noqa: RUF012 (TorchRL's convention)
@@ -39,7 +39,7 @@ class ActionValues(TensorDictModuleBase):
 
 
 class DQNLearner:
-    """Double DQN with a target network that follows slowly. A plain local object.
+    """Double DQN with a target network that follows slowly.
 
     Attributes:
         loss: TorchRL's loss; shares its online weights with ``network``.
@@ -70,7 +70,6 @@ class DQNLearner:
         self._max_grad_norm = max_grad_norm
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the learning rate of the following updates."""
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
 
@@ -86,13 +85,13 @@ class DQNLearner:
         nn.utils.clip_grad_norm_(self._weights, self._max_grad_norm)
         self._optimizer.step()
         self._target.step()
-        # DQNLoss writes the square; the priority of the paper and the actors is the absolute value.
+        # DQNLoss writes squared errors; priorities are absolute, as in the paper and the actors.
         batch.set("td_error", batch.get("td_error").sqrt())
         return loss.detach()
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the online and target weights and the optimizer's state."""
-        # An optimizer keeps the tensors of the state dict that it loads.
+        # Copies, because an optimizer keeps the tensors of a state dict that it loads.
         return copy.deepcopy(
             {"model": dict(self.loss.state_dict()), "optimizer": self._optimizer.state_dict()}
         )

@@ -2,9 +2,7 @@
 
 Several learners take each step together: each draws a part of the batch, and the averaged gradients
 are those of the whole batch. On several nodes, each node keeps a shard of the buffer, and batches
-are drawn as from one buffer. ``build`` makes the parts in each learner's process; all recipes share
-the loop (``training/loop.py``). The other processes serve. Environments: gymnasium's with Discrete
-actions, and a flat Box or images as observations. The buffer keeps images as uint8.
+are drawn as from one buffer.
 """
 
 from __future__ import annotations
@@ -80,7 +78,7 @@ class Apex(Learner):
         config, buffer = self.config, self.buffer
         new, self._frames = frames - self._frames, frames
         if not self._has_enough:
-            # A full ring has fewer rows while a collector overwrites some.
+            # A full ring has fewer rows than its capacity while a collector overwrites some.
             has_enough = len(buffer) >= config.learning_starts or buffer.storage._is_full
             mine = [has_enough, self.collector.frames_per_batch]
             enough, full = zip(
@@ -106,7 +104,7 @@ class Apex(Learner):
         )
         for left in reversed(range(updates)):
             batch = self._feed.take()
-            assert batch is not None  # a buffer gives one, or raises
+            assert batch is not None  # a buffer returns a batch, or raises
             loss = self.dqn.update(batch)
             if left:
                 self._feed.prepare()
@@ -140,13 +138,13 @@ class Apex(Learner):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.dqn.load_state_dict(state)
-        if self.ranks.is_first:  # it saved the state; the other learners draw differently
+        if self.ranks.is_first:  # it saved the state; other learners draw other rows
             self._generator.set_state(state["extra"]["sampler"])
         self.collector.update_policy_weights_()
         self.remarks = remarks_on_resume(self.buffer)
 
     def close(self) -> None:
-        """Stop the workers, then leave the buffer. Gradients are no longer averaged."""
+        """Stop the workers, then leave the buffer, and stop averaging gradients."""
         with contextlib.ExitStack() as stack:
             stack.callback(self.dqn.loss.close)
             stack.callback(self.buffer.storage.close)
@@ -159,11 +157,10 @@ def build(
     """Create the parts of one learner's process; each learner calls it.
 
     Args:
-        config: what to build.
         task: sizes of ``config.env``.
         policy: how to make the network that is trained.
         session: this learner's session, in which the collectors serve.
-        start: where the run begins. A resumed run begins where the earlier one stopped.
+        start: where the run begins.
     """
     device = choose_device(config, session)
     learners, place = len(session.of_role("learner")), session.me.index
@@ -210,7 +207,7 @@ def build(
         session=session,
         workers=my_collectors(session),
         frames_per_batch=config.frames_per_batch // learners,
-        # several learners end together, by the frames of all learners
+        # several learners end together, by the sum of their frames
         total_frames=-1
         if learners > 1
         else config.total_frames - min(start.frames, config.total_frames - 1),

@@ -22,7 +22,7 @@ class DDPPOConfig(RecipeConfig):
     policy_kind: ClassVar[str] = "categorical"
 
     learners: int = option(
-        2, "processes that learn together; under a launcher, its ranks", minimum=1, group=JOB
+        2, "processes that learn together; a launcher's ranks set this number", minimum=1, group=JOB
     )
     collectors: int = option(
         0, "processes per learner that step environments; 0: the learner steps them",
@@ -35,12 +35,12 @@ class DDPPOConfig(RecipeConfig):
         1024, "frames of the whole job between two updates of the policy", minimum=1, group=JOB
     )
     max_policy_lag: int = option(
-        0, "rollouts that collectors may be ahead; above 0, data are not on-policy", minimum=0,
+        0, "rollouts that a collector may be ahead; above 0, data are off-policy", minimum=0,
         group=JOB,
     )  # fmt: skip
     preempt_fraction: float = option(
-        0.6, "once this part of all collectors (or of learners, if these step envs) is done, the "
-        "others stop early; 1: never", above=0, maximum=1, group=JOB,
+        0.6, "when this part of all collectors is done, the others stop early; 1: never. Without "
+        "collectors, the learners count instead", above=0, maximum=1, group=JOB,
     )  # fmt: skip
     preempt_min_part: float = option(
         0.25, "minimum part of a rollout before it may stop early", above=0, maximum=1, group=JOB
@@ -48,7 +48,7 @@ class DDPPOConfig(RecipeConfig):
 
     epochs: int = option(4, "passes over each batch", minimum=1, group=LEARNING)
     minibatches: int = option(
-        4, "gradient steps per pass, each with part of every learner's rows", minimum=1,
+        4, "gradient steps per pass, each with a part of every learner's rows", minimum=1,
         group=LEARNING,
     )  # fmt: skip
     gae_lambda: float = option(
@@ -65,8 +65,8 @@ class DDPPOConfig(RecipeConfig):
     critic_coef: float = option(0.5, "weight of the critic's loss", minimum=0, group=LEARNING)
     max_grad_norm: float = option(0.5, "maximum norm of the gradients", above=0, group=LEARNING)
     target_kl: float = option(
-        0.0, "end a batch's updates at 1.5 times this KL divergence (mean over all rows); 0: never",
-        minimum=0, group=LEARNING,
+        0.0, "end a batch's updates when the KL divergence (mean over all rows) exceeds 1.5 times "
+        "this; 0: never", minimum=0, group=LEARNING,
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ class DDPPOConfig(RecipeConfig):
         part = self.preempt_min_part if cut else 1.0
         least = learners * math.ceil(self.minibatches / part)
         if self.frames_per_batch < least:
-            of_which = f", whose rollouts may be cut to {part:g}" if cut else ""
+            of_which = f", whose rollouts may be cut to {part:g} of their length" if cut else ""
             raise ConfigurationError(
                 f"--frames-per-batch: got {self.frames_per_batch}, expected at least {least} for "
                 f"{learners} learners and {self.minibatches} minibatches{of_which}"

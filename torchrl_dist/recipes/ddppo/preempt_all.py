@@ -1,4 +1,4 @@
-"""DD-PPO's early end of rollouts, which counts the collectors of all learners together."""
+"""Ends DD-PPO's rollouts early, once enough collectors of all learners together are done."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ _LOOK_S = 0.01  # the longest delay until a rollout is told to end
 
 
 class Tally:
-    """Count how many collectors of all learners are done with a batch. A plain local object.
-
-    One learner has it.
+    """Count how many collectors of all learners are done with a batch. The job has one.
 
     Args:
         fraction: part of the job's collectors that must be done before the others may stop.
@@ -41,7 +39,7 @@ class Tally:
             future = self._enough[batch]
             enough = sum(counts) >= self._fraction * sum(self._workers)
             for before in (self._arrived, self._enough):
-                # earlier batches are not needed, because learners meet after each batch
+                # no learner asks about earlier batches, because learners meet after each batch
                 before.pop(batch - 2, None)
             if enough and not future.done():
                 future.set_result(True)
@@ -55,9 +53,9 @@ class Tally:
 class PreemptAll(Readiness):
     """Like :class:`~torchrl_dist.Preempt`, with a fraction of all learners' collectors.
 
-    A learner without collectors steps its environments itself and counts as a collector. Arrivals
-    are reported to the tally without waiting for an answer. All learners take the same number of
-    batches.
+    A learner without collectors steps its environments itself and counts as a collector. This
+    object reports arrivals to the tally and does not wait for answers. All learners must take the
+    same number of batches, because the tally counts by the batch's number.
 
     Args:
         tally: from :func:`tally_of_all`.
@@ -96,7 +94,7 @@ class PreemptAll(Readiness):
     def least_part(self, arrived: Sequence[int], expected: Sequence[int]) -> float | None:
         if self._enough is None:
             self._enough = self._tally.submit("enough", self._batch, timeout_s=math.inf)
-        # The loss of a learner is reported at the next meeting of all learners.
+        # An error means that a learner is lost. The next meeting of all learners reports it.
         known = self._enough.done() and self._enough.exception() is None
         return self._min_part if known else None
 

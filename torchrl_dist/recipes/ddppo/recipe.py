@@ -1,11 +1,9 @@
 """DD-PPO: several learners, each with its own environments, that average their gradients.
 
-Each step equals that of one process with all rows: advantages are normalized, gradients averaged
-and the divergence measured over the valid rows of all learners (Wijmans et al. 2020,
-arXiv:1911.00357). Once most of the job's collectors (or of its learners, if they step environments
-themselves) are done, the rollouts of the late ones are cut short, as in the paper. ``build`` makes
-the parts in each learner's process; all recipes share the loop (``training/loop.py``).
-Environments: gymnasium's with Discrete actions, and a flat Box or images as observations.
+Each step equals that of one process with all rows, because the learners normalize advantages,
+average gradients and measure the divergence over the valid rows of all learners (Wijmans et al.
+2020, arXiv:1911.00357). Once most of the job's collectors are done, the rollouts of the others are
+cut short, as in the paper. Without collectors, the learners step environments and count instead.
 """
 
 from __future__ import annotations
@@ -60,7 +58,6 @@ class DDPPO(LossLearner):
 
     Args:
         loss: a distributed ClipPPOLoss of ``network`` and ``critic``.
-        start: where the run begins.
     """
 
     def __init__(
@@ -82,8 +79,7 @@ class DDPPO(LossLearner):
         self._frames = start.frames
 
     def learn(self, data: TensorDictBase, frames: int) -> dict[str, Any]:
-        """Make ``epochs`` passes over all learners' rows, or fewer if the policy has changed
-        much."""
+        """Make ``epochs`` passes over all learners' rows, or fewer at a large KL divergence."""
         config = self.config
         share = 1 - self._frames / config.total_frames if config.anneal else 1.0
         self._frames = frames
@@ -147,7 +143,7 @@ class DDPPO(LossLearner):
         return total / count
 
     def close(self) -> None:
-        """Stop the workers. Gradients are no longer averaged."""
+        """Stop the workers, and stop averaging gradients."""
         try:
             super().close()
         finally:
@@ -157,8 +153,8 @@ class DDPPO(LossLearner):
 def normalized(advantage: Tensor, ranks: Ranks) -> Tensor:
     """Subtract the mean over all ranks' rows, and divide by their sample standard deviation.
 
-    All rows have the same weight. With the mean of the ranks' means they would not, if cut rollouts
-    leave the ranks with different numbers of rows. Blocks until all ranks have called.
+    All rows have the same weight. With the mean of the ranks' means they would not, because
+    cut rollouts leave ranks with different numbers of rows. Blocks until all ranks have called.
     """
     values = advantage.to(torch.float64)
     total, count = ranks.add_up("the mean advantage", [float(values.sum()), float(values.numel())])
@@ -174,11 +170,10 @@ def build(
     """Create the parts of one learner's process; each learner calls it.
 
     Args:
-        config: what to build.
         task: sizes of ``config.env``.
         policy: how to make the network that is trained.
         session: this learner's session.
-        start: where the run begins. A resumed run begins where the earlier one stopped.
+        start: where the run begins.
     """
     device = choose_device(config, session)
     workers = my_collectors(session)
@@ -211,7 +206,7 @@ def build(
         session=session,
         workers=workers,
         frames_per_batch=config.frames_per_batch // learners,
-        total_frames=-1,  # learners end together, by the frames of all
+        total_frames=-1,  # no limit here: learners end together, by their sum
         num_envs=config.envs_per_collector,
         max_policy_lag=config.max_policy_lag,
         readiness=readiness,
@@ -223,6 +218,5 @@ def build(
 
 
 def run(config: DDPPOConfig, session: Session, *, resume: bool = False) -> dict[str, Any]:
-    """Train; see :func:`~torchrl_dist.recipes.training.loop.train`. The first learner calls it
-    while the others serve."""
+    """Train; see :func:`~torchrl_dist.recipes.training.loop.train`."""
     return train(build, config, session, resume=resume)

@@ -26,12 +26,12 @@ class ImpalaConfig(RecipeConfig):
     learning_rate: float = option(2e-3, "step size of Adam at the start", above=0, group=LEARNING)
     anneal: bool = option(True, "decay the learning rate linearly to 0", group=LEARNING)
     rho_bar: float = option(
-        1.0, "maximum importance weight of the values and the policy", above=0,
+        1.0, "maximum importance weight in value targets and policy gradient", above=0,
         group=LEARNING,
     )  # fmt: skip
     c_bar: float = option(1.0, "maximum importance weight along a trace", above=0, group=LEARNING)
     entropy_coef: float = option(0.01, "weight of the entropy bonus", minimum=0, group=LEARNING)
     critic_coef: float = option(0.5, "weight of the critic's loss", minimum=0, group=LEARNING)
     max_grad_norm: float = option(
-        0.5, "maximum norm of the gradients (of means over rows)", above=0, group=LEARNING
+        0.5, "maximum norm of the gradients of the mean losses", above=0, group=LEARNING
     )

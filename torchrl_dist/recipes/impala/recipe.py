@@ -1,8 +1,6 @@
 """IMPALA: actors run ahead of one learner, which corrects by V-trace (arXiv:1802.01561).
 
-The learner takes each actor's rollout as it arrives, and makes one update from it. ``build`` is the
-program's topology; all recipes share the loop (``training/loop.py``). The other processes serve.
-Environments: gymnasium's with Discrete actions, and a flat Box or images as observations.
+The learner takes each actor's rollout as it arrives, and makes one update from it.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ _SHOWN = {
 class VTrace(NamedTuple):
     """Results of :func:`vtrace`, each ``[N, T, 1]`` and without gradients.
 
-    The weight of the policy's gradient, the critic's target, and pi(a|s) / mu(a|s) before
+    They are the weight of the policy's gradient, the critic's target, and pi(a|s) / mu(a|s) before
     clipping."""
 
     advantage: Tensor
@@ -65,11 +63,11 @@ def vtrace(
     rho_bar: float = 1.0,
     c_bar: float = 1.0,
 ) -> VTrace:
-    """Compute section 4.1 of the paper for the actions in ``data`` ``[N, T]``.
+    """Compute the targets of the paper's section 4.1 for the actions in ``data`` ``[N, T]``.
 
     The acting policy wrote log mu as ``action_log_prob``. TorchRL's ``VTrace`` module (0.14.1)
-    draws new actions and would therefore correct even data of the current policy. TorchRL's
-    function, which is used here, does not. With data of the current policy, rho is 1 and the target
+    draws new actions and would therefore correct even data of the current policy. The function of
+    TorchRL that is used here does not. With data of the current policy, rho is 1 and the target
     is that of GAE with lambda 1. An episode that ended without ``terminated`` bootstraps from its
     true last observation.
     """
@@ -95,7 +93,6 @@ class Impala(LossLearner):
 
     Args:
         loss: an A2CLoss of ``actor`` and ``critic``, whose gradients are those of section 4.2.
-        start: where the run begins.
     """
 
     def __init__(
@@ -152,14 +149,13 @@ class Impala(LossLearner):
 def build(
     config: ImpalaConfig, task: Task, policy: PolicySpec, session: Session, start: Start
 ) -> Impala:
-    """Create all parts of the job, and connect them.
+    """Create all parts of the job in the learner's process, and connect them.
 
     Args:
-        config: what to build.
         task: sizes of ``config.env``.
         policy: how to make the network that is trained.
         session: the learner's session, in which the collectors serve.
-        start: where the run begins. A resumed run begins where the earlier one stopped.
+        start: where the run begins.
     """
     device = choose_device(config, session)
     network = policy.network().to(device)
@@ -181,7 +177,7 @@ def build(
         num_envs=config.envs_per_collector,
         max_policy_lag=config.max_policy_lag,
         readiness=FirstReady(),
-        # While a collector hangs, the others deliver its frames, and a message reports this.
+        # While a collector hangs, the others deliver its frames, and a message reports the hang.
         worker_timeout_s=config.timeout_s if len(my_collectors(session)) > 1 else None,
         seed=stream_seed(config.seed, start.resumes),
         categorical_action_encoding=True,

@@ -1,4 +1,4 @@
-"""What a recipe must know about a gymnasium environment before it starts any process."""
+"""What a recipe must know about a gymnasium environment before processes start."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ATARI_STACK = 4  # images in an observation
 
 @dataclass(frozen=True)
 class Images:
-    """Observations uint8 ``shape`` = (channels, height, width), from 0 to ``high``."""
+    """Observations that are uint8 [channels, height, width], with values from 0 to ``high``."""
 
     shape: tuple[int, int, int]
     high: float
@@ -41,7 +41,7 @@ class Task:
     """Sizes of an environment.
 
     Attributes:
-        observation_size: number of elements of an observation, also of an image.
+        observation_size: number of elements of an observation, whether flat or an image.
         num_actions: number of discrete actions; 0 for continuous actions.
         action_low, action_high: bounds of continuous actions.
         images: None if observations are flat."""
@@ -61,8 +61,7 @@ class Task:
 
     @property
     def frames(self) -> dict[str, int] | None:
-        """The buffer's argument ``frames``, with which it stores each image once; None without
-        images."""
+        """The argument ``frames`` of a buffer, to store each image once; None without images."""
         if self.images is None:
             return None
         return {"observation": ATARI_STACK if self.env.startswith("ALE/") else 1}
@@ -71,7 +70,7 @@ class Task:
 def named_function(text: str) -> Callable[..., Any] | None:
     """Return the function that ``text`` names as ``package.module:function``, or None.
 
-    Modules in the working directory are found. Raises what the import of the module raises.
+    Also find modules in the working directory. Raises what the import of the module raises.
     """
     module, colon, name = text.partition(":")
     if not colon or not name.isidentifier():
@@ -85,8 +84,8 @@ def named_function(text: str) -> Callable[..., Any] | None:
 def env_factory(env: str) -> Callable[..., gymnasium.Env] | None:
     """Return the function that ``env`` names as ``package.module:function``; None for an id.
 
-    gymnasium's own ids may also begin with a module (``module:Name-v0``). If a function has that
-    name, it takes precedence.
+    gymnasium's own ids may also begin with a module (``module:Name-v0``). If the module has a
+    function of this name, the function takes precedence.
     """
     return named_function(env)
 
@@ -104,14 +103,14 @@ def _needs(extra: str) -> Iterator[None]:
 def atari(env: str, **options: Any) -> gymnasium.Env:
     """Make ``ALE/...`` as in Machado et al. 2018.
 
-    Each action is repeated for 4 frames. Version 5 of a game ignores one action in four. A frame
-    is the maximum of the last two, gray, 84 x 84. The last 4 frames are an observation, uint8
-    ``[4, 84, 84]``. An episode begins with up to 30 idle frames."""
+    Each action is repeated for 4 frames. Version 5 of a game ignores one action in four (sticky
+    actions). The maximum of the last two frames becomes one gray image, 84 x 84. The last 4 images
+    are an observation, uint8 ``[4, 84, 84]``. An episode begins with up to 30 idle frames."""
     import gymnasium
     from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 
     with _needs("atari"), warnings.catch_warnings():
-        # the import registers the ids; repeat it in case gymnasium looked the id up before
+        # The import registers the ids. Register again, in case gymnasium looked the id up before.
         warnings.filterwarnings("ignore", message=".*Overriding environment")
         import ale_py
 
@@ -123,8 +122,8 @@ def atari(env: str, **options: Any) -> gymnasium.Env:
 def minigrid(env: str, **options: Any) -> gymnasium.Env:
     """Make ``MiniGrid-...``, observed as the 7 x 7 cells in front of the agent.
 
-    Each object, colour and state has a channel of zeros and ones, uint8 ``[20, 7, 7]``. The
-    mission, a text, is left out."""
+    Each object, colour and state has a channel of zeros and ones, uint8 ``[20, 7, 7]``.
+    Observations leave out the mission, which is a text."""
     import gymnasium
 
     with _needs("minigrid"):
@@ -219,7 +218,8 @@ def look_at(env: str, *, discrete: bool) -> Task:
 
     Raises:
         ConfigurationError: there is no such environment, it cannot be built here, its
-            observations are neither a flat Box nor images, or its actions are of the other kind.
+            observations are neither a flat Box nor images, or its actions are not as
+            ``discrete`` says.
     """
     import gymnasium
     import numpy as np

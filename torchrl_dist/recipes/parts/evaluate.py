@@ -17,15 +17,14 @@ Act = Callable[[Tensor], Tensor]
 
 
 class GreedyEpisodes:
-    """Play ``episodes`` episodes in parallel, each the first of its environment.
+    """Play ``episodes`` environments in parallel, for one episode each.
 
-    Equal seeds and numbers of episodes give equal episodes. The environment's own vectorized form
-    is used if there is one (CartPole: 30 times faster).
+    Equal seeds and numbers of episodes give equal episodes. If the environment has a vectorized
+    form of its own, this form is used (CartPole: 30 times faster).
 
     Args:
         act: the policy.
         env: gymnasium id, or ``package.module:make``.
-        episodes: number of episodes.
         seed: seed of the environments.
         max_steps: an episode ends after this many steps at the latest.
     """
@@ -58,7 +57,7 @@ class GreedyEpisodes:
         """Take one step of every environment. Return whether this was the last step."""
         action = self._act(torch.as_tensor(np.asarray(self._observation)))
         self._observation, reward, terminated, truncated, _ = self._envs.step(action.numpy())
-        # Rewards after an environment's first end belong to another episode.
+        # Rewards after the first end of an environment's episode belong to another episode.
         self._returns += reward * self._running
         self._running &= ~(terminated | truncated)
         self._steps_left -= 1
@@ -74,7 +73,7 @@ class GreedyEpisodes:
 
 
 def _numbered(env: Any) -> Any:
-    """Return ``env`` with rewards converted to numbers, as a vector environment needs them."""
+    """Return ``env`` with rewards converted to numbers, which a vector environment needs."""
     from gymnasium.wrappers import TransformReward
 
     return TransformReward(env, as_number)
@@ -109,7 +108,7 @@ def play_rendered(
     """Play one episode in a window, and return its undiscounted return.
 
     Args:
-        keep: called with each picture, uint8 ``[height, width, 3]``, instead of the window.
+        keep: called with each picture, uint8 ``[height, width, 3]``, instead of showing a window.
         max_steps: the episode ends after this many steps at the latest.
     """
     mode = "human" if keep is None else "rgb_array"
@@ -131,7 +130,7 @@ def play_rendered(
                 keep(picture)
             with torch.no_grad():
                 action = act(torch.as_tensor(observation)).numpy()
-            action = action if action.ndim else action.item()  # a number, as from a collector
+            action = action if action.ndim else action.item()  # collectors pass a number, too
             observation, reward, terminated, truncated, _ = made.step(action)
             total += as_number(reward)
             if terminated or truncated:

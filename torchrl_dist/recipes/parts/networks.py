@@ -1,7 +1,6 @@
 """Networks of the recipes' policies.
 
-A :class:`PolicySpec` has all that is needed to make a network, so that any process can play its
-weights.
+A :class:`PolicySpec` has all that a process needs to make a network and play its weights.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ def mlp(
     """Return the layers of a perceptron.
 
     Args:
-        last_gain: start with zero biases and orthogonal weights, of this gain in the last layer and
-            gain sqrt 2 in the others, as PPO's implementations do. None: torch's initialization."""
+        last_gain: gain of the last layer, if layers start with zero biases and orthogonal weights,
+            as in PPO's implementations; other layers have gain sqrt 2. None: torch's default."""
     layers: list[nn.Module] = []
     for before, after in itertools.pairwise(sizes):
         linear = nn.Linear(before, after)
@@ -56,10 +55,10 @@ class Scaled(nn.Module):
         *batch, channels, height, width = observation.shape
         rows = observation.reshape(-1, channels, height, width) / self.high
         made = self.body(rows)
-        return made.reshape(*batch, made.shape[-1])  # not -1, because there may be no rows
+        return made.reshape(*batch, made.shape[-1])  # -1 would fail without rows
 
 
-_NATURE_SIDE = 36  # the smallest image for three layers
+_NATURE_SIDE = 36  # smallest side of an image for three layers
 
 
 def convolutions(images: Images, *, orthogonal: bool) -> nn.Module:
@@ -99,7 +98,7 @@ def layers(
 ) -> list[nn.Module]:
     """Return the layers of :func:`mlp`. For images, :func:`convolutions` come first.
 
-    With the user's function ``make``, return the module that it returns.
+    If ``make`` names a function of the user, return the module that this function makes.
 
     Raises:
         ConfigurationError: there is no such function, or its module returns another shape.
@@ -142,8 +141,8 @@ def _made(make: str, inputs: int | tuple[int, ...], outputs: int) -> nn.Module:
         elif _computes_its_weights(module):
             why = (
                 "which recomputes its weights before each call (weight_norm, spectral_norm): "
-                "they cannot be sent to collectors or followed by a target network. Use plain "
-                "layers, or LayerNorm"
+                "such weights cannot be sent to collectors or followed by a target network. Use "
+                "plain layers, or LayerNorm"
             )
         else:
             continue
@@ -205,7 +204,7 @@ class QNetwork(nn.Sequential):
 
 
 class CategoricalNetwork(QNetwork):
-    """Like :class:`QNetwork`, for the logits of a categorical policy, which start nearly equal."""
+    """Map observations to a categorical policy's logits, which are nearly equal at the start."""
 
     def __init__(
         self,
@@ -271,9 +270,9 @@ class PolicySpec:
     Attributes:
         kind: ``"values"``, ``"categorical"`` or ``"squashed_gaussian"``.
         env: its environment: a gymnasium id or ``package.module:make``.
-        make: the user's function instead of ``hidden``, as :func:`layers` takes it.
+        make: the user's function that replaces ``hidden``, as in :func:`layers`.
         num_actions: 0 for continuous actions, which are between ``action_low`` and ``action_high``.
-        images: its observations, or None if they are flat.
+        images: the form of the observations, or None if they are flat.
     """
 
     env: str
@@ -299,9 +298,8 @@ class PolicySpec:
         """Return the spec in a checkpoint's ``policy_info``.
 
         Raises:
-            KeyError: it describes no policy.
-            ValueError: sizes are not whole numbers, with which the user's function would be
-                called."""
+            KeyError: ``info`` describes no policy.
+            ValueError: a size is not a whole number."""
         known = {name: info[name] for name in cls.__dataclass_fields__ if name in info}
         for name in ("env", "observation_size", "hidden"):
             known[name] = info[name]
@@ -319,7 +317,7 @@ class PolicySpec:
         return asdict(self)
 
     def network(self) -> QNetwork | SquashedGaussianNetwork:
-        """Return a new network with random weights. Raises KeyError for another kind."""
+        """Return a new network with random weights. Raises KeyError for an unknown kind."""
         if self.kind == "squashed_gaussian":
             return SquashedGaussianNetwork(
                 self.observation_size, self.action_low, self.action_high, self.hidden, self.make

@@ -31,7 +31,6 @@ def play(
 
     Args:
         path: a checkpoint, or the folder of its run.
-        episodes: number of episodes.
         seed: seed of the environments.
         render: show the episodes in a window.
         video: file for a video of the episodes; an older file is replaced. Needs the extra
@@ -99,7 +98,7 @@ def _require_video_writer() -> None:
 
 @contextlib.contextmanager
 def _written(path: str | os.PathLike[str], fps: int) -> Iterator[Callable[[Any], None]]:
-    """Yield a function that writes one more picture. All pictures together may not fit in
+    """Yield a function that writes one picture at a time, because all pictures may not fit in
     memory."""
     import imageio.v2 as imageio
 
@@ -111,7 +110,7 @@ def _written(path: str | os.PathLike[str], fps: int) -> Iterator[Callable[[Any],
             raise ConfigurationError(f"--video: cannot write {path} ({error})") from error
 
     def append(picture: Any) -> None:
-        # Players need even sizes and 4:2:0, which has blocks of 2 x 2.
+        # Video players need the format 4:2:0, whose blocks of 2 x 2 need even sizes.
         even = picture[: picture.shape[0] // 2 * 2, : picture.shape[1] // 2 * 2]
         with explained():
             film.append_data(even)

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Greedy episodes at one moment. ``seconds`` is training time, including resumed parts."""
+    """Greedy episodes at one moment. ``seconds`` is training time, also of earlier parts of a
+    resumed run."""
 
     frames: int
     updates: int
@@ -38,9 +39,7 @@ def draw_learning_curve(
     """Write a PNG of returns over frames, and replace ``path`` atomically.
 
     Args:
-        path: the file.
-        title: title of the picture.
-        training: (frames, mean return of the episodes that ended there), exploration included.
+        training: pairs of frames and the mean return of the exploring episodes that ended there.
         evaluations: in the order of their frames.
         threshold: the return at which the environment counts as solved.
         best: the evaluation whose weights were kept.
@@ -89,7 +88,7 @@ def save_figure(figure: AnyFigure, path: str | os.PathLike[str]) -> None:
 
 
 def _seconds_axis(axes: Axes, evaluations: Sequence[Evaluation]) -> None:
-    """Add an axis on top with the second at which a frame was reached."""
+    """Add an axis on top with the training time, in seconds, at each number of frames."""
     import numpy as np
 
     frames = np.array([0, *(e.frames for e in evaluations)], dtype=float)

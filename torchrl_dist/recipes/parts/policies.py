@@ -15,7 +15,7 @@ from ...errors import TorchRLDistError
 
 
 class _Categorical(Categorical):
-    """torch's distribution, whose error names the environment if the logits are NaN."""
+    """torch's distribution, with an error that names the environment if logits are NaN."""
 
     def __init__(self, logits: Tensor, env: str) -> None:
         if logits.isnan().any():
@@ -49,9 +49,9 @@ def critic_of(network: nn.Module) -> ValueOperator:
 class _Squashed(TanhNormal):
     """TorchRL's distribution, with the density of actions scaled to -1 .. 1.
 
-    Its bounds follow the network to another device. With the density of actions in the
-    environment's units, the logarithm of the unit would be added to every step's reward, which
-    would favour long episodes or short ones."""
+    Its bounds follow the network to another device. SAC adds the negative log-density to every
+    step's reward. With the density of actions in the environment's units, this would add the
+    logarithm of the unit, too, and so favour long episodes or short ones."""
 
     def __init__(self, loc: Tensor, scale: Tensor, low: Tensor, high: Tensor) -> None:
         bounds = {"low": low.to(loc.device), "high": high.to(loc.device)}

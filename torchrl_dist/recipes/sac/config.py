@@ -11,8 +11,8 @@ from ..training.options import option
 
 @dataclass(frozen=True)
 class SACConfig(ReplayConfig):
-    """Soft actor-critic (Haarnoja et al. 2018, arXiv:1812.05905) whose collectors
-    a rate limiter keeps in step with the learner."""
+    """Soft actor-critic (Haarnoja et al. 2018, arXiv:1812.05905). A rate limiter keeps its
+    collectors in step with the learner."""
 
     recipe: ClassVar[str] = "sac"
     title: ClassVar[str] = "SAC"

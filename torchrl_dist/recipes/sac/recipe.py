@@ -2,10 +2,8 @@
 step.
 
 The replay ratio is a hyper-parameter of SAC (Haarnoja et al. 2018, arXiv:1812.05905). It would
-drift if processes ran as fast as they can. Here, the samples per inserted row are the batch size
-times the updates per frame, whichever side is faster, even if each node keeps a shard. ``build`` is
-the program's topology; all recipes share the loop (``training/loop.py``). The other processes
-serve. Environments: gymnasium's with flat Box observations and bounded continuous actions.
+drift if processes ran as fast as they can. Here, the samples per inserted row are always the batch
+size times the updates per frame, even if each node keeps a shard.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ class ActionValue(nn.Sequential):
         inputs = task.observation_size + len(task.action_low)
         super().__init__(*layers(make, inputs, hidden, 1, nn.ReLU))
         low, high = torch.tensor(task.action_low), torch.tensor(task.action_high)
-        # Not buffers, because a loss would copy them and move them towards the target network's.
+        # Not buffers, because a loss would copy and update buffers like target networks' weights.
         self.middle, self.half_width = (low + high) / 2, (high - low) / 2
 
     def forward(  # type: ignore[override]  # two inputs, unlike a Sequential
@@ -56,14 +54,14 @@ class ActionValue(nn.Sequential):
 
 
 def rows(rollout: TensorDictBase, env: str = "the environment") -> TensorDictBase:
-    """Return the rows of a rollout ``[N, T]`` of ``env`` to learn from.
+    """Convert a rollout ``[N, T]`` of ``env`` into rows to learn from.
 
-    Where an episode was cut off, ``terminated`` is false and the next observation is the true last
-    one, from which the target bootstraps.
+    Where an episode was cut off, ``terminated`` is false, and the target bootstraps from the next
+    observation, which is the episode's true last one.
 
     Raises:
-        TorchRLDistError: a value is not finite. In the buffer, such a value would spoil every later
-            run.
+        TorchRLDistError: a value is not finite. In the buffer, such a value would spoil this run
+            and every resumed run.
     """
     kept = rollout.select(*TRANSITION)
     for key in ("observation", "action", ("next", "observation"), ("next", "reward")):
@@ -75,7 +73,7 @@ def rows(rollout: TensorDictBase, env: str = "the environment") -> TensorDictBas
 def frames_of_a_batch(config: SACConfig, workers: int) -> int:
     """Return the frames that ``workers`` deliver for a batch.
 
-    The collector rounds the steps up, to at least one per environment."""
+    The collector rounds up, to the same number of steps in each environment."""
     steps = math.ceil(math.ceil(config.frames_per_batch / workers) / config.envs_per_collector)
     return steps * config.envs_per_collector * workers
 
@@ -88,7 +86,7 @@ def target_entropy(task: Task) -> float:
 
 
 def limiter_of(config: SACConfig, workers: int) -> RateLimiter:
-    """Return a limiter whose range has room for all batches in progress and another one.
+    """Return a limiter whose range has room for all batches in progress and one more.
 
     With less room, a batch could exceed what the limiter admits. The learner would then wait for
     the end of the batch, and the collectors for updates."""
@@ -167,14 +165,13 @@ class SAC(LossLearner):
 
 
 def build(config: SACConfig, task: Task, policy: PolicySpec, session: Session, start: Start) -> SAC:
-    """Create all parts of the job, and connect them.
+    """Create all parts of the job in the learner's process, and connect them.
 
     Args:
-        config: what to build.
         task: sizes of ``config.env``.
         policy: how to make the network that is trained.
         session: the learner's session, in which the collectors serve.
-        start: where the run begins. A resumed run begins where the earlier one stopped.
+        start: where the run begins.
     """
     device = choose_device(config, session)
     network = policy.network().to(device)

@@ -23,15 +23,15 @@ Config = TypeVar("Config", bound="RecipeConfig")
 
 @dataclass(frozen=True)
 class RecipeConfig:
-    """Fields and files of every recipe. A recipe's own class may have other defaults.
+    """The fields and the files that every recipe has. A recipe's class may have other defaults.
 
     Attributes:
         recipe: the recipe's name on the command line and in checkpoints.
         title: the recipe's name in pictures.
-        policy_kind: the kind of network that is played (see :class:`~.networks.PolicySpec`).
+        policy_kind: the kind of the policy's network (see :class:`~.networks.PolicySpec`).
         discrete: whether actions are discrete; otherwise they are continuous.
-        fixed_on_resume: fields that cannot change, because they describe the data and weights on
-            disk.
+        fixed_on_resume: fields that a resumed run cannot change, because they describe the data
+            and weights on disk.
     """
 
     recipe: ClassVar[str]
@@ -49,7 +49,7 @@ class RecipeConfig:
         None, "folder of this run (default: runs/RECIPE-ENV-seedSEED)", group=JOB
     )
     collectors: int = option(
-        2, "processes that step environments; 0: this process steps them", minimum=0, group=JOB
+        2, "processes that step environments; 0: the learner steps them", minimum=0, group=JOB
     )
     envs_per_collector: int = option(16, "environments per collector", minimum=1, group=JOB)
     total_frames: int = option(200_000, "length of the run", unit="frames", minimum=1, group=JOB)
@@ -71,20 +71,21 @@ class RecipeConfig:
     gamma: float = option(0.99, "discount per step", above=0, maximum=1, group=LEARNING)
     reward_clip: float = option(
         0.0,
-        "training clips rewards to plus and minus this (1 is usual for Atari); the training return "
-        "counts clipped rewards, evaluations count the environment's; 0: no clipping",
+        "training clips rewards to plus and minus this (1 is usual for Atari); 0: no clipping. The "
+        "training return sums the clipped rewards; evaluations sum the rewards as they are",
         minimum=0,
         group=LEARNING,
     )
     hidden: tuple[int, ...] = option(
-        (64, 64), "widths of the hidden layers; for images, of those after the convolutions",
+        (64, 64), "widths of the hidden layers; for images, of the layers after the convolutions",
         minimum=1, group=LEARNING,
     )  # fmt: skip
     network: str | None = option(
         None,
-        "package.module:function; function(inputs, outputs) returns the torch module that maps "
-        "float32 [..., inputs] to [..., outputs], instead of the hidden layers of each network; "
-        "for images, inputs is (channels, height, width), and images are [N, *inputs] in [0, 1]",
+        "package.module:function that makes the layers of each network, instead of --hidden: "
+        "function(inputs, outputs) returns a torch module that maps float32 [..., inputs] to "
+        "[..., outputs]. With images, inputs is (channels, height, width), and the module gets "
+        "float32 [N, *inputs] in [0, 1]",
         group=LEARNING,
     )
 
@@ -92,10 +93,10 @@ class RecipeConfig:
         5_000, "frames between two evaluations", unit="frames", minimum=1, group=WATCHING
     )
     eval_episodes: int = option(
-        20, "greedy episodes per evaluation, the last one included", minimum=1, group=WATCHING
+        20, "greedy episodes per evaluation, also at the end", minimum=1, group=WATCHING
     )
     eval_max_steps: int = option(
-        MAX_EPISODE_STEPS, "longest episode of an evaluation", unit="steps",
+        MAX_EPISODE_STEPS, "maximum length of an episode in an evaluation", unit="steps",
         minimum=1, group=WATCHING,
     )  # fmt: skip
     checkpoint_interval_s: float = option(
@@ -103,7 +104,7 @@ class RecipeConfig:
     )
     wandb: str | None = option(
         None,
-        "also log to this project of Weights & Biases; WANDB_MODE=offline keeps it in OUTPUT_DIR",
+        "also log to this project of Weights & Biases; WANDB_MODE=offline logs to OUTPUT_DIR",
         group=WATCHING,
     )
 
@@ -134,7 +135,7 @@ class RecipeConfig:
         """Return the number of processes per role.
 
         Args:
-            launched: ranks that a launcher has started; None: this process starts its own.
+            launched: number of ranks that a launcher has started; None: there is no launcher.
 
         Raises:
             ConfigurationError: the options do not fit this number of ranks.
@@ -156,7 +157,8 @@ class RecipeConfig:
             )
 
     def anchored(self: Config) -> Config:
-        """Return a copy with absolute folders: an environment may change the working directory."""
+        """Return a copy with absolute folders, because an environment may change the working
+        directory."""
         folders = {"output_dir": str(self.output_path.absolute())}
         if (replay := getattr(self, "replay_dir", None)) is not None:
             folders["replay_dir"] = str(Path(replay).absolute())
@@ -173,9 +175,9 @@ class ReplayConfig(RecipeConfig):
 
     replay_dir: str | None = option(
         None,
-        "folder of the replay buffer, e.g. in /dev/shm (default: OUTPUT_DIR/replay); if there are "
-        "several nodes, each keeps a part in its own folder, by default in memory, where --resume "
-        "does not find that part; a copied run needs its own folder",
+        "folder of the replay buffer, e.g. in /dev/shm (default: OUTPUT_DIR/replay). If there are "
+        "several nodes, each keeps a part of the buffer in a folder with this path (default: in "
+        "memory, where --resume does not find it). A copied run needs its own folder",
         group=JOB,
     )
     learning_starts: int = option(

@@ -1,8 +1,7 @@
-"""Greedy episodes during training, played in another process for about a second at a time.
+"""Greedy episodes during training, which another process plays in many short calls.
 
 :class:`Evaluator` is a plain local object, and :class:`Evaluations` is the learner's handle to one.
-Calls are short, so that a learner that must stop waits for at most one step of the environments. A
-dead or hung evaluator is noticed like any other process of the job.
+Calls are short, so that a job that must stop does not wait for the end of an evaluation.
 
 The evaluation itself may kill or hang its process. A failed evaluation is therefore never repeated
 elsewhere, and only the first process that is lost in this way is replaced. Otherwise an environment
@@ -27,7 +26,7 @@ from ..parts.networks import PolicySpec
 
 _CALL_S = 0.5  # duration of one call
 _GLANCE_S = 0.1
-_LATE_S = 5.0  # longer than a remote call's deadline, because the error of that deadline says more
+_LATE_S = 5.0  # added to the deadline, because a remote call's own error at it says more
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class EvaluatorConfig:
 
 
 class Evaluator:
-    """Play greedy episodes of one network after the other. Calls wait for each other."""
+    """Play greedy episodes of one network after another. One call runs at a time."""
 
     def __init__(self, config: EvaluatorConfig, registrations: Registrations) -> None:
         adopt_registrations(registrations)
@@ -54,7 +53,8 @@ class Evaluator:
         """Play for about ``limit_s``. Return the returns, or None while episodes are in progress.
 
         Args:
-            begin: weights and seed of a new evaluation, which replaces the current; None: continue.
+            begin: weights and seed of a new evaluation, which replaces the current one. None:
+                continue the current one.
         """
         with self._lock:
             if begin is not None:
@@ -91,15 +91,15 @@ class Evaluator:
 class Evaluations:
     """The learner's handle to an :class:`Evaluator` in another process.
 
-    The process is the one with the role "evaluator", or else the last collector, or else this
-    process. An evaluation that raises, dies or hangs has failed, and is reported, counted, and
-    never repeated. If its process was lost or hangs, a collector that is not indispensable to its
-    learner plays the later evaluations. If this collector is also lost before an evaluation has
-    ended, no more evaluations are played.
+    That process has the role "evaluator". If no process has this role, it is the last collector,
+    or this process if there are no collectors. An evaluation fails if it raises, or if its process
+    dies or hangs. A failed evaluation is reported and counted, and never repeated. After its
+    process died or hung, a collector whose learner has another one plays the later evaluations. If
+    that collector, too, is lost before it has completed an evaluation, no more are played.
 
     Args:
         session: the learner's session.
-        config: what is played.
+        config: what to play.
         say: called with a message about each failed evaluation.
         failed: number of failed evaluations before the run was resumed.
 
@@ -120,7 +120,7 @@ class Evaluations:
         self._say = say
         candidates = session.of_role("evaluator") + session.of_role("collector")[::-1]
         self._candidates: list[Peer] = list(candidates) or [session.me]
-        self._may_replace = True  # whether no process was lost since an evaluation ended
+        self._may_replace = True  # false from a lost process to the next full evaluation
         self._remote: Remote | None = None
         self._under_way = False
         self._answer: Future | None = None
@@ -133,9 +133,9 @@ class Evaluations:
         return self._under_way
 
     def begin(self, weights: Mapping[str, Tensor], seed: int) -> None:
-        """Start playing with a copy of ``weights``, if there is a process for it.
+        """Start playing with a copy of ``weights``, if a process is left to play.
 
-        Blocks only for the first call to that process."""
+        Blocks only at the first call to a process, which creates the evaluator there."""
         assert not self.under_way
         copy = {name: value.detach().clone() for name, value in weights.items()}
         try:
@@ -145,7 +145,7 @@ class Evaluations:
             self._fail(error)
 
     def poll(self, wait_s: float = 0.0) -> list[float] | None:
-        """Return the returns of the current evaluation, once.
+        """Return the returns of the current evaluation once it has ended. Later calls return None.
 
         Blocks at most ``wait_s``.
 
@@ -188,7 +188,7 @@ class Evaluations:
         return None
 
     def drop(self) -> None:
-        """Drop the current evaluation. It is not continued."""
+        """Abandon the current evaluation."""
         self._under_way = False
         self._answer = None
 

@@ -11,15 +11,15 @@ from tensordict import TensorDictBase
 class Feed:
     """Return the batches of ``draw`` on ``device``.
 
-    On a GPU, the next batch is drawn, pinned and copied while the kernels of the last update run.
-    The learner calls :meth:`prepare` once it has enqueued the kernels, and only afterwards does
-    work that waits for them, such as setting new priorities. Draws therefore miss the priorities of
-    the last batch. On a CPU, an update ends before a draw could begin, so each batch is drawn when
-    it is taken.
+    On a GPU, :meth:`prepare` draws, pins and copies the next batch while the kernels of the last
+    update run. The learner calls it as soon as it has enqueued these kernels, and sets the new
+    priorities afterwards, because they depend on the kernels. The draw therefore does not see the
+    priorities of the last batch. On a CPU, an update ends before a draw could begin, so
+    :meth:`take` draws each batch.
 
     Args:
         draw: returns a batch in host memory, or None if none is available now. Every batch is used.
-        ahead: whether :meth:`prepare` draws. Default: on a GPU.
+        ahead: whether :meth:`prepare` draws. Default: if ``device`` is a GPU.
     """
 
     def __init__(
@@ -36,12 +36,12 @@ class Feed:
         self._next: TensorDictBase | None = None
 
     def prepare(self) -> None:
-        """Draw the next batch and begin its copy, if there is a batch and drawing ahead is on."""
+        """If drawing ahead is on and a batch is available, draw it and begin its copy."""
         if self._ahead and self._next is None:
             self._next = self._drawn()
 
     def take(self) -> TensorDictBase | None:
-        """Return the next batch, for the current stream, or None if there is none now."""
+        """Return the next batch, ready for the current stream, or None if none is available."""
         batch, self._next = self._next, None
         if batch is None:
             batch = self._drawn()
@@ -63,7 +63,7 @@ class Feed:
 def moved(data: TensorDictBase, device: torch.device) -> TensorDictBase:
     """Return ``data`` on ``device``.
 
-    To a GPU, the current stream copies it from pinned memory while the caller continues."""
+    If it is a GPU, its current stream copies from pinned memory while the caller continues."""
     if device.type != "cuda":
         return data.to(device)
     return data.pin_memory(num_threads=0).to(device, non_blocking=True)

@@ -44,7 +44,7 @@ from .config import RecipeConfig
 from .evaluator import Evaluations, EvaluatorConfig
 from .monitor import Monitor, check_wandb
 
-_FINAL = 2**20  # marks seeds of final evaluations, not of those during training
+_FINAL = 2**20  # makes seeds of final evaluations differ from those during training
 _EVALUATION = 3  # the stream of evaluations' seeds; collectors and buffers have streams 1 and 2
 
 # Settings that TorchRL's losses keep as buffers in their state dicts, among the weights.
@@ -58,7 +58,7 @@ _SETTINGS = (
 
 
 class Learner(ABC):
-    """The parts of a job in one learner's process. ``build`` returns it.
+    """The parts of a job in one learner's process. ``build`` returns this object.
 
     Attributes:
         network: the policy's network, whose weights are evaluated and kept.
@@ -76,10 +76,10 @@ class Learner(ABC):
 
     @abstractmethod
     def learn(self, data: Any, frames: int) -> dict[str, Any]:
-        """Learn from what the collector yielded, and send it the new weights.
+        """Learn from what the collector yielded, and send the new weights to the collector.
 
         Args:
-            data: a batch, or a report.
+            data: a batch; with a replay buffer, a report.
             frames: frames of the whole job so far, including those in ``data``.
 
         Returns:
@@ -88,11 +88,11 @@ class Learner(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return ``"model"``, ``"optimizer"``, and plain ``"extra"`` for a resumed learner."""
+        """Return the state for a resumed learner: ``"model"``, ``"optimizer"``, ``"extra"``."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` returned. Sends the weights to the collectors."""
+        """Continue from what :meth:`state_dict` returned. Send the weights to the collectors."""
 
     def close(self) -> None:
         """Stop the workers."""
@@ -113,7 +113,6 @@ class LossLearner(Learner):
         self._optimizer = torch.optim.Adam(self._weights, fused=True, **adam)
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the learning rate of the following steps."""
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
 
@@ -208,7 +207,7 @@ Build = Callable[[Any, Task, PolicySpec, Session, Start], Learner]
 
 
 def stream_seed(*numbers: int) -> int:
-    """Return a different seed for each tuple of numbers >= 0, in [0, 2^31)."""
+    """Return a seed in [0, 2^31), different for each tuple of numbers >= 0."""
     # NumPy pads with zeros. Without the length, (1, 2) would equal (1, 2, 0).
     sequence = np.random.SeedSequence([len(numbers), *numbers])
     return int(sequence.generate_state(1)[0]) % 2**31
@@ -217,11 +216,11 @@ def stream_seed(*numbers: int) -> int:
 def choose_device(config: RecipeConfig, session: Session) -> torch.device:
     """Return the device of this learner. Each learner of a node has its own GPU.
 
-    With ``--device auto``, all learners compute on the CPU if there are too few GPUs. All nodes are
-    assumed to have as many GPUs as this one.
+    With ``--device auto``, all learners compute on the CPU if there are too few GPUs. The other
+    nodes are assumed to have as many GPUs as this node.
 
     Raises:
-        ConfigurationError: ``--device cuda``, with fewer GPUs than learners.
+        ConfigurationError: ``--device cuda`` was given, but a node has fewer GPUs than learners.
     """
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -229,7 +228,7 @@ def choose_device(config: RecipeConfig, session: Session) -> torch.device:
     if config.device == "auto" and most > torch.cuda.device_count():
         return torch.device(
             "cpu"
-        )  # the same on every node, because learners on different devices could not average
+        )  # on every node, because learners on different devices could not average gradients
     index = sum(p.host == session.me.host for p in session.of_role("learner")[: session.me.index])
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         raise ConfigurationError(
@@ -241,7 +240,8 @@ def choose_device(config: RecipeConfig, session: Session) -> torch.device:
 
 
 def my_collectors(session: Session) -> tuple[Peer, ...]:
-    """Return this learner's collectors: every L-th of L learners, or the learner itself."""
+    """Return every L-th collector if there are L learners. Without collectors, return the learner
+    itself."""
     learners = session.of_role("learner")
     return session.of_role("collector")[session.me.index :: len(learners)] or (session.me,)
 
@@ -255,7 +255,8 @@ def train(
     signal it finishes the current batch, writes the checkpoint and returns.
 
     Raises:
-        ConfigurationError: the environment, the machines, the device or a logger do not fit.
+        ConfigurationError: the environment, the nodes, the device or a logger do not suit
+            ``config``.
         CheckpointError: with ``resume``, if the checkpoint is missing or damaged.
         DirectoryError: the replay directory cannot be used.
         PeerLostError: all collectors of a learner are lost, or a learner is lost. A checkpoint has
@@ -298,8 +299,8 @@ def train(
 
 
 def _follow(build: Build, config: RecipeConfig, start: Start) -> None:
-    """Run a learner other than the first. The first learner's process calls this in the processes
-    of the others."""
+    """Run a learner other than the first. The first learner calls this in the processes of the
+    other learners."""
     with _one_thread(), Training(build, config, current_session(), start) as training:
         training.run(None)
 
@@ -329,7 +330,6 @@ class Round:
         stop: whether a learner must stop after this iteration.
         waited_s: seconds that a learner waited (mean over the learners).
         busy_s: seconds of stepping and writing, summed over all workers.
-        workers: number of workers.
     """
 
     ended: bool
@@ -510,7 +510,7 @@ class Keeper:
         seconds, bound = monitor.seconds, monitor.bound_by()
         self._take_evaluation(self.evaluations.finish())
         frames = [e.frames for e in monitor.evaluations[-1:]]
-        frames += [self._evaluated[1][0]] if self._evaluated else []  # None if it has failed
+        frames += [self._evaluated[1][0]] if self._evaluated else []  # also if it has failed
         if monitor.frames not in frames:
             self._begin_evaluation()
             self._take_evaluation(self.evaluations.finish())
@@ -527,7 +527,7 @@ class Keeper:
             "mean_return_is_of": (
                 f"the best policy by evaluation, {len(returns)} fresh episodes"
                 if returns
-                else "the best policy, the evaluation that chose it (stopped early)"
+                else "the best policy, from the evaluation that chose it (stopped early)"
             ),
             "frames": monitor.frames,
             "updates": monitor.updates,

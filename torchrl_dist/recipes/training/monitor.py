@@ -54,44 +54,45 @@ class Bound:
 
 
 class Monitor:
-    """Record and show the events of one training loop. For one thread only.
+    """Record and show the events of one training loop. Only one thread may use a monitor.
 
-    In a resumed run, frames, updates and seconds continue where the earlier run stopped. These tags
-    are written to TensorBoard, CSV files and wandb, over the frames of the whole job:
+    In a resumed run, frames, updates and seconds continue where the earlier run stopped. The
+    monitor writes these tags to TensorBoard, CSV files and wandb, over the frames of the whole job:
 
     ============================  ==========================================================
-    ``eval/return``               greedy episodes, mean; ``eval/lowest``: the worst
-    ``train/return``              mean of the episodes that ended since the last point,
-                                  exploration included
+    ``eval/return``               mean return of greedy episodes; ``eval/lowest``: the lowest
+    ``train/return``              mean return of the exploring episodes that ended since the
+                                  last entry
     ``train/sps``                 frames per second; ``train/updates_per_second``: gradient
-                                  steps
+                                  steps per second
     ``train/updates``             gradient steps so far
     ``train/policy_lag``          policy lag of the oldest data of the last batch;
                                   ``train/policy_lag_mean``: mean over that batch's rows
                                   (ddppo, impala)
     ``train/replay_ratio``        rows sampled per row collected (apex, sac)
-    ``train/stale_priorities``    share of the priorities that came after their rows were
-                                  overwritten, and were dropped (apex)
-    ``time/learner_waits``        share of the time since the last point that the learner (the
-                                  mean of several) waited for data
-    ``time/collectors_wait``      the same for the collectors, which wait for the learner or a core
+    ``train/stale_priorities``    share of the priorities that were dropped, because their rows
+                                  had been overwritten (apex)
+    ``time/learner_waits``        share of the time since the last entry in which the learners,
+                                  on average, waited for data
+    ``time/collectors_wait``      share in which the collectors waited for the learner or a core
     ``train/loss``                loss of the policy or the values
-    ``train/loss_critic``         loss of the critic (ddppo, impala); ``train/loss_actor`` (sac)
+    ``train/loss_critic``         loss of the critic (ddppo, impala); ``train/loss_actor``:
+                                  loss of the actor (sac)
     ``train/entropy``             entropy of the policy (ddppo, impala, sac);
                                   ``train/alpha``: its weight (sac)
     ``train/learning_rate``       learning rate of the last step (ddppo, impala)
-    ``train/rho_mean``            importance weights of V-trace; ``train/rho_clipped``: share
-                                  that is clipped (impala)
-    ``train/kl``                  divergence from the policy that collected; and
-                                  ``train/clip_fraction``, ``train/steps_per_batch`` (ddppo)
-    ``train/valid_rows``          share of a batch's rows that were collected before late
+    ``train/rho_mean``            mean importance weight of V-trace; ``train/rho_clipped``:
+                                  share that is clipped (impala)
+    ``train/kl``                  KL divergence from the policy that collected the batch (ddppo)
+    ``train/clip_fraction``       share of the rows whose ratio is clipped;
+                                  ``train/steps_per_batch``: gradient steps (ddppo)
+    ``train/valid_rows``          valid rows / frames per batch, which is less than 1 if late
                                   collectors were cut (ddppo)
     ============================  ==========================================================
 
     Args:
         output: folder for ``tensorboard/``, ``csv/`` and ``learning_curve.png``.
         total_frames: length of the run.
-        title: title of the picture.
         threshold: the mean return that counts as solved.
         history: what :meth:`state` returned in the run that is resumed.
         wandb: project of Weights & Biases, or None.
@@ -127,12 +128,12 @@ class Monitor:
         self._window_returns: list[float] = []
         self._recent = deque[float](maxlen=100)
         self._lag = self.max_lag = 0
-        self._lags = [0, 0]  # the sum over batches, and the number of batches
+        self._lags = [0, 0]  # their sum over batches, and the number of batches
         self._metrics: Mapping[str, Any] = {}
-        # Seconds that the learner waited, that a collector was busy (mean), and that passed.
+        # In seconds: the learner's waits, a collector's work (mean), and all time that passed.
         self._times = self._times_shown = (0.0, 0.0, 0.0)
         self._turned = time.monotonic()
-        # TorchRL's loggers print to stdout, which is for the result.
+        # TorchRL's loggers print to stdout, which must contain only the run's result.
         self._stderr: Any = BestEffort(sys.stderr)
         csv = output / "csv"
         folders = (*(csv / name for name in ("scalars", "videos", "texts")), csv)
@@ -141,7 +142,7 @@ class Monitor:
         with contextlib.redirect_stdout(self._stderr):
             tensorboard = TensorboardLogger("tensorboard", log_dir=str(output))
             writer = tensorboard.experiment.file_writer.event_writer
-            # no public attribute has its file's name (tensorboard 2.21)
+            # no public attribute has the file's name (tensorboard 2.21)
             self._event_file: str | None = getattr(writer, "_file_name", None)
             self._loggers = [tensorboard, CSVLogger("csv", log_dir=str(output))]
             self._wandb_id: str = history.get("wandb_id") or secrets.token_hex(6)
@@ -154,7 +155,7 @@ class Monitor:
         watched = self._stderr.isatty()
 
         class Bar(tqdm):
-            """A bar with a plain lock. tqdm's own lock starts a process."""
+            """A bar with a plain lock, because tqdm's own lock starts a process."""
 
         Bar.set_lock(threading.RLock())
         self._bar = Bar(
@@ -182,12 +183,12 @@ class Monitor:
     def rank(self, evaluation: Evaluation) -> tuple[float, float]:
         """Return a key to compare evaluations: the mean, then the mean of the previous evaluation.
 
-        Many evaluations reach the highest possible return. After a good evaluation, such a return
-        is less likely to be luck in a few episodes.
+        Many evaluations reach the highest possible return, some of them by luck. Luck is less
+        likely if the previous evaluation was good, too.
         """
         before = [e.mean for e in self.evaluations if e.frames < evaluation.frames]
         mean, earlier = evaluation.mean, before[-1] if before else -math.inf
-        # comparisons with NaN are false, so NaN would stay the best
+        # with NaN, all comparisons are false, so an evaluation of NaN would stay the best
         return (
             -math.inf if math.isnan(mean) else mean,
             -math.inf if math.isnan(earlier) else earlier,
@@ -195,7 +196,7 @@ class Monitor:
 
     @property
     def mean_lag(self) -> float:
-        """The mean over all batches of the policy lag of their oldest data."""
+        """The policy lag of a batch's oldest data, as a mean over all batches."""
         return self._lags[0] / max(1, self._lags[1])
 
     @property
@@ -204,7 +205,7 @@ class Monitor:
         return {name: float(value) for name, value in self._metrics.items()}
 
     def bound_by(self) -> Bound | None:
-        """Return what limits the run so far, or None without data."""
+        """Return what limits the run so far, or None if there are no data."""
         return _bound((0.0, 0.0, 0.0), self._times)
 
     def collected(
@@ -223,7 +224,6 @@ class Monitor:
             lag: policy lag of the oldest of these frames.
             waited_s: seconds that the learner waited for them.
             busy_s: seconds of stepping and writing, summed over all workers.
-            workers: number of workers.
         """
         self.frames += frames
         now = time.monotonic()
@@ -248,8 +248,8 @@ class Monitor:
         self._metrics = {**self._metrics, **metrics}
 
     def moment(self) -> tuple[int, int, float]:
-        """Return frames, updates and seconds. Pass them to :meth:`evaluated` once the present
-        weights are evaluated."""
+        """Return frames, updates and seconds now. Pass them to :meth:`evaluated` with the returns
+        of the present weights."""
         return self.frames, self.updates, self.seconds
 
     def evaluated(
@@ -340,7 +340,7 @@ class Monitor:
         self._remove_logs()
 
     def _remove_logs(self) -> None:
-        self._loggers[0].experiment.close()  # may be repeated; no file is created afterwards
+        self._loggers[0].experiment.close()  # may be the second close, which creates no file
         if self._event_file is not None:
             with contextlib.suppress(OSError):
                 os.unlink(self._event_file)
@@ -371,9 +371,9 @@ def check_wandb(project: str | None) -> None:
 
 
 def _wandb_logger(project: str, run_id: str, title: str, output: Path) -> Any:
-    """Return the logger. A resumed run keeps its former id.
+    """Return the logger. A resumed run keeps its id.
 
-    The printed output and the list of installed packages are not sent.
+    The logger does not send the printed output and the list of installed packages.
     """
     from torchrl.record.loggers import WandbLogger
 
@@ -387,7 +387,7 @@ def _wandb_logger(project: str, run_id: str, title: str, output: Path) -> Any:
             settings={"console": "off"},
         )
     except Exception as error:
-        raise ConfigurationError(f"--wandb: {project} cannot be logged to ({error})") from error
+        raise ConfigurationError(f"--wandb: cannot log to {project} ({error})") from error
 
 
 def _bound(before: tuple[float, float, float], now: tuple[float, float, float]) -> Bound | None:

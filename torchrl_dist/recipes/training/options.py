@@ -2,10 +2,9 @@
 
 Neither this module nor its imports import torch, so ``--help`` and errors appear without delay.
 
-It uses argparse and PyYAML, because libraries that turn a dataclass into a command line have
-disadvantages for users. jsonargparse 4.53 refuses ``--total-frames`` and ``--hidden 64 64``. tyro
-1.0 has no groups of options, reads no YAML files, and prints errors in a box of several lines.
-Neither accepts ``2e5`` as a number of frames, and ranges would still have to be checked here.
+It uses argparse and PyYAML, because libraries for this are less convenient: jsonargparse 4.53
+refuses ``--total-frames`` and ``--hidden 64 64``, tyro 1.0 has no groups of options and reads no
+YAML files. Neither accepts ``2e5`` as a number of frames.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ def check_options(config: Any) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser, config_class: type) -> None:
-    """Add one option per field. An option that is not given leaves no attribute."""
+    """Add one option per field. The parser sets no attribute for an option that is not given."""
     types = typing.get_type_hints(config_class)
     groups: dict[str, argparse._ArgumentGroup] = {}
     for field in dataclasses.fields(config_class):
@@ -137,7 +136,7 @@ def read_options(path: str | os.PathLike[str], config_class: type) -> dict[str, 
         raise ConfigurationError(f"--config: {path} contains no mapping of options to values")
     given = [key.value for key, _ in node.value]
     for name in content:
-        if given.count(name) > 1:  # YAML would take the last
+        if given.count(name) > 1:  # YAML would take the last value
             raise ConfigurationError(f"--config: {path} names {name!r} twice")
         if name not in names:
             raise ConfigurationError(
@@ -147,9 +146,9 @@ def read_options(path: str | os.PathLike[str], config_class: type) -> dict[str, 
 
 
 def _text_of(path: str | os.PathLike[str]) -> str:
-    """Return the text of a plain file, or of one that a shell has opened for this process.
+    """Return the text of a plain file, or of a file that a shell has opened for this process.
 
-    A shell's file is, for example, ``/dev/fd/63``. Another user's pipe is refused, because it may
+    The shell's file is, for example, ``/dev/fd/63``. Another user's pipe is refused, because it may
     never have a writer.
     """
     if Path(path).is_relative_to("/dev") and not Path(path).is_relative_to("/dev/shm"):

@@ -28,8 +28,8 @@ def claim(
 ) -> bool:
     """Claim the folders for this job, and return whether to continue from ``checkpoint``.
 
-    After a restart by the launcher (``restart_count > 0``), the job continues its own run without
-    ``resume``, and starts again if the run has no checkpoint yet.
+    After a restart by the launcher (``restart_count > 0``), the job continues its own run even
+    without ``resume``. If the run has no checkpoint yet, the job starts again.
 
     Args:
         output: the folder; created if it does not exist.
@@ -39,11 +39,11 @@ def claim(
         job_id: the same before and after a restart of this job, and different in every other job.
         restart_count: how often the launcher has restarted this job.
         resume: the user asked to continue.
-        held: other runs cannot use the folder until this is closed (if its file system can lock).
+        held: until this is closed, no other run can use ``output`` (if its file system can lock).
 
     Raises:
-        ConfigurationError: a fresh run's folder has files, there is nothing to resume, or another
-            run uses a folder, another user could change it, or it cannot be written.
+        ConfigurationError: the folder of a fresh run has files; there is nothing to resume; or
+            another run uses a folder, another user could change it, or it cannot be written.
     """
     try:
         if output.exists() and not output.is_dir():
@@ -96,9 +96,9 @@ def claim(
 
 
 def check_rows(output: Path, replay: Path | None) -> None:
-    """Refuse a folder with the rows of another run, as the options of a copied run may name it.
+    """Refuse a replay folder with the rows of another run. A copied run's options may name one.
 
-    If rows are inside the run's folder, a copy of the run has its own rows.
+    If the replay folder is inside the run's folder, a copy of the run has its own rows.
 
     Raises:
         ConfigurationError: the rows belong to another run, which still exists.
@@ -111,8 +111,8 @@ def check_rows(output: Path, replay: Path | None) -> None:
     if here and (other / _NOTE).exists() and not other.samefile(output):
         raise ConfigurationError(
             f"--replay-dir: {replay} has the rows of the run in {other}, not in {output}; "
-            f"give this run its own folder, such as --replay-dir {replay}-2, where its buffer "
-            "starts empty, or a copy of that folder, made while no run used it"
+            f"give this run its own folder: --replay-dir {replay}-2 for an empty buffer, or a copy "
+            "of that folder which was made while no run used it"
         )
 
 
@@ -135,14 +135,14 @@ def _refuse_others(folder: Path, option: str) -> None:
     except own_files.NotOurs as error:
         raise ConfigurationError(f"{option}: {error}; choose another folder") from error
     except OSError:
-        pass  # reported below
+        pass  # ``claim`` gets this error again, and reports it
 
 
 def forget(output: Path, *, checkpoint: Path, replay: Path | None) -> None:
     """Remove all files of a fresh run that failed before its first checkpoint.
 
-    Otherwise its folder would be refused for both a new and a resumed run. Files of other origin
-    stay. The logs were already removed by the monitor."""
+    Otherwise the folder would be refused for both a new and a resumed run. Files that the run did
+    not make stay. The monitor has already removed the logs."""
     if checkpoint.is_file():
         return
     found = look(replay) if replay is not None else None
@@ -189,12 +189,12 @@ def _owner(output: Path) -> str | None:
 
 
 def job_of(output: Path) -> str | None:
-    """Return the job of the run in the folder, or None if it has no note of this user's."""
+    """Return the job of the run in the folder, or None if this user wrote no note there."""
     return _read(output / _NOTE).get("job_id")
 
 
 def _read(path: Path) -> dict[str, str]:
-    """Return a note's text; empty if it is not this user's file."""
+    """Return a note's content; empty if it cannot be read or is not this user's file."""
     try:
         note = json.loads(own_files.read_ours(path))
     except (OSError, ValueError, RecursionError):

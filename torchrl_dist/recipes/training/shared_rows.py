@@ -1,4 +1,4 @@
-"""The recipes' replay buffer: a folder on one node, or a shard on each of several."""
+"""The recipes' replay buffer: a folder on one node, or a shard on each of several nodes."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ def shared_buffer(
 ) -> SharedReplayBuffer:
     """Return the job's buffer. A resumed run continues with its rows.
 
-    If an attempt was killed before its first checkpoint, the first learner drops its rows, because
-    the job starts again and would not count them. Other learners must not collect before that.
+    If an attempt was killed before its first checkpoint, the job starts again and does not count
+    the rows of that attempt. The first learner therefore drops these rows. The other learners must
+    not collect until then.
 
     On one node, the buffer is in the folder ``config.replay_path``. On several nodes, the first
     process of each node keeps a shard. If ``config.replay_dir`` is given, the shard is in that
@@ -110,10 +111,10 @@ def first_of_each_node(session: Session) -> tuple[Peer, ...]:
 
 
 def remarks_on_resume(buffer: SharedReplayBuffer) -> tuple[str, ...]:
-    """Return remarks for a resumed run, whose rows may have been lost with the nodes' memory."""
+    """Return remarks for a resumed run. Its rows may have been lost with the nodes' memory."""
     if len(buffer):
         return ()
-    return ("the replay buffer's rows are lost; it starts empty",)
+    return ("the replay buffer's rows are lost; the buffer starts empty",)
 
 
 def stale_priorities(buffer: SharedReplayBuffer) -> int:

@@ -1,9 +1,9 @@
-/* Work under the directory's lock, for which NumPy needs a dozen passes, in plain C.
+/* Work under the directory's lock, in C, because NumPy needs a dozen passes for it.
  *
  * Optional: if this was not built, NumPy does the same work. Each function has a counterpart in
- * PriorityTree (tree.py) or NumpyKernel (node/kernel.py). Always change both. The functions do not
- * depend on torch's ABI. They are called through ctypes.PyDLL, which keeps the GIL, because a thread
- * that holds the directory's lock could otherwise lose 5 ms to another Python thread.
+ * PriorityTree (tree.py) or NumpyKernel (node/kernel.py). Always change both. They are called through
+ * ctypes.PyDLL, which keeps the GIL, because a thread that holds the directory's lock could otherwise
+ * lose 5 ms to another Python thread.
  *
  * A tree is an array of levels, leaves first. Every node is the sum of 32 nodes of the level below.
  */
@@ -18,8 +18,8 @@
 
 enum { FANOUT = 32, SHIFT = 5, TOP = 1024 };
 
-/* Keeps stores in order: a process that finds what a killed process left sees no store after this
- * point without all stores before it. The compiler must not reorder them, and x86-64 does not. */
+/* Keeps stores in order: a process that sees a store after this point also sees all stores before it,
+ * even if this process is killed. Only the compiler must be told, because x86-64 keeps the order. */
 #define IN_ORDER __atomic_thread_fence(__ATOMIC_RELEASE)
 
 /* tables.Word, and the columns and states of the claim table */
@@ -157,9 +157,10 @@ static double number(int64_t bits) {
     return value;
 }
 
-/* Set new priorities of rows. A slot is skipped as stale if it no longer holds the generation that the
- * priority was computed for, or, with generations == NULL, no published row. Slots below 0 are skipped,
- * too. Everything is checked before DIRTY is set and the first leaf is stored. The caller clears DIRTY.
+/* Set new priorities of rows. A slot is skipped as stale if it does not hold the generation that the
+ * priority was computed for. With generations == NULL, it is stale if it holds no published row. Slots
+ * below 0 are skipped, too. Everything is checked before DIRTY is set and the first leaf is stored. The
+ * caller clears DIRTY.
  * leaves: scratch [n]. result: number of stale slots, position of the largest stored priority (-1 if
  * none was stored), whether MAX_SLOT is among the stored slots.
  * Returns 0, or what is wrong with the item at result[1]: 1 priority, 2 slot, 3 leaf too large. */
@@ -276,7 +277,7 @@ int replay_publish(const Tables *tables, int64_t row, int64_t first, int64_t cou
     return 0;
 }
 
-/* Frames that are stored once, see node/frames.py. These two are called without the GIL. */
+/* Frames that are stored once, see node/frames.py. Both functions for them are called without the GIL. */
 
 static uint64_t load(const uint8_t *bytes, int64_t count) {
     uint64_t word = 0;
@@ -284,8 +285,8 @@ static uint64_t load(const uint8_t *bytes, int64_t count) {
     return word;
 }
 
-/* Equal frames have equal hashes; frames with equal hashes are then compared. Four lanes, since a
- * multiplication waits for the one before it. */
+/* Frames with equal hashes are then compared. There are four lanes, because each multiplication waits
+ * for the one before it in its lane. */
 static int64_t hash_of(const uint8_t *frame, int64_t bytes) {
     const uint64_t prime = 0x9E3779B97F4A7C15u;
     uint64_t lanes[4] = {prime, prime ^ 1, prime ^ 2, prime ^ 3};
@@ -307,14 +308,17 @@ static int64_t hash_of(const uint8_t *frame, int64_t bytes) {
     return (int64_t)hash;
 }
 
-/* refs: for each frame of the columns (address, number of frames, frames per value) the ticket of an
- * equal frame in the ring, not below oldest, or -1 - k for the k-th new frame. table: pairs of a hash
- * and a ticket + 1, see replay_keep_frames. batch: pairs of a hash and k + 1; fresh: address, hash and
- * place in refs of each new frame. The numbers of entries are powers of two. hints: [frames per value],
- * zeros. Returns the number of new frames.
+/* Find frames that are in the ring or occurred earlier in this call. Returns the number of new frames.
+ * columns: per column the address, the number of frames, and the frames per value.
+ * table: pairs of a hash and a ticket + 1, see replay_keep_frames. entries: a power of two.
+ * oldest: tickets below it do not count.
+ * batch: pairs of a hash and k + 1 for the k-th new frame, zeros at first. batch_entries: a power of two.
+ * fresh: result, per new frame its address, hash and place in refs.
+ * hints: [frames per value], zeros at first.
+ * refs: result, per frame the ticket of an equal frame in the ring, or -1 - k for the k-th new frame.
  *
- * In the next row, or in the next value, a frame has moved by one place. So the distance at which its
- * neighbour was found is tried first: comparing costs a third of hashing and a look-up. */
+ * Stacks of neighbouring rows overlap. So the distance at which the previous frame with the same place
+ * in its stack was found is tried first: comparing costs a third of hashing and a look-up. */
 int64_t replay_find_frames(const int64_t *columns, int64_t column_count, int64_t bytes,
                            const uint8_t *ring, int64_t size, const volatile int64_t *table,
                            int64_t entries, int64_t oldest, int64_t *batch, int64_t batch_entries,
@@ -362,8 +366,8 @@ int64_t replay_find_frames(const int64_t *columns, int64_t column_count, int64_t
     return count;
 }
 
-/* Copy new frames into the ring, from the ticket first on, and enter them into the table: each in the
- * older entry of its bucket of two. Threads may do so at the same time, and lose entries. */
+/* Copy new frames into the ring, from the ticket first on. Enter each into the table, in the older entry
+ * of its bucket of two. Simultaneous calls may lose entries; such a frame is later stored again. */
 void replay_keep_frames(const int64_t *fresh, int64_t count, int64_t bytes, uint8_t *ring,
                         int64_t size, int64_t first, volatile int64_t *table, int64_t entries) {
     for (int64_t i = 0; i < count; i++) {

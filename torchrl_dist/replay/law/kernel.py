@@ -74,7 +74,7 @@ def find_kernel() -> ctypes.PyDLL | None:
 
 
 def find_copier() -> ctypes.CDLL | None:
-    """Return the functions of the kernel that copy frames and need no GIL, or None as in
+    """Return the kernel's functions for frames, which run without the GIL, or None as in
     :func:`find_kernel`."""
     return None if find_kernel() is None else _copier()
 

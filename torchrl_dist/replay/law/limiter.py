@@ -1,7 +1,7 @@
 """The arithmetic of the rate limiter, without processes or waiting.
 
 The terms are Reverb's (Cassirer et al. 2021, "Reverb: A Framework For Experience Replay", section
-3.2). All counts are rows since the buffer was last empty or its limiter was set:
+3.2). All numbers count rows since the buffer was last empty or its limiter was set:
 
     inserts      rows published, including rows that were overwritten later
     samples      rows returned by samples; a row counts each time
@@ -59,8 +59,9 @@ class RateLimiter:
         min_size_to_sample: samples wait until this many rows may be sampled. At least 1.
         samples_per_insert: average number of times that each row is sampled. Above 0. A sample of
             256 rows counts 256. If it is None, writes never wait.
-        error_buffer: number of sampled rows by which the difference may be off before a process
-            waits. At least half a batch. With larger values, fast and slow phases can even out.
+        error_buffer: number of rows by which the difference may deviate from the middle of its
+            range before a process waits. At least half a batch. With larger values, fast and slow
+            phases can even out.
         max_times_sampled: a row that was sampled this many times (1 to 32767) is not sampled again.
             It keeps its slot, and ``len`` counts it.
 

@@ -25,7 +25,7 @@ def as_slots(index: Any) -> torch.Tensor:
         return found
     if found.dtype is torch.bool:
         raise IndexError("rows are named by their numbers here, got a mask; pass mask.nonzero()")
-    if found.dtype is torch.uint8:  # indexing reads it as a mask, unlike a list of numbers
+    if found.dtype is torch.uint8:  # torch takes it as a mask in an index, but not elsewhere
         raise IndexError(
             "uint8 might be a mask or numbers; pass index.bool().nonzero() for a mask, or "
             "index.long() for numbers"
@@ -41,8 +41,8 @@ def as_slots(index: Any) -> torch.Tensor:
 def largest_reservation(capacity: int) -> int:
     """Return the largest number of rows of one reservation.
 
-    It is an eighth of the ring. ``len`` therefore stays high, although it omits rows that are being
-    rewritten, and several writers find room at the same time.
+    It is an eighth of the ring, because ``len`` omits rows that are being rewritten, and because
+    several writers need room at the same time.
     """
     return max(1, capacity // 8)
 
@@ -83,7 +83,7 @@ def overlaps(
 def first_free_ticket(
     cursor: int, count: int, claims: list[tuple[int, int]], capacity: int
 ) -> int | None:
-    """Return the first ticket, from ``cursor`` on, whose ``count`` slots are free of claims.
+    """Return the first ticket from ``cursor`` on at which ``count`` slots are free of claims.
 
     Args:
         cursor: the next ticket.

@@ -11,7 +11,7 @@ shard ``s`` with probability ``p(x) / sum(r)``: shard ``s`` with probability ``r
 *The problem.* To need only one exchange of messages, a client chooses the shard of each draw before
 it asks the shards, by the masses ``r_old`` that it saw last. Each reply has rows that were drawn
 independently, and the shard's mass ``r_new`` at the instant of this draw. If the client took these
-rows as they are, the shards' shares would be those of ``r_old``.
+rows as they are, the shards' shares would be those of ``r_old``, which is outdated.
 
 *The correction* is the maximal coupling of two discrete laws (Lindvall 2002, "Lectures on the
 Coupling Method", I.5), here the shares ``P`` of ``r_old`` and ``Q`` of ``r_new``: a draw of shard
@@ -29,9 +29,6 @@ so given the shards, the rows are independent draws from their shards. Therefore
 of independent draws by the law of ``r_new``, exactly, however old ``r_old`` is. Only the number of
 rows that a reply lacks depends on the age of ``r_old``: a request asks for spare rows, and a redraw
 fetches the rows that are still missing.
-
-(Keeping all shards and correcting the weights for the old shares would be right at ``beta = 1``
-only, and would give weights above 1.)
 
 *One batch*, with ``uniforms(n)`` giving float64 [n] in [0, 1)::
 
@@ -58,8 +55,7 @@ Uniforms = Callable[[int], np.ndarray]
 
 # The number of spare rows follows from the largest recent rise of a shard's share. Each batch
 # multiplies that rise by this factor. If masses change at random by 2 % per batch, 0.4 % of the
-# batches of 256 need a redraw, and 8 shards send 13 % more rows. With a factor of 0.9, these
-# figures would be 0.9 % and 12 %.
+# batches of 256 need a redraw, and 8 shards send 13 % more rows.
 _FADE = 0.95
 # The rise that is assumed until a change was seen: a twentieth of the share.
 _FIRST_RISE = 0.05

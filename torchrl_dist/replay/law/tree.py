@@ -83,8 +83,8 @@ class PriorityTree:
                 offset += 8 * size
         marks = raw[offset : offset + _mark_bytes(sizes)]
         self.marks = marks[: sizes[0] // FANOUT]
-        """uint8 [blocks of leaves]: 1 from before a leaf of the block is stored until the next
-        refresh."""
+        """uint8 [blocks of leaves]: 1 if a leaf of the block was stored since the last refresh, or
+        is being stored."""
         self.leaves: np.ndarray = self._sums[0][:capacity]
         """float64 [capacity]. Read it freely, but write only by the methods."""
 
@@ -106,14 +106,14 @@ class PriorityTree:
         self.marks[:] = 1
 
     def refresh(self) -> None:
-        """Recompute the ancestors of leaves written since the last call. The cost grows with their
-        blocks."""
+        """Recompute the ancestors of leaves written since the last call. The cost is per block of
+        leaves."""
         marked = blocks = np.flatnonzero(self.marks)
         if not blocks.size:
             return
         for level in range(1, len(self._sums)):
             children = _children(self._sums[level - 1], blocks)
-            self._sums[level][blocks] = np.einsum("ij->i", children)  # half the time of sum(1)
+            self._sums[level][blocks] = np.einsum("ij->i", children)  # takes half as long as sum(1)
             if level > 1:
                 children = _children(self._minima[level - 1], blocks)
             # 0 is a leaf without a row, or a padding node, which is never computed
@@ -162,7 +162,7 @@ class PriorityTree:
         for level in range(len(self._sums) - 2, -1, -1):
             children = _children(self._sums[level], node)
             running = _cumulative(children)
-            running[:, -1] = np.inf  # the last child, if rounding left more mass than they have
+            running[:, -1] = np.inf  # rounding may leave more mass than all children have
             child = (running > mass[:, None]).argmax(1)
             mass -= np.where(child > 0, running[row, child - 1], 0.0)
             node = (node << _SHIFT) + child

@@ -96,12 +96,12 @@ class SharedCursor:
 
         Args:
             source: [n, ...] per column.
-            reserve: a method that reserves the slots, called with ``arguments`` and ``plan=``. It
-                must be in a module of ``_MODULES``, because the write ends with their caller's
-                frame.
+            reserve: a method that reserves the slots, called with ``arguments`` and ``plan=``. Its
+                module must be in ``_MODULES``, because a write counts as ended once the frame that
+                called these modules has returned.
 
         Returns:
-            The result of ``reserve``, and the plan, which is None if no frames are stored once.
+            The result of ``reserve``, and the plan, which is None without ``frames=``.
         """
         frames = self._directory.frames
         while True:
@@ -147,7 +147,7 @@ class SharedCursor:
         ticket = directory.words[Word.CURSOR]
         reservation = self._take(row, ticket, count, Word.CURSOR, ticket + count, plan)
         if reservation is None:
-            if self._live_claims(ticket, count):  # the other claims have lapsed
+            if self._live_claims(ticket, count):  # this call also ends claims of dead members
                 free = first_free_ticket(ticket, count, self._live_claims(), capacity)
                 if free is None:
                     return None
@@ -287,8 +287,8 @@ class SharedCursor:
         return taken
 
     def _claim_run(self, start: int, count: int, plan: Plan | None) -> Reservation | None:
-        # Outside of the loop, because a frame that holds the lock must not clean up after an
-        # interrupt, see ``FairLock``.
+        # Not in ``claim_slots``, because a frame that cleans up after an interrupt must not hold
+        # the lock, see ``FairLock``.
         with self._directory.lock():
             return self._try_claim_run(start, count, plan)
 
@@ -298,7 +298,7 @@ class SharedCursor:
         if time.monotonic() > deadline:
             raise DeadlineError(
                 f"slots {first} to {last} of {directory.path} were being written by others for "
-                f"{directory.timeout_s:g} s"
+                f"{directory.timeout_s:g} s; are they stopped? Continue or kill them"
             )
         time.sleep(_RETRY_S)
 
@@ -318,10 +318,10 @@ class SharedCursor:
             deadline: on ``time.monotonic``.
 
         Returns:
-            False if fewer are published, and no process is writing one.
+            False if fewer are published, and no live process is writing any.
 
         Raises:
-            DeadlineError: names the writers.
+            DeadlineError: it passed; the message names the writers.
         """
         directory = self._directory
         self.drop_interrupted()
@@ -358,8 +358,9 @@ class SharedCursor:
         """Empty the directory, then set words and the cursor.
 
         Args:
-            cursor: a ticket of the saved directory. Tickets never decrease, so the next ticket is
-                the first with the same slot that is beyond this one and the present cursor.
+            cursor: the next ticket of the saved directory. Tickets never decrease, so the next
+                ticket here is the first with the same slot that is below neither ``cursor`` nor the
+                present one.
             high: slots in use.
             values: other words to set.
             limiter: the limiter's counts, see ``Gate.set_state``.
@@ -394,10 +395,10 @@ class SharedCursor:
     def claim_unless_passed(
         self, slot: int, count: int, since: int, plan: Plan | None = None
     ) -> Reservation | None:
-        """Reserve the slots from ``slot`` on, except those reserved since the ticket ``since``.
+        """Reserve ``count`` slots from ``slot`` on, except those reserved since ticket ``since``.
 
-        Slots reserved since then are the first of the run. Returns ``None`` if all of them are.
-        Blocks while other processes write the other slots.
+        The excepted slots are the first of the run. Returns ``None`` if no slot is left. Blocks
+        while other processes write the remaining slots.
 
         Raises:
             DeadlineError: other processes kept writing the slots.
@@ -420,9 +421,8 @@ class SharedCursor:
     ) -> None:
         """Make written rows visible, with leaves ``leaf``, float64 [count].
 
-        Their version is ``version``, or the next version of their slot if that is larger. If
-        ``alpha`` is not None, it is the exponent of the leaves, which are converted if another
-        process has set another alpha.
+        Their version is ``version``, or the next version of their slot if that is larger. The
+        leaves are converted if ``alpha``, their exponent, is given and has changed since.
         """
         directory = self._directory
         words = directory.words
@@ -476,10 +476,10 @@ class SharedCursor:
         return found
 
     def _live_claims(self, first: int = 0, count: int | None = None) -> list[tuple[int, int]]:
-        """Return ``(first ticket, count)`` of the live claims on the slots of some tickets.
+        """Return ``(first ticket, count)`` of each live claim, and end the claims of dead members.
 
-        The tickets are ``count`` from ``first`` on, or all. This ends claims of dead members: their
-        slots are unpublished, and without a claim they are free. Called under the lock.
+        With ``count``, only claims on the slots of ``count`` tickets from ``first`` on. The slots
+        of dead members are free then, because they are unpublished. Called under the lock.
         """
         directory = self._directory
         claims = directory.claims[: directory.words[Word.CLAIM_ROWS]]
@@ -513,7 +513,7 @@ class SharedCursor:
     def _still_ours(self, reservation: Reservation) -> bool:
         """Return whether the reservation may be published. Called under the lock.
 
-        It is False if the buffer was emptied after the reservation, which ends with that.
+        It is False if the buffer was emptied after the reservation. The reservation then ends here.
 
         Raises:
             RuntimeError: other processes took it over although this process lives.
@@ -543,7 +543,8 @@ class SharedCursor:
 
 
 def empty(directory: ReplayDirectory, *, reset_write_count: bool = True) -> None:
-    """Unpublish every row. Generations continue, so earlier handles name no row any more."""
+    """Unpublish every row. Generations continue to grow, so a slot and an earlier generation name
+    no row."""
     with directory.lock():
         directory.begin()
         directory.words[Word.EMPTYING] = _WITH_COUNTS if reset_write_count else _ROWS_ONLY
@@ -588,9 +589,10 @@ def empty_locked(directory: ReplayDirectory) -> None:
 def repair(directory: ReplayDirectory) -> None:
     """Repair the state after a holder of the lock was killed. Called under the lock.
 
-    First, a change in the journal is completed. Publications that had begun are completed, because
-    their rows are whole, even if their process lives and was interrupted. Other claims of dead
-    members lapse. Then leaves and length are corrected by the versions, and the tree by the leaves.
+    Stores in the journal, a change of alpha, an emptying and publications are completed if they had
+    begun. A publication can be completed, because its rows are whole, even if an interrupt cut it
+    off in a live process. Other claims of dead members lapse. Then leaves and length are corrected
+    by the versions, and the tree by the leaves.
     """
     claims, versions, tree = directory.claims, directory.versions, directory.tree
     if directory.words[Word.JOURNAL]:

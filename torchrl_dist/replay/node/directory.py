@@ -7,8 +7,8 @@ Files::
     control.bin     words, counters, claims and members, see ``tables``
     versions.bin    int64 [capacity]; odd while a row is absent or being written
     tree.bin        priority tree
-    rows.json       spec of a row; written when the first rows come, before the data files, so
-                    that a process that removes these knows their names
+    rows.json       spec of a row; written with the first rows, before the data files, so that a
+                    process that removes the data files knows their names
     data/*.bin      one file per column of a row, [capacity, ...]
     limiter.bin     with a rate limiter: waiting processes, and how often rows were sampled; see
                     ``gate``
@@ -23,8 +23,8 @@ Invariants at every instant, even if processes are killed:
    leaf above 0 in the tree, so only they are drawn. Every published slot has such a leaf, unless
    its row was sampled as often as the limiter allows.
 2. Shared state changes only under the lock, and ``DIRTY`` is set before the first store and cleared
-   after the last one. A process that enters and finds ``DIRTY`` set repairs what the killed holder
-   left (:meth:`ReplayDirectory.lock`, ``cursor.repair``).
+   after the last one. A process that takes the lock and finds ``DIRTY`` set repairs what the killed
+   holder left (:meth:`ReplayDirectory.lock`, ``cursor.repair``).
 3. Rows are written outside the lock, only by the member whose claim covers their slots, while
    their versions are odd. Claims of live members never share a slot. Claims of dead ones lapse.
 4. Versions and tickets never decrease, so (slot, version // 2) permanently names one row.
@@ -184,7 +184,7 @@ class ReplayDirectory:
         fair_lock = self.fair_lock
         fair_lock.check_entry()
         try:
-            fair_lock.__enter__()  # which checks again after the wait whether it was closed
+            fair_lock.__enter__()  # checks after the wait whether the lock was closed
             if self.words[Word.DIRTY]:
                 self.repair(self)
             fair_lock.inside = sys._getframe(1)
@@ -193,8 +193,8 @@ class ReplayDirectory:
             raise
 
     def __exit__(self, *raised: object) -> None:
-        # An interrupt that Python delivers on entry to this function cannot be handled. The lock
-        # is then released at this thread's next use of the directory, or the process's end.
+        # An interrupt that Python delivers on entry to this function cannot be handled. The lock is
+        # then released at this thread's next use of the directory, or at the process's end.
         fair_lock = self.fair_lock
         try:
             fair_lock.__exit__(None, None, None)
@@ -203,7 +203,7 @@ class ReplayDirectory:
             raise
 
     def check_entry(self) -> None:
-        """Check that this thread may wait for a lock whose holders may wait for :meth:`lock`.
+        """Check that this thread may wait for another lock, whose holder may wait for :meth:`lock`.
 
         Raises:
             DirectoryError: this thread holds the directory's lock, so it is in a signal handler
@@ -223,7 +223,9 @@ class ReplayDirectory:
         self.words[Word.DIRTY] = 0
 
     def store_all(self, values: Mapping[int, int]) -> None:
-        """Store several words between :meth:`begin` and :meth:`commit`. A kill leaves all or none.
+        """Store several words between :meth:`begin` and :meth:`commit`.
+
+        If the process is killed meanwhile, either all of them are stored or none.
 
         Args:
             values: values by :class:`Word`, or by :meth:`cell` of the user table.
@@ -390,7 +392,7 @@ class ReplayDirectory:
     def tensors(self) -> list[torch.Tensor]:
         """The shared rows, one tensor [capacity, ...] per column of :attr:`rows`.
 
-        For values with frames, these are zeros that take no memory, see :meth:`read`."""
+        Instead of stored frames, a column has zeros that take no memory, see :meth:`read`."""
         if self._rows is None and self.rows is None:
             return []
         return self._tensors
@@ -399,7 +401,7 @@ class ReplayDirectory:
     def arrays(self) -> list[np.ndarray]:
         """:attr:`tensors` as arrays, see :func:`array_of`.
 
-        For values with frames, the cells of the frames, int32 [capacity, stack]."""
+        Instead of stored frames, a column has their cells, int32 [capacity, stack]."""
         if self._rows is None and self.rows is None:
             return []
         return self._arrays
@@ -414,7 +416,7 @@ class ReplayDirectory:
     def read(self, slots: np.ndarray | slice) -> list[np.ndarray]:
         """Return the values in these slots, [n, ...] per column, without a check of their versions.
 
-        They are copies, except plain values of a slice."""
+        They are copies, except slices of columns without stored frames."""
         columns = self._taken(slots)
         return columns if self._frames is None else self._frames.expand(columns, _take)
 
@@ -462,7 +464,7 @@ class ReplayDirectory:
             raise damaged(self.path, f"{files.FRAMES} cannot be read ({error})") from error
 
     def spec_for(self, spec: RowSpec) -> RowSpec:
-        """Return the rows' spec. Without rows, it is the spec that rows with ``spec`` would get."""
+        """Return the spec of the rows. Before the first row, it is what ``spec`` would become."""
         if self.rows is not None:
             return self.rows
         spec = with_stacks(spec, self._stacks())
@@ -494,7 +496,7 @@ class ReplayDirectory:
             except FileExistsError as error:
                 (self.path / files.ROWS).unlink()
                 raise DirectoryError(
-                    f"{folder} holds files of something else; remove them"
+                    f"{folder} holds files of another program; remove them"
                 ) from error
             except OSError as error:
                 files.remove_data(self.path)
@@ -574,7 +576,7 @@ class ReplayDirectory:
         self.times_sampled = tables[users:] if self.words[Word.MAX_TIMES_SAMPLED] else None
 
     def ask_for_streams(self) -> None:
-        """Store the stream of each row. Call it before the first row is written.
+        """Store the stream of each row, see ``STREAM``. Call it before the first row is written.
 
         Raises:
             ConfigurationError: there are already rows without streams.
@@ -586,7 +588,7 @@ class ReplayDirectory:
             elif STREAM not in spec.columns:
                 raise ConfigurationError(
                     f"the rows in {self.path} do not name their writers, because no buffer "
-                    "asked for it before the first row was written; use the same sampler in the "
+                    "asked for this before the first row was written; use the same sampler in the "
                     "buffers of all processes, or store a trajectory id per row and pass "
                     "traj_key="
                 )
@@ -719,7 +721,7 @@ class ReplayDirectory:
         unlock_byte(self.lock_fd, MEMBER_BYTES + index)
         self.member = -1
         if not clean or stop_requested_since(self._opened_at):
-            self.words[Word.INTERRUPTED] = 1  # processes that leave later must know it
+            self.words[Word.INTERRUPTED] = 1  # so that processes that leave later keep the folder
         if self.stays or self.live_members() or not self.is_at_path():
             return None
         # under the lock, so a process that opens the path now creates a new directory
@@ -763,7 +765,7 @@ def once(lock: threading.RLock) -> threading.RLock:
 def leave_at_exit() -> None:
     """Let this process leave its directories when it ends.
 
-    Processes of ``multiprocessing`` run only its finalizers; others also run ``atexit`` functions.
+    Processes that ``multiprocessing`` starts run only its finalizers, not ``atexit`` functions.
     """
     multiprocessing.util.Finalize(None, _leave_all, exitpriority=-100)
 
@@ -772,7 +774,7 @@ def _leave_all() -> None:
     """Leave all directories at the end of the process. After an unhandled exception, keep them."""
     clean = getattr(sys, "last_value", None) is None and sys.exc_info()[1] is None
     for view in list(OPEN.values()):
-        # if a write does not end, this process stays a member until it has ended
+        # if a write does not end, this process stays a member until the process has ended
         with contextlib.suppress(OSError, DirectoryError):
             view.leave(clean)
     OPEN.clear()

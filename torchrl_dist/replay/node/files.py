@@ -26,7 +26,7 @@ SLURM = "slurm"
 LOCK, HEADER, ROWS, DATA = "lock", "header.json", "rows.json", "data"
 TABLES = ("control.bin", "versions.bin", "tree.bin")
 _BEING_REMOVED = "header.removed.json"
-"""The header's name while the other files are being removed but the folder stays."""
+"""The header's name while the other files are removed from a folder that stays."""
 FRAMES = "frames.json"
 _NEW_HEADER, _NEW_ROWS, _NEW_FRAMES = (
     own_files.temporary(Path(name)).name for name in (HEADER, ROWS, FRAMES)
@@ -37,7 +37,7 @@ _MADE_BEFORE_HEADER = frozenset({LOCK, *TABLES, _NEW_HEADER})
 _LIMITER = "limiter.bin"
 PASS = "pass.bin"
 FRAMES_OF_CLAIMS = "frames=.bin"
-"""In the data folder, see ``frames``. No column's file has "=" after its first letters."""
+"""In the data folder, see ``frames``. The name of a column's file has no "=" in this place."""
 _MADE = _MADE_BEFORE_HEADER | {
     HEADER, _BEING_REMOVED, ROWS, _NEW_ROWS, DATA, _LIMITER, PASS, CLAIM, FRAMES, _NEW_FRAMES,
 }  # fmt: skip
@@ -144,7 +144,7 @@ def holds_only_ours(folder: Path) -> bool:
 
 
 def remove_data(folder: Path) -> None:
-    """Remove the rows that ``rows.json`` names, and that file. Other files stay."""
+    """Remove ``rows.json`` and the data files that it names. Other files stay."""
     for name in () if (folder / DATA).is_symlink() else _data_files(folder):
         with contextlib.suppress(OSError):
             (folder / DATA / name).unlink()
@@ -222,7 +222,7 @@ def remove(doomed: Path) -> bool:
 def half_removed(folder: Path) -> Iterator[Path]:
     """Return folders that :func:`retire` renamed and that a killed process did not remove.
 
-    They were earlier directories of this path."""
+    They were earlier directories at this path."""
     name = re.compile(re.escape(f".{folder.name}.removed-") + r"\d+")
     for each in folder.parent.iterdir():
         if name.fullmatch(each.name):

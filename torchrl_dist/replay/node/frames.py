@@ -4,12 +4,12 @@ If each row has a stack of four frames and the stack of the next step, a frame i
 eight times. For the keys that ``frames=`` names, the directory has two more kinds of files, and a
 row has numbers of frames instead of their bytes::
 
-    data/frames=.bin          int64 [MAX_CLAIMS + capacity], see below
+    data/frames=.bin          int64 [MAX_CLAIMS + capacity]: starts of claims, marks of slots
     data/frames=DIGEST.bin    a ring of frames, [size, ...], one per key; the key and
                               ("next", key) share it
 
 A frame has a *ticket*, which counts the frames ever reserved (``Word.FRAME_CURSOR``), and lies in
-the cell ``ticket % size`` of its ring. All rings have the same tickets. A write
+the cell ``ticket % size`` of its ring. A ticket reserves this cell in every ring. A write
 
 1. looks for its frames, by their bytes, among those that this process wrote recently. Equal bytes
    are the same frame, so a sample returns what was written, whichever wrapper built the stacks;
@@ -21,14 +21,14 @@ Invariants at every instant:
 - The slot of a row has a *mark*: the oldest ticket that the row refers to. When the row was
   written, its mark was at most ``window`` tickets before the cursor.
 - If the cell of a new ticket holds a frame that a published row refers to, that row is unpublished
-  before the ticket is reserved. So if a reader finds the same version after its copy, the row's
-  frames were not changed, either.
-- A claim has a *start*: the oldest ticket that its rows refer to. No ticket is reserved whose cell
-  holds a frame from the start of a live claim on. The writer that needs the ticket waits.
+  before the ticket is reserved. So if a reader finds the same version after its copy, the frames
+  did not change during the copy.
+- A claim has a *start*: the oldest ticket that its rows refer to. While a claim lives, no ticket is
+  reserved whose cell holds a frame from this start on. The writer that needs the ticket waits.
 
-Alternatives were rejected: frames in the neighbouring slots of a row (as in Dopamine) need one
-writer with whole episodes; chunks of a stream to which rows refer (as in Reverb) keep a chunk alive
-for its last row and need a count of references, which a killed process would leave wrong.
+Two alternatives were rejected. Frames in the neighbouring slots of a row (Dopamine) need a single
+writer of whole episodes. Chunks of a stream (Reverb) live as long as their last row, and need a
+count of references, which a killed process would leave wrong.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ from torchrl_dist.tensors import array_of
 if TYPE_CHECKING:
     from torchrl_dist.replay.node.kernel import NumpyKernel
 
-_SPARE = 0.07  # frames beyond one per row, for the first stacks of episodes
+_SPARE = 0.07  # share of frames beyond one per row, for the first stacks of episodes
 _WINDOW = 32  # the window is the number of rows divided by this
-_FEW = 4096  # frames: small buffers have a larger window, and room for rows that repeat nothing
+_FEW = 4096  # frames: small buffers get larger windows and rings, for rows that repeat nothing
 _MOST_KNOWN = 2**17
 _DROPPED_AT_ONCE = 256  # 1/256 of the ring
 _MOST_FRAMES = 2**31 - 1  # rows have their cells as int32
@@ -154,7 +154,7 @@ def shown(stacks: Mapping[tuple[str, ...], int]) -> str:
 
 
 class _Found(NamedTuple):
-    """Frames of a ring's columns. A reference is a ticket, or ``-1 - k`` for the k-th new frame."""
+    """The result of a finder. A reference is a ticket, or ``-1 - k`` for the k-th new frame."""
 
     refs: list[np.ndarray]
     """int64 [rows * stack] per column."""
@@ -167,8 +167,8 @@ class _Found(NamedTuple):
 class _NumpyFinder:
     """The recent frames of this process in one ring, found by their bytes.
 
-    It may forget frames, and threads may use it at the same time, because whatever it finds is
-    compared with the ring, byte for byte."""
+    Each find is compared with the ring, byte by byte. So the finder may forget frames, and threads
+    may use it at the same time."""
 
     def __init__(self, ring: np.ndarray, most: int) -> None:
         self._ring = ring
@@ -282,7 +282,7 @@ class Plan:
 
     Attributes:
         columns: the numbers of the columns with frames.
-        found: what was found, per ring.
+        found: the result of the finder, per ring.
         count: number of tickets that the plan needs.
         known: int64 [rows], the oldest ticket among each row's known frames.
         new: int64 [rows], each row's first new frame, as ``k`` in ``-1 - k``.
@@ -425,7 +425,7 @@ class Frames:
         needed = first + count - self.size  # the smallest mark from now on
         words[Word.DIRTY] = 1
         if plan is not None and plan.oldest < words[Word.FRAME_LOW]:
-            words[Word.FRAME_LOW] = plan.oldest  # a frame of rows that are gone returns
+            words[Word.FRAME_LOW] = plan.oldest  # a frame returns although its rows are gone
         if needed > words[Word.FRAME_LOW]:
             self._drop(needed)
         rows = sum(stop - start for start, stop in ranges)
@@ -458,8 +458,8 @@ class Frames:
     ) -> list[np.ndarray | None]:
         """Copy the plan's new frames, and return the columns of the rows ``start`` to ``stop``.
 
-        Values with frames are replaced by the cells of their frames, int32 [n, stack]. Called
-        between reserving and publishing."""
+        A column whose frames are stored once gets their cells, int32 [n, stack]. Called between
+        reserving and publishing."""
         columns = [None if value is None else value[start:stop] for value in source]
         for numbers, found, finder in zip(plan.columns, plan.found, self._finders, strict=True):
             finder.keep(found, plan.first)

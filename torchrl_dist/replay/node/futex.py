@@ -1,7 +1,7 @@
 """Wait for another process to change shared memory, without polling.
 
-This is a Linux futex (``man 2 futex``) on a word of the mapping. Waiting costs no CPU time, waking
-costs one system call, and a process that is killed while it waits leaves nothing behind.
+This is a Linux futex (``man 2 futex``) on a word of the shared memory. Waiting costs no CPU time,
+waking costs one system call, and a process that is killed while it waits leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Bell:
         return self._words[self._rung]
 
     def ring(self) -> None:
-        """Wake all waiting threads. Costs next to nothing if there are none."""
+        """Wake all waiting threads. Cheap if there are none."""
         words = self._words
         if words[self._waited]:
             words[self._waited] = 0

@@ -2,8 +2,8 @@
 
 The counters are words of the directory, and change under its lock. A write is admitted and gets its
 slots without releasing the lock in between. For the admission, rows that other processes are
-writing count as inserts, so writers that wake up together do not all pass. A sample, too, is
-admitted and counted without releasing the lock. No thread holds a lock while it waits for the
+writing count as inserts, so that writers that wake up together are not all admitted. A sample, too,
+is admitted and counted without releasing the lock. No thread holds a lock while it waits for the
 limiter: neither the directory's lock nor those of TorchRL's buffers.
 
 A process notes the rows of a sample from the admission of the sample to its return. If the process
@@ -41,14 +41,15 @@ from torchrl_dist.replay.row import _torchrl
 from torchrl_dist.stopping import gives_up
 
 _LOOK_AGAIN_S = (
-    0.5  # there is no ring when a process is killed or ends, or when a thread must stop waiting
+    0.5  # the bell does not ring when a process ends, or when a thread must stop waiting
 )
 
 _T = TypeVar("_T")
 
 process_ends = threading.Event()
 # At its end, a process first joins the threads that fetch batches ahead, and these may wait here.
-# The function registered last is called first, hence the import above. atexit is too late.
+# The function registered last is called first, so the import above, which registers one, must come
+# first.
 threading._register_atexit(process_ends.set)  # type: ignore[attr-defined]  # not in typeshed
 
 
@@ -59,11 +60,7 @@ class Missing(NamedTuple):
 
 
 class Gate:
-    """The gate of one directory in this process, ``directory.gate``.
-
-    Args:
-        limiter: the directory's limiter.
-    """
+    """The gate of one directory in this process, ``directory.gate``."""
 
     def __init__(self, directory: ReplayDirectory, limiter: RateLimiter) -> None:
         self.limiter = limiter
@@ -233,7 +230,7 @@ class Gate:
     # --- waiting -----------------------------------------------------------------------------
 
     def _admit(self, attempt: Callable[[], _T | Missing], storage: Storage) -> _T:
-        """Wait until ``attempt``, called under the lock, returns no ``Missing``."""
+        """Call ``attempt`` under the lock until its result is not ``Missing``; return it."""
         directory = self._directory
         with directory.lock():
             result = attempt()
@@ -329,7 +326,7 @@ def read_limiter(directory: ReplayDirectory) -> RateLimiter | None:
 def _store_limiter(directory: ReplayDirectory, limiter: RateLimiter) -> None:
     """Store the limiter. Called under the lock, when no other process uses the directory."""
     words = directory.words
-    directory.begin()  # a process that finds it incomplete makes the hidden rows visible
+    directory.begin()  # a process that finds the limiter incomplete makes hidden rows visible
     words[Word.LIMITED] = 0  # until everything is stored
     size, ratio, margin, times = _numbers(limiter)
     words[Word.MIN_SIZE_TO_SAMPLE] = int(size)

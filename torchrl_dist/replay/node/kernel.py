@@ -26,7 +26,7 @@ from torchrl_dist.replay.node.tables import (
     Word,
 )
 
-LARGEST_LEAF = 1e200  # sums of these stay finite
+LARGEST_LEAF = 1e200  # sums of such leaves stay finite
 SMALLEST_LEAF = sys.float_info.min  # a row with a leaf of 0 is never drawn
 SOUND, WRONG_PRIORITY, WRONG_SLOT, TOO_LARGE = range(4)
 
@@ -70,7 +70,7 @@ class NumpyKernel:
 
         Args:
             row: an unused row of the claim table.
-            word, value: a word that is stored before the claim.
+            word, value: a word of the control block, and what is stored in it before the claim.
 
         Returns:
             False if another claim has one of these slots. Then nothing was changed.

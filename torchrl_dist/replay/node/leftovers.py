@@ -50,9 +50,9 @@ class Found:
 
     Attributes:
         state: ``"in use"``: a process has it open. ``"left"``: no process has it open, and its job
-            cannot be started again. ``"half removed"``: a process was killed while it removed it.
-            ``"kept"``: it was built with ``keep=True``. ``"its job may come back"``: its launcher
-            lives, Slurm knows the job, or the user gave torchrun an id. ``"damaged"``.
+            cannot be started again. ``"half removed"``: a process was killed while it removed the
+            directory. ``"kept"``: it was built with ``keep=True``. ``"its job may come back"``: its
+            launcher lives, Slurm knows the job, or the user gave torchrun an id. ``"damaged"``.
         job_id: None if damaged.
         rows: number of published rows; None if damaged.
         bytes: size of its files.
@@ -71,7 +71,7 @@ class Found:
 
 
 def find(places: Sequence[Path]) -> Iterator[Found]:
-    """Yield this user's replay directories among these folders and in them. Changes nothing."""
+    """Yield this user's replay directories: these folders, or folders in them. Changes nothing."""
     for place in places:
         found = look(place)
         if found is not None:
@@ -211,7 +211,7 @@ def _job_of(found: Found) -> str | None:
 
 
 def remove_leftovers(parent: Path, prefix: str) -> list[Found]:
-    """Remove directories of this user's dead jobs whose names in a folder have this prefix."""
+    """Remove directories in ``parent`` with this prefix that this user's dead jobs left."""
     removed = []
     with contextlib.suppress(OSError):
         for each in sorted(parent.iterdir()):

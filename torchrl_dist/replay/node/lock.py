@@ -4,21 +4,22 @@ It uses open-file-description locks (``F_OFD_SETLK``) on bytes of one file. The 
 rejected:
 
 - A process loses its record locks (``lockf``) when it closes *any* descriptor of the file, even one
-  that a copy of the folder or a library opened. Rows were then torn silently. No location of the
-  file prevents that for certain; a lock of the description does.
-- ``flock`` also belongs to the description, but has no bytes, so each member would need a file.
+  that a copy of the folder or a library opened. Rows were then torn silently. Open-file-description
+  locks rule this out.
+- ``flock`` also belongs to the description, but locks whole files, so each member would need a
+  file.
 
 A child inherits a description over ``fork``, so a killed holder's lock would stay with its
 children. A child therefore gives up its copies before it does anything else (``_give_up_copies``),
 and ``exec`` closes them. A child that C code forks without Python's hooks and without ``exec``
-keeps them until it ends. Threads share the descriptor, so a ``threading.RLock`` excludes them.
+keeps them until it ends. Threads of a process share the descriptor, so a ``threading.RLock`` lets
+in one at a time.
 
 Two bytes make the lock: the *mutex*, and the *turnstile*, which a process holds while it waits for
-the mutex. Without the turnstile, a process that unlocks and locks in a loop starves the others (p50
-of 5 to 8 ms instead of 50 us). While a process waits, a word in shared memory says so, and
-newcomers queue at the turnstile. If no process waits, newcomers take the mutex directly, which
-saves half of the system calls. A waiter that is killed leaves the word set, which costs the next
-process two calls.
+the mutex. Without the turnstile, a process that unlocks and locks in a loop starves the others,
+which then wait 5 to 8 ms (median) instead of 50 us. While a process waits, a word in shared memory
+says so, and newcomers queue at the turnstile. If no process waits, newcomers take the mutex
+directly. A killed waiter leaves the word set, which costs the next process two calls.
 
 The calls go through ``ctypes.PyDLL``, which keeps the GIL. ``fcntl.fcntl`` releases it, so a holder
 whose process runs another busy Python thread would keep the lock for a switch interval (5 ms).
@@ -96,7 +97,7 @@ def close_lock_file(fd: int) -> None:
 def _give_up_copies() -> None:
     """Release the parent's descriptions in a forked child.
 
-    The numbers stay in use, so that no other file is mistaken for the lock."""
+    The descriptors' numbers stay in use, so that no other file is mistaken for the lock."""
     if not _descriptors:
         return
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
@@ -196,11 +197,11 @@ class FairLock:
     Each process has one descriptor. Use the lock as a context manager. Entering blocks at most
     ``timeout_s``.
 
-    A thread that is inside cannot enter again. A signal handler that uses the buffer while its
-    thread changes it would read or store in the middle of the change. The handler gets an error,
-    and the interrupted code keeps the lock. The stack shows whether a thread *is* inside. If a
-    thread holds the lock but is not inside, an interrupt (Ctrl-C) cut off entering or leaving; the
-    thread then releases the lock and enters.
+    A thread that is inside cannot enter again. Otherwise a signal handler that interrupts a change
+    of the buffer could use the buffer in the middle of that change. The handler gets an error, and
+    the interrupted code keeps the lock. The stack shows whether a thread *is* inside. If a thread
+    holds the lock but is not inside, an interrupt (Ctrl-C) cut off entering or leaving. The thread
+    then releases the lock and enters.
 
     Args:
         fd: a descriptor of the lock file, from :func:`open_lock_file`.
@@ -208,7 +209,7 @@ class FairLock:
         name: the lock's name in error messages.
 
     Raises:
-        DeadlineError: on entry, with the process that holds the lock.
+        DeadlineError: on entry; the message names the holder.
         DirectoryError: on entry, after :meth:`close`.
     """
 
@@ -216,11 +217,11 @@ class FairLock:
         self._fd = fd
         self.timeout_s = timeout_s
         self._name = name
-        # a lock that knows its owner
+        # an RLock, because it knows its owner
         self._threads = threading.RLock()
         self.inside: FrameType | None = None
-        """The frame that has entered. A wrapper of this lock sets the frame that uses the wrapper,
-        and None afterwards, which ends a cycle of references."""
+        """The frame that has entered. A wrapper of this lock stores the frame that uses the
+        wrapper, and afterwards None, which ends a cycle of references."""
         self._records = [
             _record(kind, byte)
             for kind in (fcntl.F_WRLCK, fcntl.F_UNLCK)
@@ -237,14 +238,14 @@ class FairLock:
         )
 
     def share_waiting(self, words: memoryview, index: int) -> None:
-        """Put the word that says whether a process waits at ``words[index]``, in shared memory.
+        """Use ``words[index]``, in shared memory, as the word that says whether a process waits.
 
         Before this call, the lock is exclusive, but not fair.
         """
         self._words, self._waiting = words, index
 
     def check_entry(self) -> None:
-        """Check that this thread may enter a lock that threads share. Call it before every entry.
+        """Check that this thread may enter. Call it before each entry, if threads share the lock.
 
         Raises:
             DirectoryError: this thread is inside.

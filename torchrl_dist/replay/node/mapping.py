@@ -18,7 +18,8 @@ _NETWORK_FILE_SYSTEMS = frozenset(
 
 
 def allocate(path: Path, size: int) -> None:
-    """Create a zeroed file with reserved blocks. A sparse one on a full disk would cause SIGBUS."""
+    """Create a zeroed file with reserved blocks. A sparse file on a full disk would cause
+    SIGBUS."""
     path.unlink(missing_ok=True)
     fd = own_files.open_new(path)
     try:
@@ -70,7 +71,7 @@ def file_system_of(
 
 
 def is_network_file_system(kind: str) -> bool:
-    """Return whether locks and mappings fail there even between processes of one machine."""
+    """Return whether locks and mappings fail on this type, even within one machine."""
     return kind in _NETWORK_FILE_SYSTEMS or kind.startswith("fuse.sshfs")
 
 

@@ -75,7 +75,7 @@ def open_directory(
 
     Args:
         path: folder on a local file system, preferably in ``/dev/shm`` or on a fast local disk. It
-            must be new, empty, or created by a buffer. Links are followed once. A new folder gets
+            must be new, empty, or created by a buffer. Links are resolved once. A new folder gets
             mode 0700. An existing one must belong to this user, and no other user may write to it.
         capacity: slots of the ring, the same in every process.
         job_id: processes with the same id belong together. Default: torchrun's run id, SLURM's
@@ -124,7 +124,7 @@ def open_directory(
                     with contextlib.suppress(OSError):
                         folder.rmdir()
                 raise found
-            refused = True  # or the folder is just being made or removed, so try again
+            refused = True  # once more: another process may be making or removing the folder
             time.sleep(0.01)
         raise DirectoryError(f"{folder} was removed repeatedly while it was being opened")
 
@@ -275,7 +275,7 @@ def _join(asked: _Asked) -> ReplayDirectory | None:
             if not view.is_at_path():
                 return None  # the last member removed it during the wait
             if files.is_being_removed(folder):
-                files.clear(folder)  # the process that did so was killed
+                files.clear(folder)  # the process that removed it was killed
             try:
                 header = read_header(folder)
             except FileNotFoundError:
@@ -341,9 +341,9 @@ def _adopt(view: ReplayDirectory, header: Header, asked: _Asked) -> None:
 def _what_is_wrong(view: ReplayDirectory, alive: bool) -> str | None:
     """Return an impossible value in the tables, or None. Changes nothing.
 
-    Called under the lock. A killed holder may have left some values changed and others not. Tables
-    with an entry per row are checked only if no process uses them, because such a process would
-    also fail.
+    Called under the lock. A killed holder may have changed only some values, so each is checked
+    alone. Tables with an entry per row are checked only if no process uses them, because such a
+    process would also fail.
     """
     words, claims, capacity = view.words, view.claims, view.capacity
     ranges = dict.fromkeys(_AT_LEAST_0, (0, LARGEST_COUNT)) | {
@@ -386,7 +386,7 @@ def _what_is_wrong(view: ReplayDirectory, alive: bool) -> str | None:
         return None
     if view.versions.min() < 0:
         return "a row has a negative version"
-    signed = words[Word.RESCALING]  # leaves that are done are negative during the change
+    signed = words[Word.RESCALING]  # during the change, leaves that were converted are negative
     if not (np.isfinite(view.tree.leaves) & ((view.tree.leaves >= 0) | bool(signed))).all():
         return "a priority is negative or not finite"
     return None
@@ -401,7 +401,7 @@ def _create_files(folder: Path, capacity: int, job: str) -> Header:
 
     The header comes last: a process that finds no header creates all files again."""
     try:
-        files.check_ours(folder)  # other files may have been put into it
+        files.check_ours(folder)  # it may have got other files meanwhile
     except DirectoryError:
         (folder / files.LOCK).unlink()
         raise
@@ -424,6 +424,7 @@ def _create_files(folder: Path, capacity: int, job: str) -> Header:
         files.clear(folder)
         (folder / files.LOCK).unlink()
         raise DirectoryError(
-            f"could not allocate the tables of a buffer of {capacity} rows in {folder}: {error}"
+            f"could not allocate the tables of a buffer of {capacity} rows in {folder}: {error}; "
+            "free space there, or choose another scratch_dir"
         ) from error
     return header

@@ -162,7 +162,7 @@ def _too_large(raw: float, alpha: float) -> ConfigurationError:
 
 
 def default_leaf(directory: ReplayDirectory) -> float:
-    """Return the leaf of a new row, from the largest priority seen, so that it is drawn soon.
+    """Return the leaf of a new row, from the largest priority seen, so that the row is drawn soon.
 
     Before a sampler has set alpha, the largest priority is 1, whose power is 1 for every alpha.
     """
@@ -240,9 +240,9 @@ def track_maximum(directory: ReplayDirectory, slots: np.ndarray, raw: np.ndarray
 
 
 def _track(directory: ReplayDirectory, slot: int, raw: float, moved: bool) -> None:
-    """Track that ``slot`` got a batch's largest priority ``raw``.
+    """Update the largest priority after a batch in which ``slot`` got the largest, ``raw``.
 
-    ``moved``: the slot with the largest priority of all is in the batch."""
+    ``moved``: whether the slot with the largest priority of all is in the batch."""
     current, words = directory.get_float(Word.MAX_PRIORITY), directory.words
     if not current >= raw:
         directory.set_float(Word.MAX_PRIORITY, raw)

@@ -18,15 +18,16 @@ CONTROL_WORDS = 64
 # columns of the claim table, int64 [MAX_CLAIMS, 4]
 CLAIM_COUNT, CLAIM_FIRST, CLAIM_MEMBER, CLAIM_STATE = range(4)
 CLAIM_WRITING, CLAIM_PUBLISHING, CLAIM_DISCARDED = 1, 2, 3
-# columns of the user table, int64 [MAX_MEMBERS, 5], see ``gate``: the member of the row, and rows
-# of samples that are admitted and counted but not returned yet; the columns between are unused
+# columns of the user table, int64 [MAX_MEMBERS, 5], see ``gate``: the member of the row, and the
+# number of rows that were admitted and counted as sampled, but not returned yet. The others are
+# unused.
 USER_MEMBER, USER_UNRETURNED = 0, 4
 USER_COLUMNS = 5
 # columns of the member table, int64 [MAX_MEMBERS, 2]
 MEMBER_PID, MEMBER_SERIAL = range(2)
 
-# A reader compares versions before and after its copy. This is sound if loads are not reordered
-# with loads, and stores not with stores, as on x86-64. On other machines, readers copy under the
+# A reader compares versions before and after its copy. This is sound if the CPU reorders neither
+# loads with loads nor stores with stores, as on x86-64. On other machines, readers copy under the
 # lock.
 ORDERED_LOADS = platform.machine().lower() in ("x86_64", "amd64")
 
@@ -53,7 +54,7 @@ class Word(enum.IntEnum):
     )
     KEEP = 12  # keep the directory when the last member leaves
     CLAIM_ROWS = 13  # rows of the claim table that were ever used
-    MAX_WITHIN = 14  # MAX_PRIORITY is the largest of the present rows, not of all ever
+    MAX_WITHIN = 14  # MAX_PRIORITY is the largest of the present rows, not of all rows ever
     NEXT_WRITE_COUNT = 15  # WRITE_COUNT after the publication in progress
     # counters, see ReplayDirectory.counters
     REREAD_ROWS = 16
@@ -66,7 +67,7 @@ class Word(enum.IntEnum):
     NEXT_ALPHA = 23  # float64
     WAITING = 24  # a process waits for the lock, see ``FairLock``
     EMPTYING = 25  # the buffer is being emptied, see ``cursor.finish_emptying``
-    IN_PLACE = 26  # end of the slots written in place since the buffer was emptied
+    IN_PLACE = 26  # 1 + the highest slot written in place since the buffer was emptied
     IDENTITY = 27  # a random number that identifies this directory
     JOURNAL = 28  # to 38: journal of :meth:`ReplayDirectory.store_all`, a count and up to 5 pairs
     RESTORED_TIMES = 39  # ``max_times_sampled`` of the checkpoint that was restored last
@@ -82,14 +83,14 @@ class Word(enum.IntEnum):
     BELL_WAITED = 48
     BELL_RUNG = 49
     LIMITER_WAITS = 50  # a counter
-    ERA = 51  # of a shard, see ``host.HostState``
+    ERA = 51  # the era of a shard, see ``host.HostState``
     STREAMS = 52  # rows have a stream, see ``STREAM``
     RESTORES = 53  # how often a checkpoint was restored
     DRAWN = 54  # rows that samples drew without a limiter; see ``count``
     INTERRUPTED = 55  # a member left after a stop signal or an exception, so nothing is removed
     # frames that are stored once, see ``frames``
     FRAME_CURSOR = 56  # the next ticket of a frame
-    FRAME_LOW = 57  # at most the mark of any published row, or of any that is being written
+    FRAME_LOW = 57  # no row that is published or being written has a smaller mark
     DROPPED_ROWS = 58  # a counter: rows that were dropped before the ring reached them
     FRAMES_SET = 59  # frames.json exists
 

@@ -2,7 +2,8 @@
 
 ``directory.times_sampled`` holds a row's generation and count in one number, so a new row in the
 slot begins at 0 without a store. A row at the limit keeps its slot, with a leaf of 0. All functions
-are for a directory with ``max_times_sampled``, and are called under its lock.
+are for a directory with ``max_times_sampled``. All except :func:`give_back` are called under its
+lock.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ DrawMore = Callable[[int], tuple[np.ndarray, np.ndarray]]
 
 
 class TooFewDrawsError(RuntimeError):
-    """The rows that may still be sampled have only ``left`` draws."""
+    """The rows that may be sampled have only ``left`` draws in total: too few."""
 
     def __init__(self, message: str, left: int = 0) -> None:
         super().__init__(message)
@@ -58,7 +59,7 @@ def exhausted(directory: ReplayDirectory, slots: np.ndarray | slice) -> np.ndarr
 
 
 def hide_exhausted(directory: ReplayDirectory, slots: np.ndarray) -> None:
-    """Reset the leaves that rows at the limit have just got. Slots below 0 are skipped."""
+    """Set the leaves of rows at the limit to 0 again. Slots below 0 are skipped."""
     slots = slots[slots >= 0]
     directory.tree.set(slots[exhausted(directory, slots)], 0.0)
 
@@ -90,7 +91,7 @@ def count_draws(
         todo = todo[np.argsort(slots[todo], kind="stable")]
         drawn = slots[todo]
         times = times_sampled(directory, drawn) + 1
-        times += np.arange(drawn.size) - np.searchsorted(drawn, drawn)  # earlier in this batch
+        times += np.arange(drawn.size) - np.searchsorted(drawn, drawn)  # earlier in the batch
         set_times_sampled(directory, drawn[times <= most], times[times <= most])
         full = drawn[times == most]
         tree.set(full, 0.0)
@@ -105,7 +106,7 @@ def count_draws(
 def give_back(
     directory: ReplayDirectory, slots: np.ndarray, generation: np.ndarray, leaves: np.ndarray
 ) -> None:
-    """Uncount draws that will not be used. Takes the lock itself.
+    """Uncount draws that will not be used. Takes the lock.
 
     A hidden row that may now be sampled again gets the leaf that it had when it was drawn. Changes
     of its priority or of alpha since it was hidden are lost.

@@ -142,7 +142,8 @@ def take_of_pass(
     The pass begins in this directory with the first rows that are taken.
 
     Returns:
-        Slots, generations, the stored form of the rows (``row.stacks``), the number of the present pass, and the rows left in it.
+        Slots, generations, the stored form of the rows (``row.stacks``), the number of the present
+        pass, and the rows left in it.
     """
 
     def begin(more: int) -> tuple[np.ndarray, np.ndarray]:

@@ -107,7 +107,7 @@ def check_prefetching(buffer: Any) -> None:
     if buffer._prefetch and (buffer._futures_lock._is_owned() or buffer._replay_lock._is_owned()):
         raise DirectoryError(
             "a signal handler that interrupted a use of a buffer with prefetch cannot sample from "
-            "it. Have the handler set a flag, and act on it between two uses"
+            "it. Have the handler set a flag, and sample after the interrupted use has ended"
         )
 
 
@@ -144,10 +144,10 @@ def forget_generator(buffer: Any) -> None:
 def arrive_with(storage: Storage, buffers: list[Any]) -> None:
     """Attach buffers that were copied together with their storage, and let them draw independently.
 
-    They get neither the original's generator nor the batches that it has drawn ahead, because the
-    original will return these. If a buffer is still incomplete, its ``__setstate__`` completes it
-    later; this function then replaces the last call in ``__setstate__``, once. ``copy.copy`` of a
-    storage alone leaves its buffers to the original.
+    The copies get neither the original's generator nor its batches drawn ahead, because the
+    original will return these batches. If a copy is still incomplete, its ``__setstate__``
+    completes it later; this function then replaces, once, the last method that ``__setstate__``
+    calls. After ``copy.copy`` of a storage alone, its buffers stay with the original storage.
     """
     for buffer in buffers:
         of = buffer.__dict__.get("_storage", storage)
@@ -233,8 +233,8 @@ def _fetching_threads(buffer: Any) -> Iterable[threading.Thread]:
 def forget_drawn_ahead(storage: Storage) -> None:
     """Drop batches drawn ahead by buffers on a storage that was closed or emptied.
 
-    Otherwise the traceback of a draw that closing interrupted would keep the buffer, and thus the
-    rows' memory. If a thread is sampling at this moment, or this call interrupted sampling, the
+    Otherwise the traceback of a draw that closing interrupted would keep the buffer alive, and thus
+    the rows' memory. If a thread is sampling at this moment, or this call interrupted sampling, the
     batches stay.
     """
     for buffer in buffers_over(storage):
@@ -287,7 +287,7 @@ def unchecked_tensordict(source: dict[str, Any], batch_size: torch.Size) -> Tens
     The checks would take seven times as long as everything else.
     """
     data = TensorDict._new_unsafe(source, batch_size=batch_size)
-    data._device = _CPU  # as an argument it would double the time
+    data._device = _CPU  # passing it as an argument would double the time
     return data
 
 
@@ -296,8 +296,7 @@ def fetch_one_by_one(storage: Storage) -> None:
 
     TorchRL's pool has a thread per batch, and ``sample`` waits for the oldest batch. If a rate
     limiter admits a later batch first, the oldest may wait for rows that no thread is left to
-    write. A pool can still be replaced here, because it starts its first thread in its buffer's
-    first sample.
+    write. Call this before a buffer's first sample, in which its pool starts its first thread.
     """
     for buffer in buffers_over(storage):
         pool = getattr(buffer, "_prefetch_executor", None)
@@ -333,7 +332,7 @@ def check_buffer(buffer: Any, storage: Storage) -> None:
 
 
 class ChecksBuffers:
-    """A storage that refuses buffers which cannot work with shared rows, whatever their writer.
+    """A storage that refuses buffers which cannot work with shared rows, whatever writer they have.
 
     ``ReplayBuffer._init`` sets the storage's checkpointer once storage, sampler, writer and
     transforms are there. This is the only moment at which a storage sees the complete buffer, so
@@ -363,7 +362,7 @@ class ChecksBuffers:
         built."""
         for buffer in buffers_over(self):
             wrong = _wrong_writer(buffer, self.samplers_to_use)
-            if wrong is not None and not is_being_built(buffer):  # by another thread
+            if wrong is not None and not is_being_built(buffer):  # in another thread
                 raise ConfigurationError(f"a buffer over shared rows cannot have {wrong}")
 
 
@@ -424,8 +423,7 @@ class SparseSlots:
 
 
 def _of_torchrl(part: Any, *harmless: type) -> bool:
-    """Return whether the part is of a TorchRL class, or inherits from one that is not
-    ``harmless``."""
+    """Return whether the part's class or a base class is TorchRL's, and not ``harmless``."""
     return any(
         base.__module__.startswith("torchrl.") and base not in harmless
         for base in type(part).__mro__
@@ -456,7 +454,7 @@ def _wrong_writer(buffer: Any, samplers_to_use: Mapping[str, str]) -> str | None
     if not _of_torchrl(writer, Writer, ImmutableDatasetWriter):
         return None
     return (
-        f"{type(writer).__name__}, also where no writer= was passed: its cursor belongs to this "
+        f"{type(writer).__name__}, not even as the default: its cursor belongs to this "
         "process only, so processes would overwrite each other's rows"
         f"{_build_with(buffer, samplers_to_use)}"
     )
@@ -464,7 +462,7 @@ def _wrong_writer(buffer: Any, samplers_to_use: Mapping[str, str]) -> str | None
 
 _SHARED = (
     "shared=True, because its lock would stay taken if a process is killed; leave it out, because "
-    "processes share the directory without it; to collectors of TorchRL that call share(), pass a "
+    "processes share the directory anyway. To a TorchRL collector that calls share(), pass a "
     "SharedReplayBuffer"
 )
 
@@ -489,8 +487,8 @@ def what_cannot_be_shared(buffer: Any, samplers_to_use: Mapping[str, str]) -> st
     sampler = sampler_of(buffer)
     if getattr(sampler, "attach", None) is None and _of_torchrl(sampler, Sampler):
         return (
-            f"{type(sampler).__name__}, also where no sampler= was passed: it counts only the rows "
-            "that this process wrote, and other processes overwrite these"
+            f"{type(sampler).__name__}, not even as the default: it counts only the rows that this "
+            "process wrote, and other processes overwrite these"
             f"{_build_with(buffer, samplers_to_use)}"
         )
     unit = buffer._sample_unit
@@ -522,7 +520,7 @@ def plain_leaves(
 ) -> tuple[dict[Path, Any], dict[Path, torch.Size]] | None:
     """Return the tensors of a plain ``TensorDict`` by path, or None for any other ``data``.
 
-    The tensors are those of ``data.items(True, True)``, in a fifth of the time. The second
+    The tensors are those of ``data.items(True, True)``, found in a fifth of the time. The second
     dictionary has the batch sizes of nested TensorDicts that are empty, or whose size is not that
     of ``data``.
     """
@@ -568,7 +566,7 @@ def value_of(data: TensorDictBase, key: Any) -> Any:
 def add_columns(data: TensorDictBase, columns: dict[str, Any]) -> None:
     """Add columns with one value per row, as ``TensorDictReplayBuffer.sample`` does.
 
-    If ``data`` is a plain TensorDict and values have its shape and device, they are not checked.
+    If ``data`` is a plain TensorDict, values with its shape and device are set unchecked.
     """
     plain, device = type(data) is TensorDict and not data.is_locked, data.device
     with contextlib.nullcontext() if plain else data.unlock_():

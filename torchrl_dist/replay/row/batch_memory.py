@@ -33,9 +33,9 @@ class BatchMemory:
 
     An array, its views, and tensors made from it refer to its block as long as they exist. The
     block's reference count therefore shows exactly when the block is free. A thread that checks a
-    block refers to it, too, so at most one of several threads finds it free. So there is no lock
-    that a signal handler or a forked child could find taken. Simultaneous changes to the table of
-    sizes may get lost; then blocks return to the allocator.
+    block refers to it, too, so at most one of several threads finds it free. No lock is
+    needed; a signal handler or a forked child could find it taken. If threads change the table of
+    sizes at the same time, a change may get lost; its blocks then return to the allocator.
     """
 
     def __init__(self) -> None:

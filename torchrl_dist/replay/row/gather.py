@@ -74,8 +74,7 @@ class Gatherer:
 class _Helpers:
     """Threads that end when nothing refers to this object, or with the process.
 
-    A queue passes work in half the time that concurrent.futures takes, which saves 40 of 450 us per
-    batch.
+    Queues pass work in half the time of concurrent.futures, which saves 40 of 450 us per batch.
     """
 
     def __init__(self, count: int) -> None:

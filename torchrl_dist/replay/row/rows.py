@@ -167,8 +167,8 @@ def matching_columns(
         stream: returns the number for ``spec.STREAM``, if rows have this column.
 
     Raises:
-        ConfigurationError: naming every key that is missing, unknown, or of another shape or
-            dtype. Nothing was written then.
+        ConfigurationError: a key is missing, unknown, or of another shape or dtype. The error
+            names every such key.
     """
     parts = _parts_of(data)
     found = parts.columns
@@ -176,7 +176,7 @@ def matching_columns(
     ordered = []
     rows = data.batch_size[0]
     for column in spec.columns:
-        if column.key == STREAM.key and column == STREAM:  # comparing keys is faster
+        if column.key == STREAM.key and column == STREAM:  # keys first: faster
             found[column.key] = torch.empty(0)  # replaces the number from another buffer
             ordered.append(np.full(rows, stream()))
             continue
@@ -277,7 +277,7 @@ def build(
 
     Args:
         raw: whether to leave texts undecoded and use plain TensorDicts instead of tensorclasses.
-            Use it for rows that may be torn or are not used.
+            Use it for rows that are not used, or that another process may be overwriting.
 
     Raises:
         ConfigurationError: the rows have a tensorclass that this process has not imported.
@@ -306,11 +306,12 @@ def _built(
 
 
 def fitted(arrays: list[Any], spec: RowSpec, own: RowSpec) -> list[Any]:
-    """Convert columns of rows with ``spec`` for a buffer whose rows have ``own``. Only the sizes of
-    fields for text may differ.
+    """Convert columns of rows with ``spec`` for a buffer whose rows have the spec ``own``.
+
+    The specs may differ only in the sizes of fields for text.
 
     Raises:
-        ConfigurationError: naming what does not match. Nothing was written then.
+        ConfigurationError: the specs differ in anything else. The error names each difference.
     """
     if spec is own or spec == own:
         return arrays

@@ -61,7 +61,7 @@ class ColumnSpec:
 
     @property
     def ring(self) -> tuple[str, ...]:
-        """The key under which the frames are stored, ``key`` also for ``("next", key)``."""
+        """The key under which the frames are stored: for ``("next", key)``, too, it is ``key``."""
         return self.key[1:] if self.key[0] == "next" and len(self.key) > 1 else self.key
 
     @property

@@ -21,8 +21,8 @@ from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.row.spec import ColumnSpec
 
 _SHORTEST = 256
-"""Least bytes of a field for text. If the first rows have longer texts, the field is longer, with
-room to spare."""
+"""The smallest size of a field for text, in bytes. A field has room for at least twice the longest
+text of the first rows."""
 
 Path = tuple[str, ...]
 
@@ -94,8 +94,8 @@ def _check_plain(value: Any, path: Path) -> None:
         return
     raise ConfigurationError(
         f"key {shown(path)!r} holds a {kind.__name__}; a row can hold tensors, text, "
-        "numbers, None, and lists of these and dictionaries with string keys; encode it as one, or "
-        "drop it"
+        "numbers, None, and lists of these and dictionaries with string keys; encode it as one of "
+        "these, or drop it"
     )
 
 
@@ -123,8 +123,10 @@ def _stacked(values: list[Any], shape: Sequence[int]) -> Any:
 
 
 def text_problem(value: torch.Tensor | Text, column: ColumnSpec, rows: int) -> str | None:
-    """Return why values cannot be stored in a column of ``rows`` rows, if the values or the column
-    are text."""
+    """Return why values cannot be stored in a column of ``rows`` rows, or None if they can.
+
+    The values, or the column, must be text.
+    """
     name = shown(column.key)
     if not isinstance(value, Text):
         return f"{name!r} is a tensor, stored as a value that is not a tensor"
@@ -134,8 +136,8 @@ def text_problem(value: torch.Tensor | Text, column: ColumnSpec, rows: int) -> s
         return f"{name!r} has batch size {list(value.shape)}, stored as {list(column.shape[:-1])}"
     if value.longest > column.shape[-1]:
         return (
-            f"{name!r} takes {value.longest} bytes as text, but the first rows of the buffer made "
-            f"that {column.shape[-1]} at most: write the longest text first, or encode it as a "
+            f"{name!r} takes {value.longest} bytes as text, but the first rows of the buffer "
+            f"limit it to {column.shape[-1]}: write the longest text first, or encode it as a "
             "tensor"
         )
     return None
