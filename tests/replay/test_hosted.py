@@ -162,7 +162,7 @@ def test_an_error_at_the_owner_is_raised_by_a_later_call(make) -> None:
     buffer.storage.client.links[0].put(Write("{}", 4, [], None, ((1, 4),)))
     with pytest.raises(RemoteError, match="KeyError") as caught:
         buffer.flush()
-    assert caught.value.peer == "owner0" and "append" in caught.value.remote_traceback
+    assert caught.value.peer == "owner0" and "from_json" in caught.value.remote_traceback
     assert len(buffer) == 4
 
 
