@@ -326,7 +326,7 @@ def test_a_checkpoint_has_each_frame_once_and_fits_other_capacities(
             other.loads(tmp_path / "saved frames")
         rows = other[:]
         assert len(rows) == min(capacity, 500)
-        # the rows of before, by their numbers
+        # the plain rows with the same numbers
         places = (before["number"][None] == rows["number"][:, None]).int().argmax(1)
         assert same(rows, before[places])
 
