@@ -52,7 +52,7 @@ PUBLIC_NAMES = """
     RemoteStorage ReplayOwner Session SharedCursorWriter SharedMemmapStorage
     SharedPrioritizedSampler SharedPrioritizedSliceSampler SharedRandomSampler
     SharedReplayBuffer SharedSamplerWithoutReplacement SharedSliceSampler TorchRLDistError WaitAll
-    World anneal_beta host_replay local_cluster replay_buffer session __version__
+    World anneal_beta host_replay load_policy local_cluster replay_buffer session __version__
 """.split()
 MODULES = [
     path for path in sorted(ROOT.rglob("*.py")) if path != ROOT / "__init__.py"

@@ -27,6 +27,7 @@ _HOMES = {
     "RPCBatchedCollector": "collect",
     "WaitAll": "collect",
     "DistributedLoss": "learn",
+    "load_policy": "recipes.parts.trained",
     "HostedReplayBuffer": "replay",
     "RPCPrioritizedSampler": "replay",
     "RPCPrioritizedSliceSampler": "replay",
@@ -87,6 +88,7 @@ if TYPE_CHECKING:
         TorchRLDistError,
     )
     from torchrl_dist.learn import DistributedLoss
+    from torchrl_dist.recipes.parts.trained import load_policy
     from torchrl_dist.replay import (
         HostedReplayBuffer,
         RateLimiter,

@@ -263,7 +263,7 @@ def test_priorities_reach_the_rows_of_a_slice_unless_they_were_overwritten(make,
     rb.update_tensordict_priority(batch[5:])
     settle(rb)
     leaves = np.concatenate([each.leaf for each in rb.storage.snapshot()])
-    rows = np.concatenate([each.arrays[0].reshape(-1) for each in rb.storage.snapshot()])
+    rows = np.concatenate([each.columns[0].reshape(-1) for each in rb.storage.snapshot()])
     assert rows.size == leaves.size * (rows.size // leaves.size)
     index = batch["index"].reshape(-1)[5:]
     fresh = rb.writer.generations_of(index) == batch["index_generation"][5:]

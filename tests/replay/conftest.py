@@ -11,6 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from tests.replay import faults
 from tests.replay.faults import attach
 from torchrl_dist import HostedReplayBuffer, Session, local_cluster, own_files, replay_buffer
 from torchrl_dist.replay.node.leftovers import find
@@ -23,6 +24,14 @@ def folder() -> Iterator[Path]:
     path = Path("/dev/shm") / f"torchrl_dist-test-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     yield path
     shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture(params=["as_rows", "as_frames"])
+def kept_as(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run a test of ``faults.attach`` twice: with plain rows, and with rows of frames."""
+    if request.param == "as_frames":
+        monkeypatch.setenv(faults.FRAMES, "1")
+    return request.param
 
 
 def make_rows(values: torch.Tensor | range, width: int = 4) -> TensorDict:

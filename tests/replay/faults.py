@@ -53,6 +53,9 @@ from torchrl_dist.replay.node.tables import CLAIM_COUNT, CLAIM_MEMBER, Word
 LONG = bool(int(os.environ.get("TORCHRL_DIST_LONG_TESTS", "0")))
 """Set by hand for many times as many faults and rows."""
 
+FRAMES = "TORCHRL_DIST_TESTS_FRAMES"
+"""Set by ``kept_as`` if :func:`attach` keeps the large columns of rows as frames."""
+
 _PACKAGE = str(Path(torchrl_dist.replay.__file__).parent)
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -99,9 +102,13 @@ def attach(
     batch_size: int = 64,
     **more: Any,
 ) -> Any:
-    """A buffer over the rows in the folder. ``more`` is for the buffer, or for its storage."""
+    """A buffer over the rows in the folder. ``more`` is for the buffer, or for its storage.
+
+    In a test with the fixture ``kept_as``, the rows may be kept as frames, in its children too."""
     of_storage = ("job_id", "keep", "timeout_s", "limiter", "resume", "gather_threads", "frames")
     options = {name: more.pop(name) for name in of_storage if name in more}
+    if os.environ.get(FRAMES):
+        options.setdefault("frames", {"first": 1, "last": 1})
     options = {"job_id": "test", "keep": True, "timeout_s": 30.0} | options
     if sampler is None and uniform:
         sampler = SharedRandomSampler()

@@ -70,7 +70,9 @@ def fill(rb: TensorDictReplayBuffer, first: int, count: int) -> None:
 def rows_in(saved: SavedShard) -> TensorDict:
     assert saved.head.spec is not None
     spec = saved.head.spec
-    return rows.build(rows.tensors(saved.arrays, spec), spec, (saved.leaf.size,))
+    return rows.build(
+        rows.tensors([each[:] for each in saved.columns], spec), spec, (saved.leaf.size,)
+    )
 
 
 def only(path: Path) -> SavedShard:

@@ -193,7 +193,7 @@ def test_a_host_syncs_what_it_writes_as_it_goes(make, cluster: Session, tmp_path
     cluster.submit(owner, note_syncs).result(20)
     buffer.dumps(tmp_path)
     (saved,) = read_dump(tmp_path)[0]
-    assert saved is not None and saved.arrays[0].tolist() == list(range(320))
+    assert saved is not None and saved.columns[0].tolist() == list(range(320))
     files = [str(each) for each in tmp_path.glob("rows-*/shard-0/*.bin")]
     rows = [each for each in files if not each.endswith(("/runs.bin", "/priority.bin"))]
     assert sorted(cluster.submit(owner, synced_here).result(20)) == sorted(3 * rows)
@@ -250,7 +250,7 @@ def test_writers_go_on_while_shards_are_saved(
     found = set()
     for saved in read_dump(tmp_path)[0]:
         assert saved is not None
-        found |= set(saved.arrays[0].tolist())
+        found |= set(saved.columns[0].tolist())
         assert saved.leaf.size + saved.overwritten == saved.head.length
     assert found <= set(range(80)) and len(found) > 60
     assert len(buffer) > 80
@@ -269,7 +269,7 @@ def test_a_lost_shard_is_left_out_and_the_checkpoint_says_so(
         buffer.dumps(tmp_path)
     shards, _ = read_dump(tmp_path)
     assert shards[1] is None and shards[0] is not None
-    assert set(shards[0].arrays[0].tolist()) in (kept, set(range(80)) - kept)
+    assert set(shards[0].columns[0].tolist()) in (kept, set(range(80)) - kept)
     with pytest.raises(PeerLostError, match="replay shard 1 does not answer"):
         buffer.loads(tmp_path)
     other = make(1)

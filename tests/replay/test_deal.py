@@ -45,7 +45,7 @@ shards = st.lists(
 
 def keys_dealt(saved: list[SavedShard], target) -> np.ndarray:
     parts = [
-        saved[piece.shard].arrays[0][piece.row : piece.row + piece.count]
+        saved[piece.shard].columns[0][piece.row : piece.row + piece.count]
         for piece in pieces_in_chunks(target)
     ]
     return np.concatenate([np.empty(0, np.int64), *parts])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import multiprocessing
 import os
@@ -16,13 +17,22 @@ import torch
 from tensordict import TensorDict
 
 from torchrl_dist import RemoteStorage, host_replay, session
-from torchrl_dist.errors import ConfigurationError, DeadlineError
+from torchrl_dist.errors import CheckpointError, ConfigurationError, DeadlineError
 from torchrl_dist.replay import SharedMemmapStorage, SharedPrioritizedSampler, SharedReplayBuffer
+from torchrl_dist.replay.hosts import merging
+from torchrl_dist.replay.hosts.host import ReplayHost
+from torchrl_dist.replay.hosts.merging import parts_of
+from torchrl_dist.replay.hosts.messages import UNIFORM, Request, Write
 from torchrl_dist.replay.inspection import inspect
 from torchrl_dist.replay.node import frames as node_frames
 from torchrl_dist.replay.node.frames import Frames
 from torchrl_dist.replay.node.tables import Word
+from torchrl_dist.replay.row import stacks
+from torchrl_dist.replay.row.packing import pack, unpack
+from torchrl_dist.replay.row.rows import matching_columns, spec_of
 from torchrl_dist.replay.row.spec import ColumnSpec, RowSpec
+from torchrl_dist.replay.saving import snapshot
+from torchrl_dist.replay.saving.disk import read_manifest
 
 STACK, SIDE = 4, 3
 
@@ -275,8 +285,150 @@ def test_checkpoints_are_read_with_and_without_frames(tmp_path: Path) -> None:
         before.dumps(tmp_path / f"{kinds} saved")
         after.loads(tmp_path / f"{kinds} saved")
         assert same(after[:], rows)
+        after.storage.empty()
+        after.load_state_dict(before.state_dict())
+        assert same(after[:], rows)
         assert (after.storage.directory.frames is not None) == (kinds[1] is ...)
         before.storage.close(), after.storage.close()
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*.bin"))
+
+
+@pytest.mark.parametrize("kernel", ["c", "numpy"])
+def test_a_checkpoint_has_each_frame_once_and_fits_other_capacities(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str
+) -> None:
+    """Saved in several chunks, after several laps of two actors that take turns."""
+    monkeypatch.setenv("TORCHRL_DIST_KERNEL", kernel)
+    monkeypatch.setattr(snapshot, "_CHUNK_ROWS", 150)
+    buffers = []
+    for name, kind in (("frames", ...), ("plain", None)):
+        buffer = SharedReplayBuffer(storage=storage_at(tmp_path / name, 500, kind), batch_size=4)
+        actors = [Episodes(0), Episodes(1)]
+        for turn in range(40):
+            buffer.extend(actors[turn % 2].take(30))
+        buffer.dumps(tmp_path / f"saved {name}")
+        buffers.append(buffer)
+    # 8 + 8 * 9 bytes of 8 * 9 pixels and other columns; an episode of 20 steps has 3 more frames
+    once, plain = (_size(tmp_path / f"saved {name}") for name in ("frames", "plain"))
+    numbers = 8 * 2 * STACK * 500
+    assert once - numbers < plain / 2.5
+    assert read_manifest(tmp_path / "saved frames")["format_version"] == 3
+    assert read_manifest(tmp_path / "saved plain")["format_version"] == 2
+    before = buffers[1][:]
+    for capacity, kind in ((500, None), (500, ...), (700, ...), (200, None)):
+        path = tmp_path / f"{capacity} {kind}"
+        other = SharedReplayBuffer(storage=storage_at(path, capacity, kind), batch_size=4)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # 200 have no room for all
+            other.loads(tmp_path / "saved frames")
+        rows = other[:]
+        assert len(rows) == min(capacity, 500)
+        # the plain rows with the same numbers
+        places = (before["number"][None] == rows["number"][:, None]).int().argmax(1)
+        assert same(rows, before[places])
+
+
+def _numbers(state: dict[str, Any]) -> torch.Tensor:
+    """The numbers of the frames of the first column with frames, in a state_dict."""
+    shard = state["shards"][0]
+    stacks = [column.get("stack", 0) > 0 for column in shard["head"]["spec"]["leaves"]]
+    return shard["rows"][stacks.index(True)]
+
+
+_WRONG = {
+    "a frame that is missing": lambda state: _numbers(state).fill_(10**6),
+    "a frame before the first": lambda state: _numbers(state).fill_(-1),
+    "no frames": lambda state: state["shards"][0]["rows"].pop(),
+    "smaller frames": lambda state: state["shards"][0]["rows"].append(
+        state["shards"][0]["rows"].pop()[..., :1].contiguous()
+    ),
+    "other stacks": lambda state: state["shards"][0]["head"]["spec"]["leaves"][0].update(stack=2),
+}
+
+
+@pytest.mark.parametrize("what", _WRONG)
+def test_a_state_with_damaged_frames_changes_nothing(tmp_path: Path, what: str) -> None:
+    buffer = SharedReplayBuffer(storage=storage_at(tmp_path / "frames", 100), batch_size=4)
+    buffer.extend(Episodes(0).take(30))
+    state = copy.deepcopy(buffer.storage.state_dict())
+    buffer.storage.load_state_dict(copy.deepcopy(state))  # it is sound
+    _WRONG[what](state)
+    before = buffer[:].clone()
+    with pytest.raises(CheckpointError, match="damaged|not the state"):
+        buffer.storage.load_state_dict(state)
+    assert same(buffer[:], before)
+
+
+def test_a_flipped_bit_of_a_saved_frame_is_noticed(tmp_path: Path) -> None:
+    buffer = SharedReplayBuffer(storage=storage_at(tmp_path / "frames", 100), batch_size=4)
+    buffer.extend(Episodes(0).take(30))
+    buffer.dumps(tmp_path / "saved")
+    (file,) = (tmp_path / "saved").rglob("frames=*.bin")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="checksum"):
+        buffer.loads(tmp_path / "saved")
+    assert len(buffer) == 30
+
+
+def test_a_host_reads_whole_rows_while_others_overwrite_them(tmp_path: Path) -> None:
+    """After each copy and before the comparison of versions, some rows are overwritten."""
+    storage, actor = storage_at(tmp_path / "frames", 50), Episodes(0)
+    written: dict[int, TensorDict] = {}
+
+    def append(count: int) -> None:
+        rows = actor.take(count)
+        written.update(zip(rows["number"].tolist(), rows, strict=True))
+        storage.append(rows)
+
+    append(50)
+    gather, more = storage._gather_stored, iter([20, 7, 50])
+
+    def overwritten(slots: np.ndarray) -> list[np.ndarray]:
+        found = gather(slots)
+        if count := next(more, 0):
+            append(count)
+        return found
+
+    storage._gather_stored = overwritten  # type: ignore[method-assign]
+    reply = ReplayHost(storage).serve(Request((), 64, UNIFORM))
+    assert storage.counters["reread_rows"] > 0 and reply.draw_failure is None
+    plain = 64 * (2 * STACK * SIDE**2 + 8)
+    assert sum(part.nbytes for part in reply.packed[3:]) < 0.9 * plain + 64 * 2 * STACK * 8
+    rows = storage.as_rows(reply.rows.tensors)
+    assert len(rows) == 64
+    for row in rows:
+        assert same(row, written[int(row["number"])])
+
+
+@pytest.mark.parametrize("kernel", ["c", "numpy"])
+def test_a_message_with_rows_has_each_frame_once(
+    monkeypatch: pytest.MonkeyPatch, kernel: str
+) -> None:
+    monkeypatch.setenv("TORCHRL_DIST_KERNEL", kernel)
+    actor, operations, given = Episodes(0), [], []
+    for number, count in enumerate((30, 5, 1)):
+        data = actor.take(count)
+        spec = node_frames.with_stacks(spec_of(data), {("pixels",): STACK})
+        columns = matching_columns(data, spec)
+        stored = node_frames.each_once(columns, spec)
+        frames = {frame.tobytes() for key in ("pixels", ("next", "pixels"))
+                  for frame in data[key].reshape(-1, SIDE, SIDE).numpy()}  # fmt: skip
+        assert len(stored[-1]) == len(frames)
+        packed = pack(stored, copy=True)
+        operations.append(Write(spec.text, count, packed, None, ((number, count),)))
+        given.append(columns)
+    merged = merging._joined(operations)
+    whole = stacks.values(unpack(merged.packed), spec)
+    for column, parts in zip(whole, zip(*given, strict=True), strict=True):
+        assert np.array_equal(column, np.concatenate(parts))
+    for part, columns in zip(parts_of(merged), given, strict=True):
+        for column, expected in zip(stacks.values(unpack(part.packed), spec), columns, strict=True):
+            assert np.array_equal(column, expected)
 
 
 def test_a_single_frame_that_only_next_repeats(tmp_path: Path) -> None:

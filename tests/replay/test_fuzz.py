@@ -66,6 +66,7 @@ class Actor:
                 keep=True,
                 limiter=case.limiter,
                 timeout_s=TIMEOUT_S if case.limiter else 60.0,
+                frames={"obs": 1} if case.frames else None,
             ),
             sampler=SharedRandomSampler()
             if uniform
@@ -92,23 +93,27 @@ class Actor:
     def write_at(self, slots: list[int], ids: list[int]) -> None:
         self.rb[torch.tensor(slots)] = _rows(ids, None)
 
-    def begin_write(self, count: int) -> None:
+    def begin_write(self, ids: list[int]) -> None:
         """Reserve slots in another thread, because a thread's next write abandons its last one."""
+        storage, count = self.rb.storage, len(ids)
+        self.source = storage._checked(_rows(ids, None))
 
         def reserve() -> None:
-            self.reservation = self.rb.storage._cursor.reserve(count)
+            cursor = storage._cursor
+            self.reservation, self.plan = cursor.planned(
+                self.source, 0, count, cursor.reserve, count
+            )
 
         thread = threading.Thread(target=reserve)
         thread.start()
         thread.join()
 
-    def end_write(self, ids: list[int] | None) -> None:
+    def end_write(self, publish: bool) -> None:
         storage = self.rb.storage
-        if ids is None:
-            storage._cursor.abandon(self.reservation)
+        if publish:
+            storage._fill(self.reservation, self.plan, self.source, 0, None)
         else:
-            source = storage._checked(_rows(ids, None))
-            storage._fill(self.reservation, None, source, 0, None)
+            storage._cursor.abandon(self.reservation)
 
     def can_sample(self, batch_size: int) -> bool:
         return self.rb.can_sample(batch_size)
@@ -224,6 +229,7 @@ class Case:
     alpha: float
     batch_size: int
     limiter: RateLimiter | None
+    frames: bool
 
 
 @dataclass
@@ -390,15 +396,22 @@ class Machine(RuleBasedStateMachine):
         limiter=st.sampled_from(LIMITERS),
         uniform=st.booleans(),
         start=st.sampled_from([0, *(2**power - 40 for power in (31, 32, 53, 60))]),
+        frames=st.booleans(),
     )
     def build(
-        self, capacity: int, alpha: float, limiter: RateLimiter | None, uniform: bool, start: int
+        self,
+        capacity: int,
+        alpha: float,
+        limiter: RateLimiter | None,
+        uniform: bool,
+        start: int,
+        frames: bool,
     ) -> None:
         """The counts of the buffer pass 0 or a larger number."""
         batch_size = limiter.min_size_to_sample if limiter else 4
         if limiter and limiter.max_times_sampled:
             start = min(start, 2**47)  # counts of samples leave 48 bits to generations
-        self.case = Case(capacity, alpha, batch_size, limiter)
+        self.case = Case(capacity, alpha, batch_size, limiter, frames)
         self.uniform = uniform
         self.model = Model(capacity, alpha, limiter, first_generation=start, write_count=start)
         self.attach(0)
@@ -458,16 +471,15 @@ class Machine(RuleBasedStateMachine):
     def begin_write(self, share: float) -> None:
         """Others do not see rows that are not published yet."""
         count = math.ceil(largest_reservation(self.model.capacity) * share)
-        self.in_hand = count
-        self.actors[0].begin_write(count)
+        self.in_hand = self.new_keys(count)
+        self.actors[0].begin_write(self.in_hand)
         self.model.begin_write(count)
 
     @precondition(lambda self: self.model.reserved is not None)
     @rule(publish=st.booleans())
     def end_write(self, publish: bool) -> None:
-        ids = self.new_keys(self.in_hand) if publish else None
-        self.actors[0].end_write(ids)
-        self.model.end_write(ids)
+        self.actors[0].end_write(publish)
+        self.model.end_write(self.in_hand if publish else None)
 
     @precondition(lambda self: self.model.rows and nothing_is_being_written(self))
     @rule(which=st.booleans(), data=st.data())

@@ -51,7 +51,7 @@ from torchrl_dist import (
 from torchrl_dist.replay.hosts import keeper
 from torchrl_dist.replay.hosts.batches import BatchSource
 from torchrl_dist.replay.hosts.keeper import HostAddress
-from torchrl_dist.replay.hosts.messages import PRIORITIZED, UNIFORM
+from torchrl_dist.replay.hosts.messages import PRIORITIZED, UNIFORM, Write
 from torchrl_dist.replay.node.leftovers import find
 
 pytestmark = pytest.mark.timeout(90)
@@ -156,13 +156,23 @@ def test_operations_sent_to_a_late_owner_are_applied_once(make, cluster) -> None
 
 
 def test_an_error_at_the_owner_is_raised_by_a_later_call(make) -> None:
+    buffer = make()
+    buffer.extend(make_rows(range(4)))
+    buffer.flush()
+    buffer.storage.client.links[0].put(Write("{}", 4, [], None, ((1, 4),)))
+    with pytest.raises(RemoteError, match="KeyError") as caught:
+        buffer.flush()
+    assert caught.value.peer == "owner0" and "from_json" in caught.value.remote_traceback
+    assert len(buffer) == 4
+
+
+def test_other_rows_are_refused_by_the_process_that_writes_them(make) -> None:
     first, second = make(), make()
     first.extend(make_rows(range(4)))
     first.flush()
-    second.extend(TensorDict({"other": torch.zeros(4)}, [4]))  # not known here
-    with pytest.raises(RemoteError, match="missing 'id'") as caught:
-        second.flush()
-    assert caught.value.peer == "owner0" and "append" in caught.value.remote_traceback
+    with pytest.raises(ConfigurationError, match="missing 'id'"):
+        second.extend(TensorDict({"other": torch.zeros(4)}, [4]))  # its first write
+    second.flush()
     assert len(second) == 4
 
 

@@ -74,6 +74,7 @@ OPERATIONS: dict[str, Callable[[TensorDictReplayBuffer], object]] = {
 }
 
 
+@pytest.mark.usefixtures("kept_as")
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_ctrl_c_at_any_point_loses_and_holds_nothing(folder: Path, operation: str, request) -> None:
     torch.set_num_threads(1)
@@ -123,6 +124,7 @@ HANDLERS: dict[str, Callable[[TensorDictReplayBuffer], object]] = {
 }
 
 
+@pytest.mark.usefixtures("kept_as")
 @pytest.mark.parametrize("handler", HANDLERS)
 def test_a_signal_handler_that_uses_the_buffer_at_any_point_harms_nothing(
     folder: Path, handler: str

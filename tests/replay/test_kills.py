@@ -35,7 +35,10 @@ from tests.replay.faults import (
 )
 from torchrl_dist.replay import SharedMemmapStorage
 from torchrl_dist.replay.law.kernel import find_kernel
+from torchrl_dist.replay.node.directory import ReplayDirectory
 from torchrl_dist.replay.node.tables import CLAIM_COUNT, Word
+
+pytestmark = pytest.mark.usefixtures("kept_as")
 
 _STRIDE = 1 if LONG else 30
 """Mean distance of the steps at which a victim dies."""
@@ -106,17 +109,30 @@ def _wide_buffer(folder: Path) -> Iterator[TensorDictReplayBuffer]:
     rb.storage.close()
 
 
+def _address(directory: ReplayDirectory, what: str, slot: int) -> int:
+    """Where a slot's mass is, or its ``("next", "last")`` will be stored."""
+    if what == "leaves":
+        return directory.tree.leaves[slot:].ctypes.data
+    frames, spec = directory.frames, directory.rows
+    if frames is None:
+        return directory.arrays[[each.key for each in spec.columns].index(("next", "last"))][
+            slot:
+        ].ctypes.data
+    ring = frames._rings[list(spec.rings).index(("last",))]
+    ticket = directory.words[Word.FRAME_CURSOR] + slot - directory.words[Word.CURSOR] % 2048
+    return ring[ticket % len(ring) :].ctypes.data
+
+
 @pytest.mark.parametrize("what", ["leaves", "last"])
 def test_killed_in_the_middle_of_a_store_the_others_go_on(folder: Path, what: str, request) -> None:
     """The table of leaves, and a column of the rows."""
     randomness = random.Random(what)
     with _wide_buffer(folder) as rb:
         directory = rb.storage.directory
-        leaves, last = directory.tree.leaves, rb.storage._storage["next", "last"]
 
         def victim(slot: int, count: int) -> None:
-            die_on_store(leaves[slot:].ctypes.data if what == "leaves" else last[slot].data_ptr())
-            rb.extend(rows_of(range(count), 256))
+            die_on_store(_address(directory, what, slot))
+            rb.extend(rows_of(range(10_000, 10_000 + count), 256))
             rb.update_priority(torch.arange(2048), torch.rand(2048, dtype=torch.float64))
             rb.sample()
 

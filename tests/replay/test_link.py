@@ -51,6 +51,7 @@ from torchrl_dist.replay.hosts.remote_link import RemoteLink
 from torchrl_dist.replay.hosts.totals_gate import TotalsGate
 from torchrl_dist.replay.law.limiter import RateLimiter
 from torchrl_dist.replay.node.tables import Word
+from torchrl_dist.replay.row.rows import spec_of
 from torchrl_dist.runtime import Peer, wire
 
 pytestmark = pytest.mark.timeout(60)
@@ -164,6 +165,8 @@ def connect(hosts: list[HeldHost], min_shards: int = 1, timeout_s: float = 5.0) 
         min_shards=min_shards,
         timeout_s=timeout_s,
     )
+    if len(links) == 1:  # so that writes ask nothing, while the host holds its answers
+        client._spec = spec_of(make_rows(range(1)))
     _CONNECTED.append(client)
     return client
 
@@ -644,7 +647,7 @@ def test_a_draw_and_a_largest_priority_that_both_fail_are_both_reported(hosts, m
     client.flush()
     client.links[0].max_priority = 2.0
     with monkeypatch.context() as broken:
-        broken.setattr(ReplayHost, "_draw", lambda *_: 1 / 0)
+        broken.setattr(ReplayHost, "_draw", lambda *_, **__: 1 / 0)
         broken.setattr(ReplayHost, "_raise_max_priority", lambda *_: {}["largest"])
         with pytest.raises(RemoteError, match="ZeroDivisionError"):
             source.next(8)
@@ -806,6 +809,7 @@ def test_a_checkpoint_goes_over_a_connection_that_needs_many_deadlines(
     hosts, tmp_path, monkeypatch
 ) -> None:
     client = connect(hosts[:1], timeout_s=0.8)
+    client._spec = None
     storage, host = storage_of(client), hosts[0].host
     client.write(make_rows(range(24), width=2**13), None)  # 3 MiB
     client.flush()

@@ -78,7 +78,12 @@ def assert_as_written(batch: TensorDict) -> None:
 
 def open_buffer(folder: Path) -> SharedReplayBuffer:
     storage = SharedMemmapStorage(
-        _CAPACITY, scratch_dir=folder, job_id="test", keep=True, timeout_s=20
+        _CAPACITY,
+        scratch_dir=folder,
+        job_id="test",
+        keep=True,
+        timeout_s=20,
+        frames={"first": 1, "last": 1} if folder.name == "texts" else None,
     )
     while True:
         alpha = storage.directory.get_float(Word.ALPHA) or _ALPHAS[0]
@@ -252,7 +257,7 @@ def check(folder: Path, texts: bool) -> None:
 
 @pytest.fixture
 def folders(folder: Path):
-    """For rows without and with text."""
+    """For plain rows, and for rows with text and frames."""
     yield folder / "plain", folder / "texts"
 
 

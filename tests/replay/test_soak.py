@@ -134,7 +134,9 @@ def check_saved(target: Path) -> int:
             continue  # of a shard that was lost
         assert saved.head.spec is not None
         spec = saved.head.spec
-        data = rows.build(rows.tensors(saved.arrays, spec), spec, (saved.leaf.size,))
+        data = rows.build(
+            rows.tensors([each[:] for each in saved.columns], spec), spec, (saved.leaf.size,)
+        )
         assert torn_rows(data) == 0
         assert (saved.leaf > 0).all() and (saved.versions % 2 == 0).all()
         keys += data["key"].tolist()
@@ -350,6 +352,7 @@ def names_in(folder: Path) -> set[str]:
 
 
 @pytest.mark.timeout(int(SECONDS * 3 + 120))
+@pytest.mark.usefixtures("kept_as")
 @pytest.mark.parametrize("limiter", [None, LIMITER] if LONG else [LIMITER], ids=str)
 def test_soak(folder: Path, driver: Driver, limiter: RateLimiter | None, request) -> None:
     seed = random.randrange(2**32)

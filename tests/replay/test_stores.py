@@ -33,9 +33,12 @@ from torchrl_dist.replay.node.priorities import default_leaf
 from torchrl_dist.replay.node.tables import CLAIM_COUNT, CLAIM_MEMBER, Word
 from torchrl_dist.replay.node.times_sampled import exhausted, give_back
 
-pytestmark = pytest.mark.skipif(
-    platform.machine() not in ("x86_64", "AMD64"), reason="single steps of an x86-64 processor"
-)
+pytestmark = [
+    pytest.mark.usefixtures("kept_as"),
+    pytest.mark.skipif(
+        platform.machine() not in ("x86_64", "AMD64"), reason="single steps of an x86-64 processor"
+    ),
+]
 _CAPACITY = 24
 _NEW = 10**6
 _ALPHA, _EPS = 0.5, 1e-8

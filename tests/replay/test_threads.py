@@ -33,6 +33,8 @@ from torchrl_dist.replay.node.directory import LOCKS
 from torchrl_dist.replay.node.lock import FairLock, close_lock_file, is_held, open_lock_file
 from torchrl_dist.replay.node.tables import CLAIM_COUNT, Word
 
+pytestmark = pytest.mark.usefixtures("kept_as")
+
 _CAPACITY = 80
 _PACKAGE = str(Path(sys.modules[SharedReplayBuffer.__module__].__file__).parent)
 

@@ -115,6 +115,7 @@ def pause_now_and_then(pid: int, rb: TensorDictReplayBuffer, stop: Callable[[], 
     return lapped
 
 
+@pytest.mark.usefixtures("kept_as")
 @pytest.mark.timeout(1200 if LONG else 120)
 @pytest.mark.parametrize(
     "width, batch_size, wanted", [(8, 1024, 300_000), (256, 256, 50_000), (4096, 64, 20_000)]

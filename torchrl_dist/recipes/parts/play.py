@@ -6,15 +6,13 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from ... import own_files
-from ...checkpoint import load_checkpoint
-from ...errors import CheckpointError, ConfigurationError
+from ...errors import ConfigurationError
 from .evaluate import evaluate, play_rendered
-from .networks import PolicySpec
+from .trained import checkpoint_in, load_policy
 
 _FPS = 50
 
@@ -45,23 +43,11 @@ def play(
         raise ConfigurationError("--render and --video: got both, expected one of them")
     if video is not None:
         _require_video_writer()
-    path = Path(path)
-    if path.is_dir():
-        path = path / "checkpoint.pt"
-    checkpoint = load_checkpoint(path)
-    info = checkpoint.policy_info
-    try:
-        policy = PolicySpec.from_plain(info)
-        network = policy.network()
-        network.load_state_dict(dict(checkpoint.policy))
-        network.eval()
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(
-            f"the policy in {path} (recipe {checkpoint.recipe!r}) cannot be played: {error}"
-        ) from error
     import gymnasium
 
-    env, act = policy.env, network.greedy
+    path = checkpoint_in(path)
+    policy = load_policy(path)
+    env, act = policy.env, policy.module.network.greedy
     try:
         if render or video is not None:
             with contextlib.nullcontext() if video is None else _written(video, _FPS) as keep:

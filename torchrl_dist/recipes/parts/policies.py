@@ -46,7 +46,7 @@ def critic_of(network: nn.Module) -> ValueOperator:
     return ValueOperator(network, in_keys=["observation"])
 
 
-class _Squashed(TanhNormal):
+class Squashed(TanhNormal):
     """TorchRL's distribution, with the density of actions scaled to -1 .. 1.
 
     Its bounds follow the network to another device. SAC adds the negative log-density to every
@@ -84,7 +84,7 @@ def squashed_gaussian_actor(
     return ProbabilisticActor(
         TensorDictModule(network, ["observation"], ["loc", "scale"]),
         in_keys=["loc", "scale"],
-        distribution_class=_Squashed,
+        distribution_class=Squashed,
         distribution_kwargs={"low": torch.tensor(low), "high": torch.tensor(high)},
         default_interaction_type=InteractionType.RANDOM,
     )

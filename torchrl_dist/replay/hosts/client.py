@@ -33,6 +33,7 @@ from torchrl_dist.replay.hosts.messages import (
 )
 from torchrl_dist.replay.law.limiter import Counts, RateLimiter
 from torchrl_dist.replay.law.shard_law import global_index, largest_priority, split_index
+from torchrl_dist.replay.node.frames import each_once, with_stacks
 from torchrl_dist.replay.parts.drawn import Drawn
 from torchrl_dist.replay.parts.sampler import RecentGenerations
 from torchrl_dist.replay.row import rows
@@ -481,7 +482,12 @@ class ReplayClient:
         self.check()
         spec = self.agreed_spec(data)
         count = data.batch_size[0]
-        packed = pack(rows.matching_columns(data, spec), copy=True)
+        sent, columns = spec, rows.matching_columns(data, spec)
+        if any(link.sends_rows for link in self.links):
+            columns = each_once(columns, spec)
+        else:
+            sent = with_stacks(spec, {})
+        packed = pack(columns, copy=True)
         # NumPy arrays, because another thread fills them, and the caller may be in inference mode
         index, generation = np.full(count, -1, np.int64), np.full(count, -1, np.int64)
         handed = torch.from_numpy(index), torch.from_numpy(generation)
@@ -504,7 +510,7 @@ class ReplayClient:
         size = _FEW_BYTES + sum(_ARRAY_BYTES + tensor.nbytes for tensor in packed)
         # copied, because they are sent later and the caller may change its tensors
         own = None if priority is None else priority.copy()
-        write = Write(spec.text, count, packed, own, ((pending.number, count),))
+        write = Write(sent.text, count, packed, own, ((pending.number, count),))
         while True:
             pending.shard = self._shard_to_write()
             self._pending.update(dict.fromkeys(keys, pending))
@@ -538,8 +544,6 @@ class ReplayClient:
         if self._spec is not None:
             return self._spec
         spec = rows.spec_of(data)
-        if len(self.links) == 1 and not any(column.text for column in spec.columns):
-            return spec
         shards = [shard for shard in range(len(self.links)) if self.answers_now(shard)]
         first = None
         while shards and first is None:

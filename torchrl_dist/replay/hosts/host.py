@@ -59,7 +59,8 @@ from torchrl_dist.replay.parts.slices import SharedPrioritizedSliceSampler, Shar
 from torchrl_dist.replay.parts.storage import SharedMemmapStorage
 from torchrl_dist.replay.row.packing import Part, pack, spec_from_text, unpack
 from torchrl_dist.replay.row.spec import RowSpec
-from torchrl_dist.replay.saving.disk import RowFiles
+from torchrl_dist.replay.row.stacks import values
+from torchrl_dist.replay.saving.disk import Ends, RowFiles, after
 from torchrl_dist.replay.saving.snapshot import Chunk, Head, save_chunk
 from torchrl_dist.tensors import array_of
 
@@ -211,8 +212,9 @@ class ReplayHost:
         return None
 
     def _write(self, write: Write, known: _Written) -> tuple[np.ndarray, np.ndarray]:
+        spec = spec_from_text(write.spec)
         index, generation = self._storage.append_columns(
-            spec_from_text(write.spec), unpack(write.packed), write.priority, limited=False
+            spec, values(unpack(write.packed), spec), write.priority, limited=False
         )
         slots, generations = index.numpy(), generation.numpy()
         start = 0
@@ -260,13 +262,15 @@ class ReplayHost:
             self._raise_max_priority(max_priority, era)
         return self._draw(count, law)
 
-    def _draw(self, count: int, law: Law) -> tuple[HostState, Drawn | None]:
+    def _draw(
+        self, count: int, law: Law, *, stored: bool = False
+    ) -> tuple[HostState, Drawn | None]:
         directory = self._storage.directory
         words = directory.words
         if law.slices is None:
-            drawn, mass, minimum = self._draw_rows(count, law.prioritized)
+            drawn, mass, minimum = self._draw_rows(count, law.prioritized, stored)
         else:
-            drawn, mass, minimum = self._draw_slices(count, law, law.slices)
+            drawn, mass, minimum = self._draw_slices(count, law, law.slices, stored)
         if drawn is not None and directory.gate is None:
             directory.count(Word.DRAWN, drawn.index.numel())
         # read first, so that the largest priority is of this era or a later one
@@ -285,13 +289,15 @@ class ReplayHost:
         )
         return state, drawn
 
-    def _draw_rows(self, count: int, prioritized: bool) -> tuple[Drawn | None, float, float]:
+    def _draw_rows(
+        self, count: int, prioritized: bool, stored: bool
+    ) -> tuple[Drawn | None, float, float]:
         """Draw rows. Return them, the mass of all rows, and the smallest leaf."""
         directory = self._storage.directory
         sampler = self._sampler() if prioritized else self._uniform
         while count and directory.length:
             try:
-                drawn = sampler.draw(self._storage, count)
+                drawn = sampler.draw(self._storage, count, stored=stored)
                 return drawn, drawn.mass, drawn.minimum
             except TooFewDrawsError as error:
                 count = error.left  # what is available; a host does not wait for the limiter
@@ -306,7 +312,7 @@ class ReplayHost:
         return None, float(directory.words[Word.AVAILABLE] if used_up else directory.length), 1.0
 
     def _draw_slices(
-        self, count: int, law: Law, slices: SliceLaw
+        self, count: int, law: Law, slices: SliceLaw, stored: bool
     ) -> tuple[Drawn | None, float, float]:
         """Draw slices, or none if none is possible. See :meth:`SharedSliceSampler.draw_slices`."""
         key = replace(law, slices=replace(slices, slice_len=1))
@@ -316,7 +322,7 @@ class ReplayHost:
                 del self._slicers[next(iter(self._slicers))]
             self._slicers[key] = sampler
             sampler.slice_len = slices.slice_len
-            return sampler.draw_slices(self._storage, count)
+            return sampler.draw_slices(self._storage, count, stored=stored)
 
     def _slicer(self, prioritized: bool, slices: SliceLaw) -> SharedSliceSampler:
         options = {name: value for name, value in vars(slices).items() if name != "consecutive"}
@@ -331,7 +337,7 @@ class ReplayHost:
 
     def _draw_packed(self, count: int, law: Law) -> dict[str, Any]:
         """Draw, and return the fields of a reply that describe the draw."""
-        state, drawn = self._draw(count, law)
+        state, drawn = self._draw(count, law, stored=True)
         return {"state": state, **({} if drawn is None else self._pack(drawn))}
 
     def _pack(self, drawn: Drawn) -> dict[str, Any]:
@@ -432,13 +438,12 @@ class ReplayHost:
     def save_chunks_to(
         self,
         folder: str,
-        row: int,
+        ends: Ends,
         cursor: int,
         alpha: float | None,
         ranges: Sequence[tuple[int, int]],
     ) -> list[Chunk]:
-        """Write the rows in ranges of slots to the files of a shard, from row ``row`` of the files
-        on.
+        """Write the rows in ranges of slots to the files of a shard, from ``ends`` on.
 
         Blocks until they are on the disk, because a host does not work outside of calls.
 
@@ -450,11 +455,11 @@ class ReplayHost:
         with contextlib.ExitStack() as steps:
             files = RowFiles(Path(folder), directory.rows, steps)
             for start, stop in ranges:
-                write = functools.partial(files.write, row)
+                write = functools.partial(files.write, ends)
                 chunk = save_chunk(directory, cursor, alpha, start, stop, write)
-                chunks.append(chunk._replace(sums=files.sums))
-                row += chunks[-1].leaf.size
-            files.end(row)
+                chunks.append(chunk._replace(parts=files.parts))
+                ends = after(ends, files.parts)
+            files.end(ends)
         return chunks
 
     def row_spec(self, spec: RowSpec) -> RowSpec:

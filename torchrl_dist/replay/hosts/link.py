@@ -44,6 +44,8 @@ class Link(Protocol):
     round_trip_s: float
     """The shortest duration of recent short calls; 0 if there was none."""
 
+    sends_rows: bool
+    """Whether rows are sent to another process, so that fewer bytes are faster."""
     limited: bool
     """Whether the buffer has a rate limiter, so that every reply must have the host's state."""
 

@@ -23,6 +23,7 @@ class LocalLink:
 
     fine = True
     problem: Exception | None = None
+    sends_rows = False
     limited = False
     waiting = 0
     round_trip_s = 0.0

@@ -12,7 +12,8 @@ from typing import cast
 import numpy as np
 
 from torchrl_dist.replay.hosts.messages import CountSamples, Operation, SetPriorities, Write
-from torchrl_dist.replay.row.packing import pack, unpack
+from torchrl_dist.replay.row.packing import pack, spec_from_text, unpack
+from torchrl_dist.replay.row.stacks import joined
 
 _MOST_ENTRIES = 4096  # the most entries of merged priority updates
 
@@ -72,7 +73,7 @@ def _joined(run: list[Operation]) -> Operation:
     if isinstance(first, Write):
         writes = cast(list[Write], run)
         rows = [unpack(each.packed) for each in writes]
-        arrays = [np.concatenate(column) for column in zip(*rows, strict=True)]
+        arrays = joined(rows, spec_from_text(first.spec))
         return Write(
             first.spec,
             sum(each.count for each in writes),
@@ -109,12 +110,14 @@ def parts_of(operation: Operation) -> list[Operation]:
             for start, stop in zip([0, *ends[:-1]], ends, strict=True)
         ]
     if isinstance(operation, Write) and len(operation.parts) > 1:
-        arrays = unpack(operation.packed)
+        arrays, of_rows = unpack(operation.packed), len(spec_from_text(operation.spec).columns)
         found: list[Operation] = []
         start = 0
         for number, count in operation.parts:
             rows = slice(start, start + count)
-            packed = pack([array[rows] for array in arrays], copy=False)
+            # each part has all frames of the operation
+            part = [array[rows] for array in arrays[:of_rows]] + arrays[of_rows:]
+            packed = pack(part, copy=False)
             priority = None if operation.priority is None else operation.priority[rows]
             found.append(Write(operation.spec, count, packed, priority, ((number, count),)))
             start += count

@@ -14,6 +14,7 @@ from tensordict import NestedKey
 
 from torchrl_dist.replay.parts.drawn import Drawn
 from torchrl_dist.replay.row.packing import Part, spec_from_text, unpack
+from torchrl_dist.replay.row.stacks import values
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Write:
     Attributes:
         spec: the row spec as text, see ``packing``.
         count: number of rows.
-        packed: their columns.
+        packed: their stored form, see ``row.stacks``.
         priority: float64 [count], without alpha and eps. None: the largest priority seen.
         parts: for each ``extend``, a number that is unique in the request, to which
             ``SetWrittenPriorities`` refers, and how many rows it has.
@@ -222,7 +223,8 @@ class Reply:
             sampled have too few draws left, and 0 if the buffer is empty or has no slice.
         spec: row spec of the drawn rows as text.
         lengths: number of rows of each slice.
-        packed: slot and generation of each row, leaf of each unit, and the rows; see ``rows``.
+        packed: slot and generation of each row, leaf of each unit, and the stored form of the
+            rows (``row.stacks``); see ``rows``.
     """
 
     written: tuple[tuple[np.ndarray, np.ndarray], ...] = ()
@@ -238,8 +240,9 @@ class Reply:
     @cached_property
     def rows(self) -> Drawn:
         """The drawn units, of which there is at least one."""
-        slot, generation, leaf, *columns = unpack(self.packed)
-        drawn = Drawn.of(spec_from_text(self.spec), slot, generation, leaf, columns)
+        slot, generation, leaf, *stored = unpack(self.packed)
+        spec = spec_from_text(self.spec)
+        drawn = Drawn.of(spec, slot, generation, leaf, values(stored, spec))
         if self.lengths is not None:
             drawn.lengths = torch.from_numpy(self.lengths)
         return drawn

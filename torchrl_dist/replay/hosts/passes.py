@@ -28,6 +28,7 @@ from torchrl_dist.replay.parts.passes import NO_FULL_BATCH
 from torchrl_dist.replay.parts.sampler import EMPTY
 from torchrl_dist.replay.parts.storage import NoRowsError
 from torchrl_dist.replay.row.packing import spec_from_text, unpack
+from torchrl_dist.replay.row.stacks import values
 
 
 class PassSource:
@@ -163,9 +164,10 @@ class PassSource:
                 continue
             numbers[shard], left[shard], self._lengths[shard], text, packed = answer
             if packed and len(packed[0]):
-                slot, generation, *columns = unpack(packed)
+                slot, generation, *stored = unpack(packed)
+                spec = spec_from_text(text)
                 leaf = np.ones(slot.size)
-                rows = Drawn.of(spec_from_text(text), slot, generation, leaf, columns)
+                rows = Drawn.of(spec, slot, generation, leaf, values(stored, spec))
                 found.append(client.in_buffer(shard, rows))
         newest = max(numbers.values(), default=0)
         if newest > self.number:

@@ -132,6 +132,7 @@ class RemoteLink:
         self.name = str(host.peer)
         self.max_priority = math.nan
         self.era = 0
+        self.sends_rows = True
         self.limited = False
         self._state: HostState | None = None
         self._uncounted = 0  # rows of samples that the state does not include yet

@@ -19,6 +19,7 @@ from torchrl_dist.errors import RemoteError, TorchRLDistError
 from torchrl_dist.replay.hosts.client import ReplayClient
 from torchrl_dist.replay.row.packing import pack, unpack
 from torchrl_dist.replay.row.spec import RowSpec
+from torchrl_dist.replay.saving.disk import Ends, after
 from torchrl_dist.replay.saving.shards import Sink
 from torchrl_dist.replay.saving.snapshot import CHUNK_BYTES, Chunk, Head
 
@@ -95,12 +96,14 @@ class RemoteShard:
     def _have_written(self, folder: str, head: Head, sink: Sink) -> None:
         assert head.spec is not None
         pace = Pace(self._client.timeout_s, _CHUNKS_WRITTEN * CHUNK_BYTES)
-        ranges, row = head.chunks(lambda: min(pace.bytes, CHUNK_BYTES)), 0
-        while some := _some(ranges, pace.bytes // max(1, head.spec.row_bytes)):
+        ranges = head.chunks(lambda: min(pace.bytes, CHUNK_BYTES))
+        ends: Ends = (0,) * len(head.spec.stored)
+        row_bytes = head.spec.stored_row_bytes
+        while some := _some(ranges, pace.bytes // row_bytes):
             begin = time.monotonic()
             try:
                 chunks: list[Chunk] = self._call(
-                    "save_chunks_to", folder, row, head.cursor, head.alpha, some
+                    "save_chunks_to", folder, ends, head.cursor, head.alpha, some
                 )
             except RemoteError as error:
                 cause = error.__cause__
@@ -108,10 +111,10 @@ class RemoteShard:
                     where = f"{cause.strerror} (in {error.peer} on {error.host})"
                     raise OSError(cause.errno, where) from error
                 raise
-            pace.note(begin, sum(chunk.leaf.size for chunk in chunks) * head.spec.row_bytes)
+            pace.note(begin, sum(chunk.leaf.size for chunk in chunks) * row_bytes)
             for chunk in chunks:
                 sink.append(chunk)
-                row += chunk.leaf.size
+                ends = after(ends, chunk.parts)
 
     def _fetch(self, head: Head, sink: Sink) -> None:
         pace = Pace(self._client.timeout_s, CHUNK_BYTES)

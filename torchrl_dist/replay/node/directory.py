@@ -40,7 +40,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -417,13 +417,19 @@ class ReplayDirectory:
         """Return the values in these slots, [n, ...] per column, without a check of their versions.
 
         They are copies, except slices of columns without stored frames."""
-        columns = [
-            array[slots] if isinstance(slots, slice) else array.take(slots, 0)
-            for array in self.arrays
-        ]
-        if self._frames is None:
-            return columns
-        return self._frames.expand(columns, lambda arrays, cells: [arrays[0].take(cells, 0)])
+        columns = self._taken(slots)
+        return columns if self._frames is None else self._frames.expand(columns, _take)
+
+    def read_stored(self, slots: np.ndarray | slice) -> list[np.ndarray]:
+        """Do the same as :meth:`read`, but return the stored form of the rows, see
+        ``row.stacks``."""
+        columns = self._taken(slots)
+        return columns if self._frames is None else self._frames.stored(columns, _take)
+
+    def _taken(self, slots: np.ndarray | slice) -> list[np.ndarray]:
+        if isinstance(slots, slice):
+            return [array[slots] for array in self.arrays]
+        return _take(self.arrays, slots)
 
     def set_frames(self, stacks: Mapping[tuple[str, ...], int]) -> None:
         """Set the keys whose frames are stored once, before the first rows, for all processes.
@@ -775,6 +781,10 @@ def _leave_all() -> None:
 
 
 atexit.register(_leave_all)
+
+
+def _take(arrays: Sequence[np.ndarray], slots: np.ndarray) -> list[np.ndarray]:
+    return [array.take(slots, 0) for array in arrays]
 
 
 def data_size(spec: RowSpec, capacity: int) -> int:

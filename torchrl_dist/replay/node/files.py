@@ -8,19 +8,18 @@ folder that holds something else.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torchrl_dist import own_files
 from torchrl_dist.errors import DirectoryError
-from torchrl_dist.replay.row.spec import ColumnSpec, data_file
+from torchrl_dist.replay.row.spec import ColumnSpec, data_file, ring_file
 
 FORMAT = 2
 SLURM = "slurm"
@@ -61,11 +60,6 @@ class Header:
 
     def as_json(self) -> dict[str, Any]:
         return {"format": FORMAT, **vars(self)}
-
-
-def ring_file(key: Sequence[str]) -> str:
-    """Name of the file with the frames of a key and of ``("next", key)``."""
-    return f"frames={hashlib.blake2b(data_file(key).encode(), digest_size=16).hexdigest()}.bin"
 
 
 def damaged(path: Path, found: str) -> DirectoryError:

@@ -44,10 +44,10 @@ import torch
 
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.law.kernel import address, find_copier
-from torchrl_dist.replay.node.files import FRAMES_OF_CLAIMS, ring_file
+from torchrl_dist.replay.node.files import FRAMES_OF_CLAIMS
 from torchrl_dist.replay.node.mapping import map_file
 from torchrl_dist.replay.node.tables import CLAIM_COUNT, MAX_CLAIMS, Word
-from torchrl_dist.replay.row.spec import ColumnSpec, RowSpec
+from torchrl_dist.replay.row.spec import ColumnSpec, RowSpec, ring_file
 from torchrl_dist.tensors import array_of
 
 if TYPE_CHECKING:
@@ -250,6 +250,32 @@ class _CFinder(_NumpyFinder):
         )  # fmt: skip
 
 
+def _finder(ring: np.ndarray, most: int) -> _NumpyFinder:
+    return (_NumpyFinder if find_copier() is None else _CFinder)(ring, most)
+
+
+def _frames_of(values: np.ndarray, stack: int) -> np.ndarray:
+    """Return the frames of stacks as bytes, uint8 [n, stack, bytes]."""
+    return np.ascontiguousarray(values).view(np.uint8).reshape(len(values), stack, -1)
+
+
+def each_once(columns: Sequence[np.ndarray], spec: RowSpec) -> list[np.ndarray]:
+    """Return the stored form of rows (see ``row.stacks``), with equal frames found by their
+    bytes."""
+    found = list(columns)
+    for numbers in spec.rings.values():
+        values = [_frames_of(columns[each], spec.columns[each].stack) for each in numbers]
+        size = values[0].shape[-1]
+        known = _finder(np.empty((1, size), np.uint8), 1).find(values, 0)
+        frames = np.empty((known.new, size), np.uint8)
+        _finder(frames, 1).keep(known, 0)
+        for number, refs, value in zip(numbers, known.refs, values, strict=True):
+            found[number] = (-1 - refs).reshape(value.shape[:2])
+        column = spec.columns[numbers[0]]
+        found.append(frames.view(columns[numbers[0]].dtype).reshape(-1, *column.frame_shape))
+    return found
+
+
 @dataclass(eq=False)
 class Plan:
     """The frames of rows that are about to be written, for one reservation.
@@ -296,24 +322,18 @@ class Frames:
         )
         self._starts, self._marks = tables[:MAX_CLAIMS], tables[MAX_CLAIMS:]
         self._spec = spec
-        self._numbers: list[list[int]] = []  # column numbers, per ring
+        self._numbers = list(spec.rings.values())
         self._rings: list[np.ndarray] = []
         self._finders: list[_NumpyFinder] = []
-        by_ring: dict[tuple[str, ...], list[int]] = {}
-        for number, column in enumerate(spec.columns):
-            if column.stack:
-                by_ring.setdefault(column.ring, []).append(number)
-        kind = _NumpyFinder if find_copier() is None else _CFinder
         most = min(_MOST_KNOWN, self.window)
-        for key, numbers in by_ring.items():
+        for key, numbers in spec.rings.items():
             column = spec.columns[numbers[0]]
             buffer = map_file(folder / ring_file(key), sizes[ring_file(key)])
             with torch.inference_mode(False):
                 tensor = torch.frombuffer(buffer, dtype=column.dtype)
-            self._numbers.append(numbers)
             self._rings.append(array_of(tensor.reshape(self.size, *column.frame_shape)))
             data = np.frombuffer(buffer, np.uint8).reshape(self.size, column.frame_bytes)
-            self._finders.append(kind(data, most))
+            self._finders.append(_finder(data, most))
 
     # --- reading -----------------------------------------------------------------------------
 
@@ -330,6 +350,19 @@ class Frames:
                 columns[number] = frames.reshape(len(cells), *self._spec.columns[number].shape)
         return columns
 
+    def stored(self, columns: list[np.ndarray], gather: Gather) -> list[np.ndarray]:
+        """Return the stored form of rows (see ``row.stacks``), given copied columns with cells."""
+        columns = list(columns)
+        for numbers, ring in zip(self._numbers, self._rings, strict=True):
+            cells = [columns[number] for number in numbers]
+            found = np.concatenate([each.reshape(-1) for each in cells])
+            cell, position = np.unique(found, return_inverse=True)
+            edges = np.cumsum([each.size for each in cells])[:-1]
+            for number, part in zip(numbers, np.split(position, edges), strict=True):
+                columns[number] = part.reshape(columns[number].shape)
+            columns += gather([ring], cell)
+        return columns
+
     # --- writing -----------------------------------------------------------------------------
 
     def plan(self, source: Sequence[np.ndarray | None], start: int, stop: int) -> Plan:
@@ -340,9 +373,7 @@ class Frames:
             given = [(number, source[number]) for number in numbers]
             columns.append([number for number, value in given if value is not None])
             values = [
-                np.ascontiguousarray(value[start:stop])
-                .view(np.uint8)
-                .reshape(stop - start, self._spec.columns[number].stack, -1)
+                _frames_of(value[start:stop], self._spec.columns[number].stack)
                 for number, value in given
                 if value is not None
             ]

@@ -24,7 +24,8 @@ class Drawn:
             index is that of the whole buffer.
         leaf: float64 [units], ``p ** alpha`` of each row, or of the first row of each slice; 1 in
             uniform sampling.
-        tensors: the rows, one tensor [n, ...] per column of the row spec.
+        tensors: the rows, one tensor [n, ...] per column of the row spec; or their stored form, see
+            ``row.stacks``.
         minimum: the smallest leaf in the buffer at the time of the draw.
         mass: the mass of all units that could be drawn, at the time of the first draw.
         lengths: int64 [units], the number of rows of each slice; None if the units are rows.

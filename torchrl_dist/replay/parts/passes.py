@@ -142,7 +142,8 @@ def take_of_pass(
     The pass begins in this directory with the first rows that are taken.
 
     Returns:
-        Slots, generations and copied rows, the number of the present pass, and the rows left in it.
+        Slots, generations, the stored form of the rows (``row.stacks``), the number of the present
+        pass, and the rows left in it.
     """
 
     def begin(more: int) -> tuple[np.ndarray, np.ndarray]:
@@ -152,7 +153,7 @@ def take_of_pass(
 
     directory = storage.directory
     draw = draw_of_pass(directory, passes, begin)
-    slots, generation, _, columns = storage.read_rows(draw, count)
+    slots, generation, _, columns = storage.read_rows(draw, count, stored=True)
     with directory.lock():
         return slots, generation, columns, passes.number, passes.left
 
@@ -230,19 +231,19 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
         enough = not self.drop_last or len(storage) >= batch_size
         return enough and super().can_sample(storage, batch_size)
 
-    def draw(self, storage: Storage, count: int) -> Drawn:
+    def draw(self, storage: Storage, count: int, *, stored: bool = False) -> Drawn:
         """Draw the next rows of the pass, see the base class. ``mass`` is the number of rows."""
         directory = self.attach(storage)
         assert isinstance(storage, SharedMemmapStorage)
         slots, generation, leaf, columns = storage.once_rows_are_published(
-            lambda: self._draw_rows(storage, count)
+            lambda: self._draw_rows(storage, count, stored)
         )
         return Drawn.of(
             directory.rows, slots, generation, leaf, columns, 1.0, float(directory.length)
         )
 
     def _draw_rows(
-        self, storage: SharedMemmapStorage, count: int
+        self, storage: SharedMemmapStorage, count: int, stored: bool
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
         """Return slots, generations, masses and copied rows of one pass, at least one row."""
         directory, passes = storage.directory, self._passes
@@ -255,7 +256,8 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
         self._batch_size = count
         begin = functools.partial(self._begin, directory, passes)
         while True:
-            found = storage.read_rows(draw_of_pass(directory, passes, begin), count)
+            draw = draw_of_pass(directory, passes, begin)
+            found = storage.read_rows(draw, count, stored=stored)
             size = found[0].size
             # otherwise all rows, or a part of a full batch, were overwritten
             if size == count or (size and not self.drop_last):

@@ -36,7 +36,9 @@ def trajectories(
             continue
         assert shard.head.spec is not None
         spec = shard.head.spec
-        data = rows.build(rows.tensors(shard.arrays, spec), spec, (shard.leaf.size,))
+        data = rows.build(
+            rows.tensors([column[:] for column in shard.columns], spec), spec, (shard.leaf.size,)
+        )
         found, ids = _ids_of(data, key)
         _check_one_shard(ids, number, seen)
         order, parts = _order(ids, _ends_of(data))

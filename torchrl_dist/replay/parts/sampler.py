@@ -274,8 +274,12 @@ class SharedSampler(Sampler):
         drawn = self._next(storage, batch_size)
         return drawn.index, self._info(drawn)
 
-    def draw(self, storage: Storage, count: int) -> Drawn:
-        """Draw rows, without waiting for a limiter, and return all that is known about them."""
+    def draw(self, storage: Storage, count: int, *, stored: bool = False) -> Drawn:
+        """Draw rows, without waiting for a limiter, and return all that is known about them.
+
+        Args:
+            stored: whether ``tensors`` are the stored form of the rows, see ``row.stacks``.
+        """
         raise NotImplementedError
 
     def _info(self, drawn: Drawn) -> dict[Any, torch.Tensor]:
@@ -357,7 +361,7 @@ class SharedRandomSampler(SharedSampler, RandomSampler):
         super().__init__()
         self._setup()
 
-    def draw(self, storage: Storage, count: int) -> Drawn:
+    def draw(self, storage: Storage, count: int, *, stored: bool = False) -> Drawn:
         """Draw rows uniformly, see the base class. ``mass`` is the number of rows."""
         directory = self.attach(storage)
         assert isinstance(storage, SharedMemmapStorage)
@@ -404,7 +408,7 @@ class SharedRandomSampler(SharedSampler, RandomSampler):
             return slots, versions, np.ones(count)
 
         law = draw if directory.times_sampled is None else draw_counted
-        slots, generation, leaf, columns = storage.read_drawn(law, count)
+        slots, generation, leaf, columns = storage.read_drawn(law, count, stored=stored)
         return Drawn.of(directory.rows, slots, generation, leaf, columns, 1.0, float(mass))
 
 
@@ -583,7 +587,7 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
         self._recent.remember(drawn.index, drawn.generation, written=False)
         return {"priority_weight": drawn.weights(self._beta)}
 
-    def draw(self, storage: Storage, count: int) -> Drawn:
+    def draw(self, storage: Storage, count: int, *, stored: bool = False) -> Drawn:
         directory = self.attach(storage)
         assert isinstance(storage, SharedMemmapStorage)
         smallest, mass = math.inf, math.nan
@@ -619,7 +623,7 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
             with directory.lock():
                 return draw_locked(count)
 
-        slots, generation, leaf, columns = storage.read_drawn(draw, count)
+        slots, generation, leaf, columns = storage.read_drawn(draw, count, stored=stored)
         return Drawn.of(directory.rows, slots, generation, leaf, columns, smallest, mass)
 
     # --- priorities --------------------------------------------------------------------------

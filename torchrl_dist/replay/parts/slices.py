@@ -365,7 +365,9 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         index = torch.empty(count, 1, dtype=torch.int64)
         return SliceSampler._finalize_index(self, index=index, storage=found, **drawn.shape)[1]
 
-    def draw(self, storage: Storage, count: int, with_mass: bool = False) -> Drawn:
+    def draw(
+        self, storage: Storage, count: int, with_mass: bool = False, *, stored: bool = False
+    ) -> Drawn:
         """Draw slices with ``count`` rows in total, all of them whole at one moment."""
         directory, fresh = self.attach(storage), False
         assert isinstance(storage, SharedMemmapStorage)
@@ -388,7 +390,7 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
             return slots, self._columns.versions[slots], slices
 
         slots, generation, slices, columns = storage.once_rows_are_published(
-            lambda: storage.read_rows(draw, count, whole=True)
+            lambda: storage.read_rows(draw, count, whole=True, stored=stored)
         )
         facts = slices.leaf, columns, slices.minimum, slices.mass, slices.lengths, slices.shape
         return Drawn.of(directory.rows, slots, generation, *facts)
@@ -397,7 +399,9 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         """Return the lock that a choice of slices needs."""
         return nullcontext()
 
-    def draw_slices(self, storage: Storage, count: int) -> tuple[Drawn | None, float, float]:
+    def draw_slices(
+        self, storage: Storage, count: int, *, stored: bool = False
+    ) -> tuple[Drawn | None, float, float]:
         """Draw ``count`` slices of ``slice_len`` rows for a host, or None if no run is long enough.
 
         Also return the mass of all possible slices and the smallest mass of a row."""
@@ -405,7 +409,7 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         assert self.slice_len is not None
         if count and directory.length:
             with suppress(NoRowsError, NoSlicesError):
-                drawn = self.draw(storage, count * self.slice_len, with_mass=True)
+                drawn = self.draw(storage, count * self.slice_len, with_mass=True, stored=stored)
                 return drawn, drawn.mass, drawn.minimum
         if not directory.length:
             return None, 0.0, math.inf

@@ -627,12 +627,15 @@ class SharedMemmapStorage(
     # --- reading -----------------------------------------------------------------------------
 
     def read_drawn(
-        self, draw: Draw, count: int
+        self, draw: Draw, count: int, *, stored: bool = False
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
         """Copy drawn rows, so that each is one whole published row. The samplers call this.
 
         Rows that were rewritten during the copy are drawn again a few times, and finally under the
         lock, where no process can rewrite them.
+
+        Args:
+            stored: whether to return the rows in their stored form, see ``row.stacks``.
 
         Returns:
             ``(slots, generation, extra, columns)``, ``count`` rows of each.
@@ -643,7 +646,7 @@ class SharedMemmapStorage(
             ConfigurationError: ``count`` is negative.
         """
         check_batch_size(count)
-        return self.once_rows_are_published(lambda: self.read_rows(draw, count))
+        return self.once_rows_are_published(lambda: self.read_rows(draw, count, stored=stored))
 
     def once_rows_are_published(self, read: Callable[[], _T]) -> _T:
         """Return the result of ``read``. While ``read`` finds too few rows and others are being
@@ -664,7 +667,7 @@ class SharedMemmapStorage(
                     raise
 
     def read_rows(
-        self, draw: Draw, count: int, *, whole: bool = False
+        self, draw: Draw, count: int, *, whole: bool = False, stored: bool = False
     ) -> tuple[np.ndarray, np.ndarray, Any, list[np.ndarray]]:
         """Do the work of :meth:`read_drawn`, without waiting.
 
@@ -674,14 +677,17 @@ class SharedMemmapStorage(
         Args:
             whole: whether to draw all rows again if one changed, as slices need. ``draw`` may then
                 return any number of rows, and any object as ``extra``.
+            stored: whether to return the rows in their stored form, see ``row.stacks``.
         """
         directory = self._directory
+        stored = stored and directory.frames is not None
+        gather = self._gather_stored if stored else self._gather
         if not ORDERED_LOADS:
             with directory.lock():
                 slots, versions, extra = draw(count, True)
-                return slots, versions >> 1, extra, self._gather(slots)
+                return slots, versions >> 1, extra, gather(slots)
         slots, versions, extra = draw(count, False)
-        columns = self._gather(slots)
+        columns = gather(slots)
         now = directory.versions[slots]
         if now.tobytes() == versions.tobytes():  # a tenth of the time of comparing arrays
             return slots, versions >> 1, extra, columns
@@ -694,21 +700,26 @@ class SharedMemmapStorage(
             with directory.lock() if locked else nullcontext():
                 if whole:
                     slots, versions, extra = draw(count, locked)
-                    columns, moved = self._gather(slots), np.arange(slots.size)
+                    columns, moved = gather(slots), np.arange(slots.size)
                 else:
                     again, stamps, more = draw(moved.size, locked)
                     missing.append(moved[again.size :])
                     moved = moved[: again.size]
                     slots[moved], versions[moved], extra[moved] = again, stamps, more
-                    for column, part in zip(columns, self._gather(again), strict=True):
-                        column[moved] = part
+                    if stored:  # rows share frames, so all are copied again
+                        columns = gather(slots)
+                        moved = np.setdiff1d(np.arange(slots.size), np.concatenate(missing))
+                    else:
+                        for column, part in zip(columns, gather(again), strict=True):
+                            column[moved] = part
             moved = moved[directory.versions[slots[moved]] != versions[moved]]
             if locked or not moved.size:
                 break
         if any(part.size for part in missing):
             gone = np.concatenate(missing)
             slots, versions, extra = (np.delete(each, gone) for each in (slots, versions, extra))
-            columns = [np.delete(column, gone, 0) for column in columns]
+            of_rows = len(directory.arrays)
+            columns[:of_rows] = [np.delete(column, gone, 0) for column in columns[:of_rows]]
         return slots, versions >> 1, extra, columns
 
     def hand_over(
@@ -837,6 +848,11 @@ class SharedMemmapStorage(
         directory, gather = self._directory, self._gatherer.gather
         columns = gather(directory.arrays, slots)
         return columns if directory.frames is None else directory.frames.expand(columns, gather)
+
+    def _gather_stored(self, slots: np.ndarray) -> list[np.ndarray]:
+        directory, gather = self._directory, self._gatherer.gather
+        assert directory.frames is not None
+        return directory.frames.stored(gather(directory.arrays, slots), gather)
 
     # --- saving ------------------------------------------------------------------------------
 

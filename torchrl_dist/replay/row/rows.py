@@ -233,10 +233,12 @@ def _node_text(node: NodeSpec | None) -> str:
 
 
 def tensors(columns: list[np.ndarray], spec: RowSpec) -> list[torch.Tensor]:
-    """Invert :func:`array_of` for the columns of a batch, without a copy."""
+    """Invert :func:`array_of` for the columns of a batch, or the arrays of its stored form (see
+    ``row.stacks``), without a copy."""
+    own = spec.columns if len(columns) == len(spec.columns) else spec.stored.values()
     return [
         value if value.dtype == column.dtype else value.view(column.dtype)
-        for value, column in zip(map(torch.from_numpy, columns), spec.columns, strict=True)
+        for value, column in zip(map(torch.from_numpy, columns), own, strict=True)
     ]
 
 
@@ -303,7 +305,7 @@ def _built(
 # --- between specs -------------------------------------------------------------------------------
 
 
-def fitted(arrays: list[np.ndarray], spec: RowSpec, own: RowSpec) -> list[np.ndarray]:
+def fitted(arrays: list[Any], spec: RowSpec, own: RowSpec) -> list[Any]:
     """Convert columns of rows with ``spec`` for a buffer whose rows have the spec ``own``.
 
     The specs may differ only in the sizes of fields for text.

@@ -27,6 +27,12 @@ def data_file(key: Sequence[str]) -> str:
     return name + ".bin"
 
 
+def ring_file(key: Sequence[str]) -> str:
+    """Return the name of the file with the frames of a key and of ``("next", key)``. No column's
+    file has "=" after its first letters."""
+    return f"frames={hashlib.blake2b(data_file(key).encode(), digest_size=16).hexdigest()}.bin"
+
+
 @dataclass(frozen=True)
 class ColumnSpec:
     """One tensor of a row: where it sits in the TensorDict, its dtype and shape.
@@ -146,6 +152,33 @@ class RowSpec:
     @property
     def row_bytes(self) -> int:
         return sum(column.row_bytes for column in self.columns)
+
+    @property
+    def stored_row_bytes(self) -> int:
+        """The bytes of a row in its stored form, if it has one new frame per ring. At least 1."""
+        return max(1, sum(column.row_bytes for column in self.stored.values()))
+
+    @functools.cached_property
+    def rings(self) -> dict[tuple[str, ...], list[int]]:
+        """The numbers of the columns with frames, by the key under which these are stored."""
+        found: dict[tuple[str, ...], list[int]] = {}
+        for number, column in enumerate(self.columns):
+            if column.stack:
+                found.setdefault(column.ring, []).append(number)
+        return found
+
+    @functools.cached_property
+    def stored(self) -> dict[str, ColumnSpec]:
+        """The arrays of the stored form of rows (see ``row.stacks``), by the names of their files.
+        The shapes are without the first dimension."""
+        found = {}
+        for column in self.columns:
+            numbers = replace(column, dtype=torch.int64, shape=(column.stack,), stack=0)
+            found[column.file_name] = numbers if column.stack else column
+        for ring, (first, *_) in self.rings.items():
+            column = self.columns[first]
+            found[ring_file(ring)] = ColumnSpec(ring, column.dtype, column.frame_shape)
+        return found
 
     def as_json(self) -> dict[str, Any]:
         entry: dict[str, Any] = {

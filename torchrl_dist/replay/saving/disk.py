@@ -3,7 +3,8 @@
 ::
 
     checkpoint.json     the format, the name of the folder with the rows, and all checksums
-    rows-<unique>/      shard-0/ ...: a file per column of a row, priority.bin, runs.bin;
+    rows-<unique>/      shard-0/ ...: a file per array of the rows' stored form (``row.stacks``),
+                        priority.bin, runs.bin;
                         extra/: tensors of the buffer's transforms and random generator
     .torchrl_dist-rows  while a checkpoint is written: the folders that were made for it
 
@@ -34,12 +35,13 @@ from torchrl_dist import own_files
 from torchrl_dist.errors import CheckpointError, ConfigurationError
 from torchrl_dist.replay.node.lock import close_lock_file, open_lock_file
 from torchrl_dist.replay.row.spec import ColumnSpec, RowSpec
+from torchrl_dist.replay.row.stacks import as_columns, renumbered
 from torchrl_dist.replay.saving.snapshot import Chunk, Head, SavedShard
 from torchrl_dist.tensors import array_of
 
 MANIFEST = "checkpoint.json"
 FORMAT = "torchrl_dist.replay"
-FORMAT_VERSION = 2
+FORMAT_VERSION, FORMAT_WITH_FRAMES = 2, 3
 _FOLDER = "rows-"
 _MADE_HERE = ".torchrl_dist-rows"
 _PRIORITY, _RUNS = "priority.bin", "runs.bin"
@@ -136,9 +138,10 @@ class DumpWriter:
             ConfigurationError: ``extra`` holds another kind of value.
         """
         tensors: list[torch.Tensor] = []
+        has_frames = any(each and each["frames"] for each in shards)
         manifest = {
             "format": FORMAT,
-            "format_version": FORMAT_VERSION,
+            "format_version": FORMAT_WITH_FRAMES if has_frames else FORMAT_VERSION,
             "folder": self._folder.name,
             "unix_time_s": time.time(),
             "shards": list(shards),
@@ -180,18 +183,25 @@ class DumpWriter:
             (self._path / _MADE_HERE).unlink(missing_ok=True)
 
 
-def _file_of(column: ColumnSpec, folder: Path) -> Path:
-    """Return a column's file. If a column has the name of one of the shard's own files, its file
+def _files(spec: RowSpec | None, folder: Path) -> dict[Path, ColumnSpec]:
+    """Return the files of rows. If a column has the name of one of the shard's own files, its file
     gets another."""
-    name = column.file_name
-    return folder / (f"={name}" if name in (_PRIORITY, _RUNS) else name)
+    return {
+        folder / (f"={name}" if name in (_PRIORITY, _RUNS) else name): column
+        for name, column in (spec.stored if spec else {}).items()
+    }
+
+
+Ends = tuple[int, ...]
+"""Where the next rows and frames begin, per file, in rows or frames."""
 
 
 class RowFiles:
-    """A shard's rows, in a file per column. Any process that can access the folder may write them.
+    """A shard's rows, in a file per array of their stored form. Any process that can access the
+    folder may write them.
 
     Attributes:
-        sums: for each column, the CRC-32 of the rows written last.
+        parts: for each file, the length and the CRC-32 of what was written last.
 
     Args:
         steps: closing this stack closes the files.
@@ -202,24 +212,31 @@ class RowFiles:
     def __init__(
         self, folder: Path, spec: RowSpec | None, steps: contextlib.ExitStack, flags: int = 0
     ) -> None:
-        columns = spec.columns if spec else ()
-        self._columns = [
-            (_open(_file_of(column, folder), steps, flags), column.row_bytes) for column in columns
+        self._spec = spec or RowSpec(())
+        self._files = [
+            (_open(file, steps, flags), column.row_bytes)
+            for file, column in _files(spec, folder).items()
         ]
-        self.sums: tuple[int, ...] = ()
+        self.parts: tuple[tuple[int, int], ...] = ()
 
-    def write(self, row: int, arrays: list[np.ndarray]) -> None:
-        """Write rows, [n, ...] per column, from row ``row`` of the files on."""
-        for (fd, row_bytes), array in zip(self._columns, arrays, strict=True):
-            _write_at(fd, row * row_bytes, array)
-        self.sums = tuple(map(_sum, arrays))
+    def write(self, ends: Ends, stored: list[np.ndarray]) -> None:
+        """Write rows after those that end at ``ends``."""
+        stored = renumbered(stored, self._spec, ends[len(self._spec.columns) :])
+        for (fd, row_bytes), end, array in zip(self._files, ends, stored, strict=True):
+            _write_at(fd, end * row_bytes, array)
+        self.parts = tuple((len(array), _sum(array)) for array in stored)
 
-    def end(self, rows: int) -> None:
-        """Keep the first ``rows`` rows and sync them. Files may be longer, because a chunk that was
+    def end(self, ends: Ends) -> None:
+        """Keep what is before ``ends``, and sync it. Files may be longer, because a chunk that was
         written again may be shorter than before."""
-        for fd, row_bytes in self._columns:
-            os.ftruncate(fd, rows * row_bytes)
+        for (fd, row_bytes), end in zip(self._files, ends, strict=True):
+            os.ftruncate(fd, end * row_bytes)
             os.fsync(fd)
+
+
+def after(ends: Ends, parts: Sequence[tuple[int, int]]) -> Ends:
+    """Return the ends after these :attr:`RowFiles.parts` were written."""
+    return tuple(end + length for end, (length, _) in zip(ends, parts, strict=True))
 
 
 class ShardFiles:
@@ -232,25 +249,31 @@ class ShardFiles:
         self._masses_sum = 0
         self._sums: list[list[int]] = []
         self._rows = 0
+        spec = head.spec or RowSpec(())
+        self._ends: Ends = (0,) * len(spec.stored)
+        self._columns_of_rows = len(spec.columns)
         new = os.O_CREAT | os.O_EXCL
-        self._columns = RowFiles(folder, head.spec, steps, new)
+        self._files = RowFiles(folder, head.spec, steps, new)
         self._priority = _open(folder / _PRIORITY, steps, new)
         self._runs_file = _open(folder / _RUNS, steps, new)
 
-    def write(self, arrays: list[np.ndarray]) -> None:
-        self._columns.write(self._rows, arrays)
+    def write(self, stored: list[np.ndarray]) -> None:
+        self._files.write(self._ends, stored)
 
     def append(self, chunk: Chunk) -> None:
         _write_at(self._priority, self._rows * 8, chunk.leaf)
         self._masses_sum = zlib.crc32(_bytes_of(chunk.leaf), self._masses_sum)
-        self._sums.append([chunk.leaf.size, *(chunk.sums or self._columns.sums)])
+        parts = chunk.parts or self._files.parts
+        self._ends = after(self._ends, parts)
+        lengths, sums = zip(*parts, strict=True)
+        self._sums.append([chunk.leaf.size, *sums, *lengths[self._columns_of_rows :]])
         self._runs.append(chunk.runs)
         self._rows += chunk.leaf.size
 
     def sync(self) -> None:
         """Wait until everything is on the disk."""
         _write_at(self._runs_file, 0, self._all_runs())
-        self._columns.end(self._rows)
+        self._files.end(self._ends)
         for fd in (self._runs_file, self._priority):
             os.fsync(fd)
 
@@ -262,12 +285,14 @@ class ShardFiles:
         return {
             "rows": self._rows,
             "runs": len(self._all_runs()),
+            "frames": list(self._ends[self._columns_of_rows :]),
             "overwritten": max(0, self._head.length - self._rows),
             "head": self._head.as_json(),
             "checksums": {
                 "runs": _sum(self._all_runs()),
                 "priority": self._masses_sum,
-                "rows": self._sums,  # for each part, the number of rows and a sum per column
+                # for each part: the number of rows, a sum per file, the frames per file of frames
+                "rows": self._sums,
             },
         }
 
@@ -328,13 +353,14 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{file} was not written by a replay buffer of torchrl_dist")
     version = manifest.get("format_version")
-    if type(version) is int and version != FORMAT_VERSION:
+    known = (FORMAT_VERSION, FORMAT_WITH_FRAMES)
+    if type(version) is int and version not in known:
         raise CheckpointError(
-            f"{path} has format version {version}, this torchrl_dist reads {FORMAT_VERSION}: use "
-            "the torchrl_dist version that wrote it"
+            f"{path} has format version {version}, this torchrl_dist reads {known[0]} and "
+            f"{known[1]}: use the torchrl_dist version that wrote it"
         )
     sound = (
-        version == FORMAT_VERSION
+        version in known
         and manifest.pop("checksum", None) == _sum_of(manifest)
         and all(isinstance(manifest.get(name), list) for name in ("shards", "tensors"))
         and isinstance(manifest.get("extra"), dict)
@@ -352,25 +378,31 @@ def _read_shard(folder: Path, entry: dict[str, Any], check_rows: bool) -> SavedS
     head, count = Head.from_json(entry["head"]), entry["rows"]
     runs = _read(folder / _RUNS, (entry["runs"], 3), np.dtype(np.int64))
     leaf = _read(folder / _PRIORITY, (count,), np.dtype(np.float64))
-    columns = head.spec.columns if head.spec else ()
-    arrays = [
-        _read(_file_of(each, folder), (count, *each.shape), _seen_as(each.dtype))
-        for each in columns
+    spec = head.spec or RowSpec(())
+    files = _files(spec, folder)
+    lengths = [count] * len(spec.columns) + entry.get("frames", [])
+    stored = [
+        _read(file, (length, *each.shape), _seen_as(each.dtype))
+        for length, (file, each) in zip(lengths, files.items(), strict=True)
     ]
-    shard = SavedShard(head, runs, leaf, arrays)
+    shard = SavedShard(head, runs, leaf, as_columns(stored, spec))
     sums = entry["checksums"]
     _compare(folder / _RUNS, runs, sums["runs"])
     _compare(folder / _PRIORITY, leaf, sums["priority"])
     shard.check()
     if check_rows:
-        row = 0
-        for size, *of_columns in sums["rows"]:
-            for each, array, wanted in zip(columns, arrays, of_columns, strict=True):
-                _compare(_file_of(each, folder), array[row : row + size], wanted)
-            row += size
-        if row != count:
+        ends: Ends = (0,) * len(stored)
+        for size, *more in sums["rows"]:
+            parts = [size] * len(spec.columns) + more[len(stored) :]
+            for file, array, end, length, wanted in zip(
+                files, stored, ends, parts, more[: len(stored)], strict=True
+            ):
+                _compare(file, array[end : end + length], wanted)
+            ends = tuple(map(sum, zip(ends, parts, strict=True)))
+        if ends != tuple(lengths):
             raise CheckpointError(
-                f"checkpoint {folder} is damaged: its checksums are for {row} rows; use another one"
+                f"checkpoint {folder} is damaged: its checksums are for {list(ends)} rows and "
+                f"frames, expected {lengths}; use another one"
             )
     return shard
 

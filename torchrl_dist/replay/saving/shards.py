@@ -17,6 +17,7 @@ from torchrl_dist.errors import CheckpointError, DeadlineError, PeerLostError
 from torchrl_dist.replay.node.cursor import SharedCursor
 from torchrl_dist.replay.row import rows
 from torchrl_dist.replay.row.spec import RowSpec
+from torchrl_dist.replay.row.stacks import as_columns, as_stored, joined
 from torchrl_dist.replay.saving import snapshot
 from torchrl_dist.replay.saving.disk import read_dump, writing
 from torchrl_dist.replay.saving.snapshot import Chunk, Head, SavedShard
@@ -37,9 +38,9 @@ class Sink(Protocol):
 
     folder: Path | None
 
-    def write(self, arrays: Arrays) -> None:
-        """Take the rows of the next chunk. If rows changed meanwhile, it is called again for the
-        same chunk, and the last call counts."""
+    def write(self, stored: Arrays) -> None:
+        """Take the rows of the next chunk in their stored form, see ``row.stacks``. If rows changed
+        meanwhile, it is called again for the same chunk, and the last call counts."""
 
     def append(self, chunk: Chunk) -> None:
         """Take slots and masses of the rows written last."""
@@ -125,21 +126,21 @@ class MemorySink:
         self._rows: list[Arrays] = []
         self._chunks: list[Chunk] = []
 
-    def write(self, arrays: Arrays) -> None:
+    def write(self, stored: Arrays) -> None:
         del self._rows[len(self._chunks) :]
-        self._rows.append([array.copy() for array in arrays])
+        self._rows.append([array.copy() for array in stored])
 
     def append(self, chunk: Chunk) -> None:
         self._chunks.append(chunk)
 
     def saved(self) -> SavedShard:
-        if not self._chunks:
+        if not self._chunks or self._head.spec is None:
             return SavedShard(self._head, np.empty((0, 3), np.int64), np.empty(0), [])
         return SavedShard(
             self._head,
             np.concatenate([chunk.runs for chunk in self._chunks]),
             np.concatenate([chunk.leaf for chunk in self._chunks]),
-            [np.concatenate(arrays) for arrays in zip(*self._rows, strict=True)],
+            as_columns(joined(self._rows, self._head.spec), self._head.spec),
         )
 
 
@@ -264,7 +265,9 @@ def _fitting(
     if own == spec:
         return saved
     return [
-        replace(each, arrays=rows.fitted(each.arrays, spec, own)) if each and each.arrays else each
+        replace(each, columns=rows.fitted(each.columns, spec, own))
+        if each and each.columns
+        else each
         for each in saved
     ]
 
@@ -277,7 +280,7 @@ def _restore_shard(
         source = saved[piece.shard]
         assert source is not None
         part = slice(piece.row, piece.row + piece.count)
-        arrays = [array[part] for array in source.arrays]
+        arrays = [column[part] for column in source.columns]
         shard.restore_rows(
             since, piece.slot, piece.version, source.leaf[part], target.head.alpha, arrays
         )
@@ -370,7 +373,7 @@ def _shard_state(saved: SavedShard) -> dict[str, Any]:
         "head": saved.head.as_json(),
         "runs": torch.from_numpy(saved.runs),
         "leaf": torch.from_numpy(saved.leaf),
-        "rows": [] if spec is None else rows.tensors(saved.arrays, spec),
+        "rows": [] if spec is None else rows.tensors(as_stored(saved.columns, spec), spec),
     }
 
 
@@ -388,14 +391,14 @@ def from_state(state: dict[str, Any]) -> list[SavedShard | None]:
         )
     try:
         return [None if each is None else _saved_shard(each) for each in state["shards"]]
-    except (KeyError, TypeError, AttributeError) as error:
+    except CheckpointError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"this is not the state of a replay buffer: {error!r}") from error
 
 
 def _saved_shard(state: dict[str, Any]) -> SavedShard:
-    return SavedShard(
-        Head.from_json(state["head"]),
-        array_of(state["runs"]),
-        array_of(state["leaf"]),
-        [array_of(tensor) for tensor in state["rows"]],
-    )
+    head = Head.from_json(state["head"])
+    stored = [array_of(tensor) for tensor in state["rows"]]
+    columns = [] if head.spec is None else as_columns(stored, head.spec)
+    return SavedShard(head, array_of(state["runs"]), array_of(state["leaf"]), columns)

@@ -27,10 +27,10 @@ import torch
 from torchrl_dist.errors import CheckpointError, ConfigurationError
 from torchrl_dist.replay.node.cursor import SharedCursor
 from torchrl_dist.replay.node.directory import ReplayDirectory
-from torchrl_dist.replay.node.frames import with_stacks
 from torchrl_dist.replay.node.priorities import check_rescaling, rescaled
 from torchrl_dist.replay.node.tables import COUNTERS, LARGEST_COUNT, ORDERED_LOADS, Word
 from torchrl_dist.replay.row.spec import STREAM, ColumnSpec, RowSpec, checked_spec
+from torchrl_dist.replay.row.stacks import Column, Stacks
 from torchrl_dist.tensors import array_of
 
 CHUNK_BYTES = 2**24
@@ -89,8 +89,7 @@ class Head:
                 directory.get_float(Word.EPS) if set_ else None,
                 bool(words[Word.MAX_WITHIN]),
                 directory.counters,
-                # a checkpoint has the values, however they are stored
-                directory.rows and with_stacks(directory.rows, {}),
+                directory.rows,
                 None if directory.gate is None else directory.gate.state(),
             )
 
@@ -149,7 +148,7 @@ class Head:
         for start, stop in ((first, self.capacity), (0, first)):
             at = start
             while at < stop:
-                size = min(_CHUNK_ROWS, max(1, most_bytes() // max(1, self.spec.row_bytes)))
+                size = min(_CHUNK_ROWS, max(1, most_bytes() // self.spec.stored_row_bytes))
                 yield at, min(at + size, stop)
                 at += size
 
@@ -162,13 +161,13 @@ class SavedShard:
         head: the state of the directory when saving began.
         runs: int64 [k, 3], slots and versions of the rows; see :attr:`slots`.
         leaf: float64 [n], mass of each row in the tree.
-        arrays: the rows, [n, ...] per column of the spec, as ``tensors.array_of`` returns them.
+        columns: the rows, [n, ...] per column of the spec, as ``tensors.array_of`` returns them.
     """
 
     head: Head
     runs: np.ndarray
     leaf: np.ndarray
-    arrays: list[np.ndarray]
+    columns: list[Column]
 
     def check(self) -> None:
         """Raise CheckpointError if a directory cannot have had these rows."""
@@ -199,12 +198,14 @@ class SavedShard:
         if not (np.isfinite(leaf).all() and (leaf >= 0).all()):
             return "its priorities are not finite or below 0"
         columns = self.head.spec.columns if self.head.spec is not None else ()
-        if len(columns) != len(self.arrays) or (leaf.size and self.head.spec is None):
-            return f"a row has {len(columns)} tensors, but there are {len(self.arrays)}"
-        for each, array in zip(columns, self.arrays, strict=True):
+        if len(columns) != len(self.columns) or (leaf.size and self.head.spec is None):
+            return f"a row has {len(columns)} tensors, but there are {len(self.columns)}"
+        for each, values in zip(columns, self.columns, strict=True):
             kind = array_of(torch.empty(0, dtype=each.dtype)).dtype
-            if array.shape != (leaf.size, *each.shape) or array.dtype != kind:
-                return f"{'.'.join(each.key)} is {array.dtype} {list(array.shape)}"
+            if values.shape != (leaf.size, *each.shape) or values.dtype != kind:
+                return f"{'.'.join(each.key)} is {values.dtype} {list(values.shape)}"
+            if isinstance(values, Stacks) and not values.fit(each):
+                return f"{'.'.join(each.key)} names frames that are missing"
         return None
 
     @property
@@ -231,12 +232,13 @@ class SavedShard:
 class Chunk(NamedTuple):
     """Slots and masses of rows that were saved; see :class:`SavedShard`.
 
-    ``sums`` has the CRC-32 of the rows per column, if another process wrote them to files.
+    ``parts`` has the length and the CRC-32 of each array of their stored form, if another process
+    wrote them to files.
     """
 
     runs: np.ndarray
     leaf: np.ndarray
-    sums: tuple[int, ...] = ()
+    parts: tuple[tuple[int, int], ...] = ()
 
 
 class _Found(NamedTuple):
@@ -261,8 +263,9 @@ def save_chunk(
 
     Args:
         alpha: the exponent when saving began. Masses are returned for this exponent.
-        write: takes the rows, [n, ...] per column. The arrays may be shared memory. If rows changed
-            meanwhile, it is called again with fewer rows; the last call counts.
+        write: takes the rows in their stored form, see ``row.stacks``. The arrays may be shared
+            memory. If rows changed meanwhile, it is called again with fewer rows; the last call
+            counts.
     """
     for _ in range(_ATTEMPTS):
         with directory.lock():
@@ -295,8 +298,8 @@ def _look(
 def _copies(directory: ReplayDirectory, found: _Found, start: int, stop: int) -> list[np.ndarray]:
     """Return the rows to keep, as slices of the shared memory if all are kept."""
     if found.keep.all():
-        return directory.read(slice(start, stop))
-    return directory.read(start + np.flatnonzero(found.keep))
+        return directory.read_stored(slice(start, stop))
+    return directory.read_stored(start + np.flatnonzero(found.keep))
 
 
 def _chunk(found: _Found, start: int) -> Chunk:

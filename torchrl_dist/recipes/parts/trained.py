@@ -1,0 +1,119 @@
+"""A trained policy of a recipe, for use from Python."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict.nn import InteractionType, TensorDictModule
+from torch import Tensor, nn
+from torch.distributions import Categorical
+from torchrl.envs.utils import exploration_type
+
+from ...checkpoint import load_checkpoint
+from ...errors import CheckpointError, ConfigurationError
+from .networks import PolicySpec
+from .policies import Squashed
+
+
+class TrainedPolicy(TensorDictModule):
+    """The policy of a checkpoint, see :func:`load_policy`.
+
+    Reads ``observation`` ``[..., *observation.shape]`` and writes ``action`` ``[...]`` (int64) or
+    ``[..., A]`` (float32, within the bounds). It acts greedily, except under
+    ``set_interaction_type(InteractionType.RANDOM)``; see :meth:`predict`.
+
+    Attributes:
+        env: the environment that it was trained in: a gymnasium id or ``package.module:make``.
+        observation_shape: the shape of one observation.
+    """
+
+    def __init__(self, policy: PolicySpec, weights: dict[str, Tensor]) -> None:
+        network = policy.network()
+        network.load_state_dict(weights)
+        super().__init__(_Act(network, policy.kind), ["observation"], ["action"])
+        self.env = policy.env
+        images = policy.images
+        self.observation_shape = (policy.observation_size,) if images is None else images.shape
+        self.eval().requires_grad_(False)
+
+    def predict(self, observation: Any, *, explore: bool = False) -> np.ndarray:
+        """Return the actions for observations, with or without batch dimensions.
+
+        Args:
+            observation: an array or tensor ``[..., *observation_shape]``, as the environment gives
+                it.
+            explore: draw actions from the policy's distribution, with torch's random generator.
+
+        Returns:
+            int64 ``[...]``, or float32 ``[..., A]`` for continuous actions.
+
+        Raises:
+            ConfigurationError: the observations have another shape, or ``explore`` was passed for a
+                policy of action values (Ape-X), which has no distribution.
+        """
+        rows = torch.as_tensor(np.asarray(observation), device=next(self.parameters()).device)
+        shape = self.observation_shape
+        if rows.ndim < len(shape) or tuple(rows.shape[rows.ndim - len(shape) :]) != shape:
+            raise ConfigurationError(
+                f"got observations of shape {list(rows.shape)}, expected {list(shape)}, or that "
+                f"after batch dimensions, as {self.env} gives them"
+            )
+        return self.module.act(rows, explore).cpu().numpy()
+
+
+class _Act(nn.Module):
+    def __init__(self, network: Any, kind: str) -> None:
+        super().__init__()
+        self.network, self.kind = network, kind
+
+    def forward(self, observation: Tensor) -> Tensor:
+        return self.act(observation, exploration_type() is InteractionType.RANDOM)
+
+    @torch.no_grad()
+    def act(self, observation: Tensor, explore: bool) -> Tensor:
+        if not explore:
+            return self.network.greedy(observation)
+        if self.kind == "categorical":
+            return Categorical(logits=self.network(observation)).sample()
+        if self.kind == "squashed_gaussian":
+            loc, scale = self.network(observation)
+            return Squashed(loc, scale, self.network.low, self.network.high).sample()
+        raise ConfigurationError(
+            "this policy has action values and no distribution to draw from; use explore=False, or "
+            "wrap it in torchrl.modules.EGreedyModule"
+        )
+
+
+def checkpoint_in(path: str | os.PathLike[str]) -> Path:
+    """Return the checkpoint, if ``path`` is the folder of a run, or ``path`` itself."""
+    path = Path(path)
+    return path / "checkpoint.pt" if path.is_dir() else path
+
+
+def load_policy(path: str | os.PathLike[str]) -> TrainedPolicy:
+    """Return the policy of a checkpoint that ``torchrl-dist train`` wrote. Runs no code from it.
+
+        >>> policy = load_policy("runs/apex-CartPole-v1-seed0")  # doctest: +SKIP
+        >>> policy.predict([0.0, 0.1, 0.0, -0.1])  # doctest: +SKIP
+        array(0)
+
+    Args:
+        path: the checkpoint, or the folder of its run.
+
+    Raises:
+        CheckpointError: the checkpoint is missing or damaged, has no policy of a recipe, or its
+            network is your own (``--network``) and cannot be imported here.
+    """
+    path = checkpoint_in(path)
+    checkpoint = load_checkpoint(path)
+    try:
+        policy = PolicySpec.from_plain(checkpoint.policy_info)
+        return TrainedPolicy(policy, dict(checkpoint.policy))
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the policy in {path} (recipe {checkpoint.recipe!r}) cannot be used: {error}"
+        ) from error
