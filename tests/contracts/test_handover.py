@@ -31,7 +31,7 @@ from tests.learn.losses import make_loss
 pytestmark = pytest.mark.timeout(180)
 
 CAPACITY = 100
-BY_NAME = ("anneal_beta", "host_replay", "local_cluster", "replay_buffer", "session")
+BY_NAME = ("anneal_beta", "host_replay", "load_policy", "local_cluster", "replay_buffer", "session")
 VALUES: dict[str, Callable[[], Any]] = {
     "__version__": lambda: td.__version__,
     "CollectReport": lambda: td.CollectReport(frames=3, episode_returns=(1.0,)),
