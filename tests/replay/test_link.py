@@ -170,9 +170,10 @@ def connect(hosts: list[HeldHost], min_shards: int = 1, timeout_s: float = 5.0) 
 
 def storage_of(client: ReplayClient) -> RemoteStorage:
     storage = object.__new__(RemoteStorage)
-    storage.client, storage.max_size = client, CAPACITY * len(client.links)
+    storage._set_up(CAPACITY * len(client.links))
+    storage.client = client
     storage.owner = SimpleNamespace(shard_capacity=CAPACITY)  # type: ignore[assignment]
-    storage._handed, storage.gate = threading.local(), None
+    storage.gate = None
     storage._samplers, storage.emptied = weakref.WeakSet(), 0
     return storage
 
@@ -590,10 +591,10 @@ def test_indices_below_0_count_from_the_last_row_of_the_last_shard(hosts) -> Non
     client.write(make_rows(range(10, 13)), None)
     client.flush()
     storage = storage_of(client)
-    found = storage._as_index(torch.tensor([-1, -3, -4, -8, 2]))
+    found = storage._slots_named(torch.tensor([-1, -3, -4, -8, 2]))
     assert found.tolist() == [CAPACITY + 2, CAPACITY, 4, 0, 2]
     with pytest.raises(IndexError, match="before the first of the 8 slots"):
-        storage._as_index(-9)
+        storage._slots_named(-9)
 
 
 def test_hosts_that_all_hang_are_an_error_at_the_deadline(hosts) -> None:

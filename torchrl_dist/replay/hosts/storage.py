@@ -3,38 +3,33 @@
 from __future__ import annotations
 
 import secrets
-import threading
 import time
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase, is_tensor_collection
-from torchrl.data.replay_buffers.storages import Storage, TensorStorage
+from tensordict import TensorDictBase
+from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.forks import now_and_in_children
 from torchrl_dist.replay.hosts.lifetimes import DirectStorage, open_directly
 from torchrl_dist.replay.hosts.messages import Empty
 from torchrl_dist.replay.hosts.owner import ReplayOwner
 from torchrl_dist.replay.hosts.shard import Pace, RemoteShard
 from torchrl_dist.replay.hosts.totals_gate import TotalsGate
 from torchrl_dist.replay.law.limiter import Counts, RateLimiter
-from torchrl_dist.replay.law.placement import as_slots
 from torchrl_dist.replay.law.shard_law import global_index, split_index
 from torchrl_dist.replay.node.priorities import check_priorities
-from torchrl_dist.replay.parts.drawn import Drawn
+from torchrl_dist.replay.parts.base import RowStorage
 from torchrl_dist.replay.parts.sampler import (
     SharedSampler,
 )
-from torchrl_dist.replay.parts.storage import names_an_entry, one_row_each, single
 from torchrl_dist.replay.row import _torchrl, rows
 from torchrl_dist.replay.row.packing import spec_from_text, unpack
-from torchrl_dist.replay.saving.shards import SavedStorage
-from torchrl_dist.replay.saving.snapshot import CHUNK_BYTES, SavedShard
+from torchrl_dist.replay.saving.snapshot import CHUNK_BYTES
 
 
 class _StorageOfOwner(Storage):
@@ -51,13 +46,7 @@ class _StorageOfOwner(Storage):
         _torchrl.arrive_with(self, state["attached"])
 
 
-class RemoteStorage(
-    _StorageOfOwner,
-    _torchrl.ChecksBuffers,
-    _torchrl.SparseSlots,
-    SavedStorage,
-    TensorStorage,
-):
+class RemoteStorage(_StorageOfOwner, RowStorage):
     """A storage for rows that are in other processes of the job.
 
     Use it in any TorchRL buffer, with :class:`SharedCursorWriter` and with
@@ -92,10 +81,6 @@ class RemoteStorage(
         10
     """
 
-    attaches_when_pickled = True
-    """Whether a copy in another process has the same rows. Collectors check this before they
-    write."""
-
     attaches_by_session = True
     """Whether the process of the copy must be in the session."""
 
@@ -128,25 +113,13 @@ class RemoteStorage(
     _pace: Pace | None = None  # the pace of reads
 
     def __init__(self, owner: ReplayOwner) -> None:
-        # not the base classes' __init__, which would count rows and revisions in this process
         self.owner = owner
-        self.max_size = owner.capacity
-        self.ndim = 1
-        self.checkpointer = None
-        self._compilable = False
-        self._attached_entities_list: list[Any] = []
-        self.device = torch.device("cpu")
-        self._handed = threading.local()
+        self._set_up(owner.capacity)
         self.emptied = 0  # counts this process's calls, see :attr:`SharedMemmapStorage.emptied`
         self._samplers: weakref.WeakSet[SharedSampler] = weakref.WeakSet()
         """The samplers that draw ahead from this storage."""
         self.client = owner.connect()
         self.gate = None if owner.limiter is None else TotalsGate(self.client, owner.limiter)
-        now_and_in_children(self, RemoteStorage._renew)
-
-    def _renew(self) -> None:
-        for buffer in _torchrl.buffers_over(self):
-            _torchrl.renew_after_fork(buffer)
 
     def check_entry(self) -> None:
         """See :meth:`ReplayClient.check_entry`."""
@@ -167,11 +140,6 @@ class RemoteStorage(
         too."""
         self.client.close()
 
-    def cleanup(self) -> bool:
-        """Call :meth:`close`. TorchRL uses this name."""
-        self.close()
-        return True
-
     @property
     def counters(self) -> dict[str, int]:
         """The same counters as on one node, summed over the hosts that answer."""
@@ -188,23 +156,6 @@ class RemoteStorage(
 
     def __len__(self) -> int:
         return sum(state.length for state in self.client.states())
-
-    @property
-    def _len(self) -> int:
-        return len(self)
-
-    @property
-    def _is_full(self) -> bool:
-        return sum(state.high for state in self.client.states()) == self.max_size
-
-    @property
-    def initialized(self) -> bool:
-        """See :class:`SharedMemmapStorage`."""
-        return True
-
-    @initialized.setter
-    def initialized(self, value: bool) -> None:
-        pass  # TorchRL's base class sets it, but here it is always true
 
     @property
     def shape(self) -> torch.Size:
@@ -238,11 +189,6 @@ class RemoteStorage(
         counts = self.client.counts()
         assert counts is not None
         return counts
-
-    def check_batch(self, batch_size: int | None) -> None:
-        """See :meth:`SharedMemmapStorage.check_batch`."""
-        if self.limiter is not None and batch_size:
-            self.limiter.check_batch(batch_size)
 
     def append(
         self, data: TensorDictBase, priority: np.ndarray | None = None
@@ -290,17 +236,7 @@ class RemoteStorage(
         self.client.recent.remember(index, generation, written=True)
         return index, generation
 
-    def write_at(self, index: torch.Tensor, data: TensorDictBase) -> torch.Tensor:
-        """Replace the rows at given indices. Return their new generations, int64 [n]. Blocks."""
-        index = as_slots(index)
-        # no copy, because this tensor is remembered
-        index = index if index.ndim == 1 else index.reshape(-1)
-        if data.batch_size[0] != index.numel():
-            raise ConfigurationError(
-                f"got {data.batch_size[0]} rows for {index.numel()} slots, expected one per slot"
-            )
-        if (index < 0).any():
-            raise IndexError(f"slots must be in 0 .. {self.max_size - 1}, got {index.min()}")
+    def _replace(self, index: torch.Tensor, data: TensorDictBase) -> torch.Tensor:
         generation = torch.empty_like(index)
         parts = self._by_shard(index.numpy())
         spec = self.client.agreed_spec(data)
@@ -324,19 +260,6 @@ class RemoteStorage(
         self.client.recent.remember(index, generation, written=True)
         return generation
 
-    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
-        """Write at given slots, as in ``storage[i] = data``. Blocks."""
-        if set_cursor:
-            self.check_writers()
-        if isinstance(data, (list, tuple)):
-            data = torch.stack(list(data))
-        if not is_tensor_collection(data):
-            raise ConfigurationError(f"rows are TensorDicts, got {type(data).__name__}")
-        index = self._as_index(cursor)
-        if isinstance(cursor, (int, np.integer)):
-            data = data.unsqueeze(0)
-        self.write_at(index, one_row_each(index, data))
-
     def empty(self, *, reset_write_count: bool = True) -> None:
         """Drop all rows, for all processes. A host that does not answer drops its rows when it
         returns."""
@@ -346,19 +269,7 @@ class RemoteStorage(
         finally:
             self._drop_drawn_ahead()
 
-    def _empty(self) -> None:
-        pass  # ``ReplayBuffer.empty`` also calls the writer, which has done it
-
     # --- reading -----------------------------------------------------------------------------
-
-    def hand_over(self, batch: Drawn) -> None:
-        """Keep a drawn batch for the calls that the buffer makes after the draw."""
-        self._handed.batch = batch
-
-    def handed_generation(self, index: Any) -> torch.Tensor | None:
-        """Return the generations of the kept batch if ``index`` is its index tensor, else None."""
-        batch = getattr(self._handed, "batch", None)
-        return batch.generation if batch is not None and batch.index is single(index) else None
 
     def generations_of(self, index: torch.Tensor) -> torch.Tensor:
         """Return the generation in each slot. Blocks.
@@ -376,51 +287,13 @@ class RemoteStorage(
                 found[where] = generations
         return torch.from_numpy(found).reshape(index.shape)
 
-    def get(self, index: Any) -> TensorDictBase:
-        """Return whole rows at the given indices. Blocks unless the rows were just drawn.
-
-        A slice leaves out rows that are not published. Its bounds are those of
-        :class:`SharedMemmapStorage`, over the slots of all shards. A key, or a tuple of keys,
-        returns that entry of all rows.
-
-        Raises:
-            RemoteError: a slot was never written.
-        """
-        if names_an_entry(index):
-            return self.get(slice(None))[index]
-        index = single(index)
-        batch = getattr(self._handed, "batch", None)
-        if batch is not None and batch.index is index:
-            self._handed.batch = None
-            return rows.build(batch.tensors, batch.spec, (index.numel(),))
-        found = self._as_index(index)
-        if isinstance(index, slice) or index is Ellipsis:
-            found = found[self.generations_of(found) >= 0]
-            return self._read(found.numpy()).lock_()  # because a write to a copy would be lost
-        data = self._read(found.reshape(-1).numpy())
-        if isinstance(index, (int, np.integer)) or getattr(index, "ndim", 1) == 0:
-            return data[0]
-        return data.reshape(*found.shape, *data.batch_size[1:]) if found.ndim != 1 else data
-
-    def _as_index(self, index: Any) -> torch.Tensor:
-        """Return global indices >= 0, int64."""
-        several = len(self.client.links) > 1
-        if index is Ellipsis:
-            index = slice(None)
-        if isinstance(index, (slice, range)):
-            if several and isinstance(index, slice) and self._is_from_the_end(index):
-                used = self.shape[0]
-                return self._from_the_end(torch.arange(*index.indices(used), device="cpu") - used)
-            high = self.max_size if several else self.shape[0]
-            span = range(*index.indices(high)) if isinstance(index, slice) else index
-            return torch.arange(span.start, span.stop, span.step, device="cpu")
-        found = torch.as_tensor(index, device="cpu")
-        if found.dtype == torch.bool:
-            found = found.nonzero().squeeze(-1)
-        found = as_slots(found).reshape(found.shape or (1,))
-        if (found < 0).any():
-            found = torch.where(found < 0, self._from_the_end(found), found)
-        return found
+    def _slots_in(self, span: slice) -> torch.Tensor:
+        if len(self.client.links) == 1:
+            return super()._slots_in(span)
+        if not self._is_from_the_end(span):
+            return torch.arange(*span.indices(self.max_size), device="cpu")
+        used = self.shape[0]
+        return self._from_the_end(torch.arange(*span.indices(used), device="cpu") - used)
 
     @staticmethod
     def _is_from_the_end(index: slice) -> bool:
@@ -454,7 +327,7 @@ class RemoteStorage(
         slot = place - (ends - high)[shard]
         return torch.from_numpy(global_index(shard, slot, self.owner.shard_capacity))
 
-    def _read(self, index: np.ndarray) -> TensorDictBase:
+    def _rows_at(self, index: np.ndarray, *, wait: bool = True) -> TensorDictBase:
         """Read in parts, each with its own deadline, because the connection's speed is unknown."""
         left = self._by_shard(index) or [(0, index, index)]
         self._pace = pace = self._pace or Pace(self.client.timeout_s, CHUNK_BYTES)
@@ -488,19 +361,12 @@ class RemoteStorage(
         return [(shard, where, slots[where]) for shard, where in positions]
 
     def _drop_drawn_ahead(self) -> None:
-        """Drop batches drawn ahead, because the rows have been replaced."""
         self.emptied += 1
         for sampler in list(self._samplers):
             sampler._empty()
-        _torchrl.forget_drawn_ahead(self)
+        super()._drop_drawn_ahead()
 
     # --- saving ------------------------------------------------------------------------------
-
-    def restore(self, saved: Sequence[SavedShard | None]) -> None:
-        try:
-            super().restore(saved)
-        finally:  # also after an error, because some rows may have been replaced
-            self._drop_drawn_ahead()
 
     def shards(self) -> list[RemoteShard | None]:
         """Return the shards of all hosts that answer, for saving."""

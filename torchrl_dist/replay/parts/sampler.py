@@ -293,7 +293,7 @@ class SharedSampler(Sampler):
                 drawn.index.numel() != batch_size
             ):  # the end of a pass, or slices that were cut short
                 gate.count_samples(drawn.index.numel() - batch_size)
-        storage.hand_over(drawn.index, drawn.generation, drawn.tensors)
+        storage.hand_over(drawn)
         return drawn
 
     def _uniforms(self, count: int) -> np.ndarray:
