@@ -39,12 +39,10 @@ from torchrl_dist.replay.hosts.messages import (
     PRIORITIZED,
     UNIFORM,
     CountSamples,
-    Empty,
+    Invoke,
     Reply,
     Request,
-    SetAlpha,
     SetPriorities,
-    UsePriorities,
     Write,
 )
 from torchrl_dist.replay.hosts.remote_link import RemoteLink
@@ -517,6 +515,20 @@ def test_priorities_of_queued_rows_are_copies(hosts) -> None:
     assert leaves[:2].tolist() == pytest.approx([5, 7])
 
 
+def test_queued_rows_are_found_by_a_view_of_all_their_indices_and_by_no_other(hosts) -> None:
+    client = connect(hosts[:1])
+    hosts[0].held = True
+    client.links[0].ask(None, None)
+    index, _ = client.write(make_rows(range(2)), np.array([1.0, 1.0]))
+    client.set_priorities(index.view(1, 2).view(2), None, np.array([2.0, 3.0]))
+    for other in (index[:1], index[:1].expand(2)):
+        client.set_priorities(other, None, np.full(other.numel(), 9.0))
+    hosts[0].release()
+    client.flush()
+    leaves = hosts[0].host.storage.directory.tree.leaves
+    assert leaves[:2].tolist() == pytest.approx([2, 3])
+
+
 def test_rows_that_found_no_room_leave_nothing_behind(hosts) -> None:
     client = connect(hosts[:1], timeout_s=0.05)
     hosts[0].held = True
@@ -539,8 +551,8 @@ def test_a_shard_that_was_silent_gets_alpha_priorities_and_empty_before_it_draws
     hosts[0].held = True
     hosts[0].fall_silent(client.links[0])
     with pytest.warns(UserWarning, match="replay shard 0 .* is left out"):
-        client.apply_everywhere(UsePriorities(1.0, 1e-8))
-    client.apply_everywhere(SetAlpha(0.5))
+        client.invoke_everywhere("use_priorities", 1.0, 1e-8)
+    client.invoke_everywhere("set_alpha", 0.5)
     with pytest.raises(DeadlineError, match="2 operations .* shard 0 .* are not applied yet"):
         client.flush()  # of the other
     assert hosts[1].host.storage.directory.tree.leaves[:4].tolist() == pytest.approx([3.0] * 4)
@@ -552,7 +564,7 @@ def test_a_shard_that_was_silent_gets_alpha_priorities_and_empty_before_it_draws
     hosts[0].held = True
     hosts[0].fall_silent(client.links[0])
     with pytest.warns(UserWarning, match="left out"):
-        client.apply_everywhere(Empty(True, era=1))
+        client.invoke_everywhere("empty", True, 1)
     hosts[0].release()
     assert [answer.state.length for answer in client.answers(client.ask([0, 0], None))] == [0, 0]
 
@@ -782,7 +794,7 @@ def test_large_operations_share_no_request(hosts) -> None:
     hosts[0].come()
     link._most = 512
     for _ in range(6):
-        link.put(Empty(False, 1), size=2**23)
+        link.put(Invoke("empty", (False, 1)), size=2**23)
     hosts[0].release()
     client.flush()
     assert hosts[0].served in (4, 5)  # two of 8 MiB each
@@ -797,7 +809,7 @@ def test_the_first_requests_are_small_until_the_connection_is_known(hosts, monke
     link._max_queued_bytes = 2**30
     hosts[0].held = True
     for _ in range(64):
-        link.put(Empty(False, 1), size=2**17)
+        link.put(Invoke("empty", (False, 1)), size=2**17)
     hosts[0].release()
     client.flush()
     assert sizes[0] <= 2**18 and sizes[1] <= 2**19 and max(sizes) > 2**20, sizes
@@ -815,7 +827,7 @@ def test_a_checkpoint_goes_over_a_connection_that_needs_many_deadlines(
     def slow(call: Callable[..., Any]) -> Callable[..., Any]:
         def over_the_line(*args: Any) -> Any:
             result = call(*args)
-            moved = args[-1] if result is None else result[1]
+            moved = args[-1].arrays if result is None else result[1]
             with line:
                 time.sleep(sum(part.nbytes for part in moved) / (3 * 2**20))
             return result
@@ -861,12 +873,12 @@ def test_waiters_for_room_take_turns_and_have_a_deadline_by_progress(hosts) -> N
     client = connect(hosts[:1], timeout_s=1.0)
     link = client.links[0]
     hosts[0].held = True
-    link.put(Empty(False, 1), size=2**20)  # all the room
+    link.put(Invoke("empty", (False, 1)), size=2**20)  # all the room
     hosts[0].come()
     turns: list[int] = []
 
     def write(number: int) -> None:
-        link.put(Empty(False, 1), size=2**20)
+        link.put(Invoke("empty", (False, 1)), size=2**20)
         turns.append(number)
 
     threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
@@ -971,7 +983,7 @@ def test_a_later_call_reports_an_operation_that_cannot_be_sent(hosts) -> None:
     client = connect(hosts[:1])
     (link,) = client.links
 
-    def fail() -> SetAlpha:
+    def fail() -> Invoke:
         raise TypeError("cannot be made")
 
     link.put(fail)
@@ -999,7 +1011,9 @@ def test_a_cancelled_order_makes_room_for_a_waiter(hosts) -> None:
     (link,) = client.links
     link._sender = threading.current_thread()  # nothing is sent but by this test
     link.order("counters", size=2**20).cancel()
-    waiter = threading.Thread(target=link.put, args=(SetAlpha(1.0),), kwargs={"size": 2**20})
+    waiter = threading.Thread(
+        target=link.put, args=(Invoke("set_alpha", (1.0,)),), kwargs={"size": 2**20}
+    )
     waiter.start()
     wait_until(lambda: bool(link._line))
     link._pump()

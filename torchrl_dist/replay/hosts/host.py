@@ -33,7 +33,6 @@ from torchrl_dist.forks import now_and_in_children
 from torchrl_dist.replay.hosts.merging import parts_of
 from torchrl_dist.replay.hosts.messages import (
     CountSamples,
-    Empty,
     Failure,
     HostState,
     Invoke,
@@ -41,11 +40,8 @@ from torchrl_dist.replay.hosts.messages import (
     Operation,
     Reply,
     Request,
-    ReturnDraws,
-    SetAlpha,
     SetPriorities,
     SliceLaw,
-    UsePriorities,
     Write,
 )
 from torchrl_dist.replay.law.limiter import Counts
@@ -60,6 +56,7 @@ from torchrl_dist.replay.parts.storage import SharedMemmapStorage
 from torchrl_dist.replay.row.packing import Part, pack, spec_from_text, unpack
 from torchrl_dist.replay.row.spec import RowSpec
 from torchrl_dist.replay.saving.disk import RowFiles
+from torchrl_dist.replay.saving.shards import RestoredRows
 from torchrl_dist.replay.saving.snapshot import Chunk, Head, save_chunk
 from torchrl_dist.tensors import array_of
 
@@ -179,25 +176,9 @@ class ReplayHost:
             return self._write(operation, known)
         if isinstance(operation, Invoke):
             return getattr(self, operation.method)(*operation.args)
-        if isinstance(operation, SetAlpha):
-            self._sampler().alpha = operation.alpha
-            return None
-        if isinstance(operation, UsePriorities):
-            self.use_priorities(operation.alpha, operation.eps)
-            return None
-        if isinstance(operation, Empty):
-            with self._new_era(operation.era):
-                self._storage.empty(reset_write_count=operation.reset_write_count)
-            return None
         if isinstance(operation, CountSamples):
             if self._storage.directory.gate is not None:
                 self._storage.directory.gate.count_samples(operation.rows)
-            return None
-        if isinstance(operation, ReturnDraws):
-            directory = self._storage.directory
-            if directory.times_sampled is not None and directory.gate is not None:
-                give_back(directory, operation.slot, operation.generation, operation.leaf)
-                directory.gate.ring()
             return None
         if isinstance(operation, SetPriorities):
             slot, generation = operation.slot, operation.generation
@@ -212,7 +193,7 @@ class ReplayHost:
 
     def _write(self, write: Write, known: _Written) -> tuple[np.ndarray, np.ndarray]:
         index, generation = self._storage.append_columns(
-            spec_from_text(write.spec), unpack(write.packed), write.priority, limited=False
+            spec_from_text(write.spec), unpack(write.packed), write.priority
         )
         slots, generations = index.numpy(), generation.numpy()
         start = 0
@@ -220,6 +201,24 @@ class ReplayHost:
             known[number] = slots[start : start + count], generations[start : start + count]
             start += count
         return slots, generations
+
+    def set_alpha(self, alpha: float) -> None:
+        """Change the priority exponent for all processes."""
+        self._sampler().alpha = alpha
+
+    def empty(self, reset_write_count: bool, era: int) -> None:
+        """Drop all rows for all processes, and begin an era."""
+        with self._new_era(era):
+            self._storage.empty(reset_write_count=reset_write_count)
+
+    def return_draws(self, slot: np.ndarray, generation: np.ndarray, leaf: np.ndarray) -> None:
+        """Return drawn rows that will not be used, with the leaves of their draw, [n] each.
+
+        These draws must not count for ``max_times_sampled``."""
+        directory = self._storage.directory
+        if directory.times_sampled is not None and directory.gate is not None:
+            give_back(directory, slot, generation, leaf)
+            directory.gate.ring()
 
     def _sampler(self) -> SharedPrioritizedSampler:
         if self._prioritized is None:
@@ -474,17 +473,9 @@ class ReplayHost:
         with self._new_era(era):
             return self._shard.begin_restore(head)
 
-    def restore_rows(
-        self,
-        since: int,
-        slot: int,
-        version: int,
-        leaf: np.ndarray,
-        alpha: float | None,
-        packed: list[Part],
-    ) -> None:
-        """Publish saved rows, see ``snapshot.restore_rows``."""
-        self._shard.restore_rows(since, slot, version, leaf, alpha, unpack(packed))
+    def restore_rows(self, rows: RestoredRows) -> None:
+        """Publish saved rows, which are packed."""
+        self._shard.restore_rows(rows._replace(arrays=unpack(rows.arrays)))
 
     # --- after a restart, see ``owner`` -------------------------------------------------------
 

@@ -16,7 +16,6 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.hosts.lifetimes import DirectStorage, open_directly
-from torchrl_dist.replay.hosts.messages import Empty
 from torchrl_dist.replay.hosts.owner import ReplayOwner
 from torchrl_dist.replay.hosts.shard import Pace, RemoteShard
 from torchrl_dist.replay.hosts.totals_gate import TotalsGate
@@ -24,9 +23,7 @@ from torchrl_dist.replay.law.limiter import Counts, RateLimiter
 from torchrl_dist.replay.law.shard_law import global_index, split_index
 from torchrl_dist.replay.node.priorities import check_priorities
 from torchrl_dist.replay.parts.base import RowStorage
-from torchrl_dist.replay.parts.sampler import (
-    SharedSampler,
-)
+from torchrl_dist.replay.parts.sampler import SharedSampler
 from torchrl_dist.replay.row import _torchrl, rows
 from torchrl_dist.replay.row.packing import spec_from_text, unpack
 from torchrl_dist.replay.saving.snapshot import CHUNK_BYTES
@@ -85,15 +82,8 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
     """Whether the process of the copy must be in the session."""
 
     samplers_to_use: ClassVar[Mapping[str, str]] = {
-        "": "RPCRandomSampler(owner=owner)",
-        "PrioritizedSliceSampler": (
-            "RPCPrioritizedSliceSampler({capacity}, {alpha}, {beta}, ..., owner=owner)"
-        ),
-        "SliceSampler": "RPCSliceSampler(..., owner=owner)",
-        "SamplerWithoutReplacement": "RPCSamplerWithoutReplacement(owner=owner)",
-        "PrioritizedSampler": (
-            "RPCPrioritizedSampler({capacity}, alpha={alpha}, beta={beta}, owner=owner)"
-        ),
+        name: form.replace("Shared", "RPC").replace(")", ", owner=owner)").replace("(, ", "(")
+        for name, form in DirectStorage.samplers_to_use.items()
     }
 
     def __new__(cls, owner: ReplayOwner) -> Any:
@@ -145,10 +135,9 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
         """The same counters as on one node, summed over the hosts that answer."""
         total: dict[str, int] = {}
         client = self.client
-        answering = [shard for shard in range(len(client.links)) if client.answers_now(shard)]
-        calls = [(shard, ()) for shard in answering]
-        for found in client.call_those_that_answer("counters", calls):
-            for name, count in (found or {}).items():
+        calls: dict[int, Any] = dict.fromkeys(client.answering(), ())
+        for found in client.call_each("counters", calls, client.note_trouble).values():
+            for name, count in found.items():
                 total[name] = total.get(name, 0) + count
         return total
 
@@ -246,17 +235,14 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
         row_bytes = sum(column.nbytes for column in columns) // max(1, index.numel())
         written = self.client.order_each(
             "write_at",
-            [
-                (
-                    shard,
-                    (torch.from_numpy(slots), data[torch.from_numpy(where)]),
-                    slots.size * row_bytes,
-                )
+            {
+                shard: (torch.from_numpy(slots), data[torch.from_numpy(where)])
                 for shard, where, slots in parts
-            ],
+            },
+            {shard: slots.size * row_bytes for shard, _, slots in parts},
         )
-        for (_, where, _), found in zip(parts, written, strict=True):
-            generation[torch.from_numpy(where)] = found
+        for shard, where, _ in parts:
+            generation[torch.from_numpy(where)] = written[shard]
         self.client.recent.remember(index, generation, written=True)
         return generation
 
@@ -264,7 +250,7 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
         """Drop all rows, for all processes. A host that does not answer drops its rows when it
         returns."""
         try:
-            self.client.apply_everywhere(Empty(reset_write_count, secrets.randbits(62)))
+            self.client.invoke_everywhere("empty", reset_write_count, secrets.randbits(62))
             self.client.apply_queued()
         finally:
             self._drop_drawn_ahead()
@@ -278,13 +264,11 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
         not answer."""
         found = np.full(index.numel(), -1, dtype=np.int64)
         parts = self._by_shard(index.reshape(-1).numpy())
-        parts = [part for part in parts if self.client.answers_now(part[0])]
-        calls = [(shard, (slots,)) for shard, _, slots in parts]
-        for (_, where, _), generations in zip(
-            parts, self.client.call_those_that_answer("generations_of", calls), strict=True
-        ):
-            if generations is not None:
-                found[where] = generations
+        calls = {s: (slots,) for s, _, slots in parts if self.client.answers_now(s)}
+        answers = self.client.call_each("generations_of", calls, self.client.note_trouble)
+        for shard, where, _ in parts:
+            if shard in answers:
+                found[where] = answers[shard]
         return torch.from_numpy(found).reshape(index.shape)
 
     def _slots_in(self, span: slice) -> torch.Tensor:
@@ -334,8 +318,8 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
         spec, found, places = None, [], []
         while left:
             most, begin = max(1, pace.bytes // self.client.row_bytes), time.monotonic()
-            calls = [(shard, (torch.from_numpy(slots[:most]),)) for shard, _, slots in left]
-            for text, packed in self.client.call_each("read", calls):
+            calls = {shard: (torch.from_numpy(slots[:most]),) for shard, _, slots in left}
+            for text, packed in self.client.call_each("read", calls).values():
                 own = spec_from_text(text)
                 spec = spec or own
                 found.append(rows.fitted(unpack(packed), own, spec))

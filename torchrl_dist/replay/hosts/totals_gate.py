@@ -131,7 +131,7 @@ class TotalsGate:
         """
         if self.limiter.samples_per_insert is None:
             return
-        self._client.answers(self._client.ask_applied())
+        self._client.await_applied()
         deadline = awake() + self._client.timeout_s
         self._wait(self._missing_samples, deadline, storage)
 

@@ -656,14 +656,15 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
                 for buffer in _torchrl.buffers_over(storage)
             ):
                 return  # a process that joins must not reset the shared values
-        self._set_priorities(index, priority, generation)
+        slots = as_slots(index)
+        slots = slots if slots.ndim == 1 else slots.reshape(-1)  # a tensor may be recognised
+        stamps = None if generation is None else generation.detach().cpu().reshape(-1)
+        self._update(slots, stamps, priorities_for(slots, priority))
 
-    def _set_priorities(
-        self,
-        index: int | torch.Tensor,
-        priority: float | torch.Tensor,
-        generation: torch.Tensor | None,
+    def _update(
+        self, index: torch.Tensor, generation: torch.Tensor | None, priority: np.ndarray
     ) -> None:
+        """Set priorities, float64 [n], of rows in slots, int64 [n]."""
         if self._directory is None:
             raise ConfigurationError(
                 "the sampler is not bound to a storage yet; update priorities through the "
@@ -671,13 +672,8 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
             )
         if generation is None:
             generation = self._recent.recall(index)
-        index = as_slots(index)
-        update(
-            self._directory,
-            index.reshape(-1).numpy(),
-            priorities_for(index, priority),
-            None if generation is None else generation.detach().cpu().reshape(-1).numpy(),
-        )
+        stamps = None if generation is None else generation.numpy()
+        update(self._directory, index.numpy(), priority, stamps)
 
     def _maybe_init_from_storage(self, storage: Storage | None) -> None:
         if storage is not None:

@@ -36,7 +36,7 @@ from torchrl_dist.replay.parts.drawn import Drawn
 from torchrl_dist.replay.row import _torchrl, rows
 from torchrl_dist.replay.row.gather import Gatherer
 from torchrl_dist.replay.row.spec import STREAM, RowSpec
-from torchrl_dist.replay.saving.shards import DirectoryShard
+from torchrl_dist.replay.saving.shards import Shard
 
 REDRAWS = 8
 _RETRY_S = 2e-4
@@ -167,7 +167,13 @@ class SharedMemmapStorage(RowStorage):
         if gather_threads < 1:
             raise ConfigurationError(f"gather_threads must be at least 1, got {gather_threads}")
         self._attach(
-            int(max_size), os.fspath(scratch_dir), job_id, resume, keep, timeout_s, gather_threads
+            int(max_size),
+            os.fspath(scratch_dir),
+            timeout_s,
+            gather_threads,
+            job_id=job_id,
+            resume=resume,
+            keep=keep,
         )
         try:
             if limiter is not None:
@@ -180,25 +186,10 @@ class SharedMemmapStorage(RowStorage):
             raise
 
     def _attach(
-        self,
-        max_size: int,
-        scratch_dir: str,
-        job_id: str | None,
-        resume: bool,
-        keep: bool,
-        timeout_s: float,
-        gather_threads: int,
-        identity: int | None = None,
+        self, max_size: int, scratch_dir: str, timeout_s: float, gather_threads: int, **options: Any
     ) -> None:
         self._directory = open_directory(
-            scratch_dir,
-            max_size,
-            job_id=job_id,
-            resume=resume,
-            keep=keep,
-            timeout_s=timeout_s,
-            repair=repair,
-            identity=identity,
+            scratch_dir, max_size, timeout_s=timeout_s, repair=repair, **options
         )
         self._set_up(max_size)
         self.scratch_dir = str(self._directory.path)
@@ -343,15 +334,15 @@ class SharedMemmapStorage(RowStorage):
         return self._append(self._checked(data), data.batch_size[0], priority, limited)
 
     def append_columns(
-        self,
-        spec: RowSpec,
-        columns: list[np.ndarray],
-        priority: np.ndarray | None = None,
-        *,
-        limited: bool = True,
+        self, spec: RowSpec, columns: list[np.ndarray], priority: np.ndarray | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append rows that are already split, [n, ...] per column of ``spec``."""
-        return self._append(self._fitted(spec, columns), len(columns[0]), priority, limited)
+        """Append rows that are already split, [n, ...] per column of ``spec``, for a host.
+
+        This never waits for the limiter."""
+        if self._directory.rows is None:
+            self._directory.create_rows(spec)
+        source = rows.fitted(columns, spec, self._spec())
+        return self._append(source, len(columns[0]), priority, limited=False)
 
     def _append(
         self, source: list[np.ndarray], count: int, priority: np.ndarray | None, limited: bool
@@ -474,11 +465,6 @@ class SharedMemmapStorage(RowStorage):
         if self._streams.pid != os.getpid():
             self._streams = _Stream()  # a forked child's rows do not continue its parent's
         return self._streams.number + self._directory.words[Word.RESTORES]
-
-    def _fitted(self, spec: RowSpec, columns: list[np.ndarray]) -> list[np.ndarray]:
-        if self._directory.rows is None:
-            self._directory.create_rows(spec)
-        return rows.fitted(columns, spec, self._spec())
 
     def _fill(
         self,
@@ -680,10 +666,10 @@ class SharedMemmapStorage(RowStorage):
 
     # --- saving ------------------------------------------------------------------------------
 
-    def shards(self) -> list[DirectoryShard]:
+    def shards(self) -> list[Shard]:
         """Return the directory as the only shard, for saving."""
         self.check_open()
-        return [DirectoryShard(self._cursor)]
+        return [Shard(self._cursor)]
 
     # --- moving between processes ------------------------------------------------------------
 
