@@ -9,7 +9,7 @@ import math
 import os
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -194,14 +194,14 @@ class ReplayClient:
             )
 
     def _each(
-        self, step: Callable[[int, Any], Any], given: Mapping[int, Any], trouble: Trouble
+        self, step: Callable[[Link, Any], Any], given: Mapping[int, Any], trouble: Trouble
     ) -> dict[int, Any]:
-        """Return ``step(shard, value)`` for each shard and value, without the shards that do not
+        """Return ``step(link, value)`` for each shard and value, without the shards that do not
         answer, for which it calls ``trouble``."""
         found = {}
         for shard, value in given.items():
             try:
-                found[shard] = step(shard, value)
+                found[shard] = step(self.links[shard], value)
             except (DeadlineError, PeerLostError) as error:
                 trouble(shard, error)
         return found
@@ -209,12 +209,10 @@ class ReplayClient:
     def _await(
         self, futures: Mapping[int, Any], begin: float, timeout_s: float, trouble: Trouble
     ) -> dict[int, Any]:
-        links = self.links
-        return self._each(
-            lambda shard, future: await_answer(future, links[shard], begin, timeout_s),
-            futures,
-            trouble,
-        )
+        def wait(link: Link, future: Any) -> Any:
+            return await_answer(future, link, begin, timeout_s)
+
+        return self._each(wait, futures, trouble)
 
     def answering(self) -> list[int]:
         """Return the shards to call."""
@@ -235,9 +233,7 @@ class ReplayClient:
             for shard, count in enumerate(counts)
             if count is not None and self.answers_now(shard)
         }
-        futures = self._each(
-            lambda shard, count: self.links[shard].ask(count, law), asked, self.note_trouble
-        )
+        futures = self._each(lambda link, count: link.ask(count, law), asked, self.note_trouble)
         return [futures.get(shard) for shard in range(len(counts))]
 
     def states(self) -> list[HostState]:
@@ -281,11 +277,13 @@ class ReplayClient:
 
     def await_applied(self) -> None:
         """Block until the hosts that answer have applied their queues."""
-        begin, shards = awake(), dict.fromkeys(self.answering())
-        asked = self._each(
-            lambda shard, _: self.links[shard].ask(None, None), shards, self.note_trouble
-        )
-        self._await(asked, begin, self.timeout_s, self.note_trouble)
+        self._apply(self.answering(), self.note_trouble)
+
+    def _apply(self, shards: Iterable[int], trouble: Trouble) -> dict[int, Any]:
+        """Block until queues have been applied. Return the shards that answered, as keys."""
+        begin = awake()
+        asked = self._each(lambda link, _: link.ask(None, None), dict.fromkeys(shards), trouble)
+        return self._await(asked, begin, self.timeout_s, trouble)
 
     @property
     def round_trip_s(self) -> float:
@@ -365,13 +363,12 @@ class ReplayClient:
                 error.
         """
         self.check()
-        begin, links = awake(), self.links
-        asked = self._each(lambda shard, _: links[shard].ask(None, None), calls, trouble)
-        applied = self._await(asked, begin, self.timeout_s, trouble)
+        begin = awake()
+        applied = self._apply(calls, trouble)
         left = max(SHORTEST_CALL_S, begin + self.timeout_s - awake())
         sent = self._each(
-            lambda shard, _: links[shard].submit(method, *calls[shard], timeout_s=left),
-            applied,
+            lambda link, args: link.submit(method, *args, timeout_s=left),
+            {shard: calls[shard] for shard in applied},
             trouble,
         )
         # longer than the transport's own deadline, so that the transport raises
@@ -405,10 +402,8 @@ class ReplayClient:
         self.check()
         begin = awake()
         futures = self._each(
-            lambda shard, args: self.links[shard].order(
-                method, *args, size=sizes[shard] if sizes else 0
-            ),
-            calls,
+            lambda link, call: link.order(method, *call[0], size=call[1]),
+            {shard: (args, sizes[shard] if sizes else 0) for shard, args in calls.items()},
             trouble,
         )
         return self._await(futures, begin, self.timeout_s, trouble)
@@ -422,11 +417,8 @@ class ReplayClient:
             DeadlineError, PeerLostError: as ``flush``.
         """
         self.check()
-        self._each(
-            lambda shard, _: self.links[shard].put(Invoke(method, args), size=_FEW_BYTES),
-            dict.fromkeys(range(len(self.links))),
-            self.note_trouble,
-        )
+        call, links = Invoke(method, args), dict(enumerate(self.links))
+        self._each(lambda link, _: link.put(call, size=_FEW_BYTES), links, self.note_trouble)
 
     def close(self) -> None:
         """Flush, and leave the hosts that answer. Idempotent.

@@ -240,19 +240,15 @@ def host_replay(
     if limiter is not None:
         limiter.check_capacity(capacity)
     parent = None if scratch_dir is None else os.fspath(scratch_dir)
-    terms = {
+    stacks = None if frames is None else checked_frames(frames)
+    asked = HostTerms(shard_capacity, parent, resume, keep, limiter, stacks)
+    terms = asked._asdict() | {
         "capacity": capacity,
         "hosts": [peer.name for peer in peers],
         "write_to": write_to,
-        "scratch_dir": parent,
-        "resume": resume,
-        "keep": keep,
-        "limiter": limiter,
-        "frames": None if frames is None else checked_frames(frames),
         "sampling": sampling,
     }
     new = _agree(session, name, terms, timeout_s)
-    asked = HostTerms(shard_capacity, parent, resume, keep, limiter, frames)
     remotes: list[Remote[Any]] = []
     try:
         for shard, peer in enumerate(peers):
