@@ -45,6 +45,7 @@ from torchrl_dist.replay.hosts.messages import (
     Write,
 )
 from torchrl_dist.replay.law.limiter import Counts
+from torchrl_dist.replay.node.cursor import SharedCursor
 from torchrl_dist.replay.node.priorities import update
 from torchrl_dist.replay.node.tables import Word
 from torchrl_dist.replay.node.times_sampled import TooFewDrawsError, give_back
@@ -54,9 +55,8 @@ from torchrl_dist.replay.parts.sampler import SharedPrioritizedSampler, SharedRa
 from torchrl_dist.replay.parts.slices import SharedPrioritizedSliceSampler, SharedSliceSampler
 from torchrl_dist.replay.parts.storage import SharedMemmapStorage
 from torchrl_dist.replay.row.packing import Part, pack, spec_from_text, unpack
-from torchrl_dist.replay.row.spec import RowSpec
 from torchrl_dist.replay.saving.disk import RowFiles
-from torchrl_dist.replay.saving.shards import RestoredRows
+from torchrl_dist.replay.saving.shards import RestoredRows, Shard
 from torchrl_dist.replay.saving.snapshot import Chunk, Head, save_chunk
 from torchrl_dist.tensors import array_of
 
@@ -80,7 +80,7 @@ def _failure(error: Exception, position: int) -> Failure:
     return Failure(position, message, "".join(traceback.format_exception(error)))
 
 
-class ReplayHost:
+class ReplayHost(Shard):
     """Serves one replay directory. Every thread may call every method.
 
     Args:
@@ -88,8 +88,8 @@ class ReplayHost:
     """
 
     def __init__(self, storage: SharedMemmapStorage) -> None:
+        super().__init__(SharedCursor(storage.directory))
         self._storage = storage
-        (self._shard,) = storage.shards()
         self._uniform = SharedRandomSampler()
         self._prioritized: SharedPrioritizedSampler | None = None
         self._slicers: dict[Law, SharedSliceSampler] = {}  # in the order of last use
@@ -397,11 +397,7 @@ class ReplayHost:
         """See ``SharedMemmapStorage.write_at``. Return the new generations, int64 [n]."""
         return self._storage.write_at(slots, data)
 
-    # --- saving; see ``snapshot`` ------------------------------------------------------------
-
-    def head(self) -> Head:
-        """Return the directory's state without the rows."""
-        return self._shard.head()
+    # --- saving; the base class has the rest -------------------------------------------------
 
     def save_chunk(
         self, cursor: int, alpha: float | None, start: int, stop: int
@@ -456,26 +452,14 @@ class ReplayHost:
             files.end(row)
         return chunks
 
-    def row_spec(self, spec: RowSpec) -> RowSpec:
-        """See :meth:`saving.shards.Shard.row_spec`."""
-        return self._shard.row_spec(spec)
-
-    def make_room(self, spec: RowSpec) -> None:
-        """Create the files of rows.
-
-        Raises:
-            DirectoryError: the disk has no room for them.
-        """
-        self._shard.make_room(spec)
-
-    def begin_restore(self, head: Head, era: int) -> int:
-        """Empty the directory, see ``snapshot.begin_restore``."""
+    def begin_restore_of(self, head: Head, era: int) -> int:
+        """Do what ``begin_restore`` does, and begin an era."""
         with self._new_era(era):
-            return self._shard.begin_restore(head)
+            return self.begin_restore(head)
 
     def restore_rows(self, rows: RestoredRows) -> None:
         """Publish saved rows, which are packed."""
-        self._shard.restore_rows(rows._replace(arrays=unpack(rows.arrays)))
+        super().restore_rows(rows._replace(arrays=unpack(rows.arrays)))
 
     # --- after a restart, see ``owner`` -------------------------------------------------------
 

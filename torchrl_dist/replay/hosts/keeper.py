@@ -134,7 +134,7 @@ class KeptHost(ReplayHost):
                 raise
             self._released = True
             # the session keeps this object, and the storage would keep its memory
-            del self._storage, self._shard, self._prioritized, self._slicers, self._passes
+            del self._storage, self._cursor, self._prioritized, self._slicers, self._passes
         return not stays and path.exists()
 
     def whereabouts(self) -> tuple[str, str, tuple[str, int, int]]:

@@ -140,7 +140,7 @@ class RemoteShard(Shard):
         self._client.order(self._shard, "make_room", spec)
 
     def begin_restore(self, head: Head) -> int:
-        return self._client.order(self._shard, "begin_restore", head, self._era)
+        return self._client.order(self._shard, "begin_restore_of", head, self._era)
 
     def restore_rows(self, rows: RestoredRows) -> None:
         if self._pace is None:
