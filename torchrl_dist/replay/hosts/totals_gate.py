@@ -105,10 +105,8 @@ class TotalsGate:
             try:
                 batch = source.next(count)
                 return batch
-            except (
-                NoRowsError
-            ) as error:  # since the replies, other processes drew from the shards or emptied them
-                no_rows = error
+            except NoRowsError as error:
+                no_rows = error  # since the replies, other processes drew from the shards
             finally:
                 with self._lock:  # in one step, or other threads would see these rows twice
                     self._admitted -= count

@@ -258,9 +258,8 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
     def _priority_per_row(self, data: TensorDictBase) -> torch.Tensor:
         priority = data.get(self.priority_key, None)
         if priority is not None and priority.numel() == data.shape[0]:
-            return priority.reshape(
-                -1
-            )  # nothing to reduce, and a reduction would cost more than the update
+            # nothing to reduce, and a reduction would cost more than the update
+            return priority.reshape(-1)
         return self._get_priority_vector(data)
 
     def sample(

@@ -79,10 +79,8 @@ class RecentGenerations:
         self._by_values: dict[bytes, deque[_Batch]] = {}
 
     def _renew(self) -> None:
-        if not self._lock.acquire(
-            blocking=False
-        ):  # a thread that does not exist here was changing them
-            self._clear()
+        if not self._lock.acquire(blocking=False):
+            self._clear()  # a thread that does not exist here was changing them
         self._lock = threading.RLock()
         self._main_thread = threading.main_thread().ident  # in a child, the thread that forked
 
@@ -289,9 +287,8 @@ class SharedSampler(Sampler):
             drawn = self.draw(storage, batch_size)
         else:
             drawn = gate.draw(batch_size, lambda: self.draw(storage, batch_size), storage)
-            if (
-                drawn.index.numel() != batch_size
-            ):  # the end of a pass, or slices that were cut short
+            # fewer at the end of a pass, or with slices that were cut short
+            if drawn.index.numel() != batch_size:
                 gate.count_samples(drawn.index.numel() - batch_size)
         storage.hand_over(drawn)
         return drawn
