@@ -399,7 +399,7 @@ def test_a_shard_of_this_node_that_was_late_once_counts_again(hosts, monkeypatch
         raise DeadlineError("the lock was held")
 
     with monkeypatch.context() as broken, pytest.warns(UserWarning, match="shard 0 .* left out"):
-        broken.setattr(hosts[0].host, "_draw", be_late)
+        broken.setattr(hosts[0].host, "draw", be_late)
         assert len(client.states()) == 1
     with pytest.warns(UserWarning, match="shard 0 .* answers again"):
         assert len(client.states()) == len(client.states()) == 2
@@ -657,8 +657,8 @@ def test_a_draw_and_a_largest_priority_that_both_fail_are_both_reported(hosts, m
     client.flush()
     client.links[0].max_priority = 2.0
     with monkeypatch.context() as broken:
-        broken.setattr(ReplayHost, "_draw", lambda *_: 1 / 0)
-        broken.setattr(ReplayHost, "_raise_max_priority", lambda *_: {}["largest"])
+        broken.setattr(ReplayHost, "draw", lambda *_: 1 / 0)
+        broken.setattr(ReplayHost, "raise_max_priority", lambda *_: {}["largest"])
         with pytest.raises(RemoteError, match="ZeroDivisionError"):
             source.next(8)
     with pytest.raises(RemoteError, match="KeyError: 'largest'"):

@@ -119,9 +119,8 @@ class ReplayHost(Shard):
         The reply lists the operations that failed.
         """
         failures: list[Failure] = []
-        if not math.isnan(request.max_priority):
-            with _listed(failures, -1):
-                self._raise_max_priority(request.max_priority, request.era)
+        with _listed(failures, -1):
+            self.raise_max_priority(request.max_priority, request.era)
         known: _Written = {}
         written, results = [], []
         for position, operation in enumerate(request.operations):
@@ -141,12 +140,12 @@ class ReplayHost(Shard):
     def _try(
         self, operation: Operation, known: _Written, failures: list[Failure], position: int
     ) -> Any:
-        """Return the result of :meth:`_apply`, or slots and generations of -1 for a ``Write`` that
+        """Return the result of :meth:`apply`, or slots and generations of -1 for a ``Write`` that
         failed."""
         parts: list[Operation] = []
         with _listed(failures, position):
             try:
-                return self._apply(operation, known)
+                return self.apply(operation, known)
             except ConfigurationError:  # nothing was applied, perhaps because of one part
                 parts = parts_of(operation)
                 if len(parts) == 1:
@@ -160,18 +159,17 @@ class ReplayHost(Shard):
             return lost, lost
         return None
 
-    def apply(self, operation: Operation, *, max_priority: float = math.nan, era: int = 0) -> Any:
-        """Apply one operation of a client in this process. Raises what the operation raises.
+    def apply(self, operation: Operation, known: _Written | None = None) -> Any:
+        """Apply one operation. Raises what the operation raises.
+
+        Args:
+            known: the earlier writes of the request. A client in this process has none.
 
         Returns:
             For a ``Write``, slots and generations, int64 [n] each. For an ``Invoke``, the method's
             result.
         """
-        if not math.isnan(max_priority):
-            self._raise_max_priority(max_priority, era)
-        return self._apply(operation, {})
-
-    def _apply(self, operation: Operation, known: _Written) -> Any:
+        known = {} if known is None else known
         if isinstance(operation, Write):
             return self._write(operation, known)
         if isinstance(operation, Invoke):
@@ -239,27 +237,20 @@ class ReplayHost(Shard):
         finally:
             words[Word.ERA] = era
 
-    def _raise_max_priority(self, value: float, era: int) -> None:
+    def raise_max_priority(self, value: float, era: int) -> None:
+        """Note the largest priority that a client knows, or NaN. Ignored in another era."""
         directory = self._storage.directory
-        if not directory.get_float(Word.MAX_PRIORITY) >= value:
+        if not math.isnan(value) and not directory.get_float(Word.MAX_PRIORITY) >= value:
             with directory.lock():
                 known = directory.get_float(Word.MAX_PRIORITY)
                 if directory.words[Word.ERA] == era and not known >= value:
                     directory.set_float(Word.MAX_PRIORITY, value)
                     directory.words[Word.MAX_SLOT] = -1
 
-    def draw(
-        self, count: int, law: Law, max_priority: float = math.nan, era: int = 0
-    ) -> tuple[HostState, Drawn | None]:
-        """Draw ``count`` rows or slices for a client in this process. Return the host's state, and
-        the rows.
+    def draw(self, count: int, law: Law) -> tuple[HostState, Drawn | None]:
+        """Draw ``count`` rows or slices. Return the host's state, and the rows.
 
         There may be fewer rows than ``count``, or None, as in a :class:`Reply`."""
-        if not math.isnan(max_priority):
-            self._raise_max_priority(max_priority, era)
-        return self._draw(count, law)
-
-    def _draw(self, count: int, law: Law) -> tuple[HostState, Drawn | None]:
         directory = self._storage.directory
         words = directory.words
         if law.slices is None:
@@ -330,7 +321,7 @@ class ReplayHost(Shard):
 
     def _draw_packed(self, count: int, law: Law) -> dict[str, Any]:
         """Draw, and return the fields of a reply that describe the draw."""
-        state, drawn = self._draw(count, law)
+        state, drawn = self.draw(count, law)
         return {"state": state, **({} if drawn is None else self._pack(drawn))}
 
     def _pack(self, drawn: Drawn) -> dict[str, Any]:

@@ -31,7 +31,8 @@ class LocalLink(Link):
     ) -> None:
         if callable(operation):
             operation = operation()
-        result = self._host.apply(operation, max_priority=self.max_priority, era=self.era)
+        self._host.raise_max_priority(self.max_priority, self.era)
+        result = self._host.apply(operation)
         if written is not None:
             written(*result)
 
@@ -43,7 +44,8 @@ class LocalLink(Link):
             return _done(lambda: None)
 
         def draw() -> Answer:
-            answer = self._host.draw(count, law or UNIFORM, self.max_priority, self.era)
+            self._host.raise_max_priority(self.max_priority, self.era)
+            answer = self._host.draw(count, law or UNIFORM)
             self.replies += 1
             return Answer(*answer)
 
