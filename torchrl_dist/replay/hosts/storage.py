@@ -14,7 +14,6 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.data.replay_buffers.storages import Storage
 
-from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.hosts.lifetimes import DirectStorage, open_directly
 from torchrl_dist.replay.hosts.owner import ReplayOwner
 from torchrl_dist.replay.hosts.shard import Pace, RemoteShard
@@ -22,7 +21,7 @@ from torchrl_dist.replay.hosts.totals_gate import TotalsGate
 from torchrl_dist.replay.law.limiter import Counts, RateLimiter
 from torchrl_dist.replay.law.shard_law import global_index, split_index
 from torchrl_dist.replay.node.priorities import check_priorities
-from torchrl_dist.replay.parts.base import RowStorage
+from torchrl_dist.replay.parts.base import RowStorage, check_batch
 from torchrl_dist.replay.parts.sampler import SharedSampler
 from torchrl_dist.replay.row import _torchrl, rows
 from torchrl_dist.replay.row.packing import spec_from_text, unpack
@@ -187,10 +186,7 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
         The returned slots and generations are -1 until the host has answered. If a limiter limits
         writes, this blocks for one call, and until the rows are admitted. If one shard cannot hold
         all rows, this blocks until they are written."""
-        if not getattr(data, "batch_dims", 0):
-            raise ConfigurationError(
-                "expected a batch of rows [n, ...], got data without a batch dimension"
-            )
+        check_batch(data)
         if priority is not None:
             check_priorities(priority)
         if self.gate is not None:

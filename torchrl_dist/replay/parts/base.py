@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase, is_tensor_collection
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from torchrl.data.replay_buffers.storages import TensorStorage
 
 from torchrl_dist.errors import ConfigurationError
@@ -115,8 +115,7 @@ class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, Ten
             self.check_writers()
         if isinstance(data, (list, tuple)):
             data = torch.stack(list(data))
-        if not is_tensor_collection(data):
-            raise ConfigurationError(f"rows are TensorDicts, got {type(data).__name__}")
+        check_rows(data)
         if isinstance(cursor, (int, np.integer)):
             data = data.unsqueeze(0)
         index = self._slots_named(cursor)
@@ -239,6 +238,25 @@ class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, Ten
     def _drop_drawn_ahead(self) -> None:
         """Drop batches drawn ahead, because the rows have been replaced."""
         _torchrl.forget_drawn_ahead(self)
+
+
+def check_rows(data: Any) -> None:
+    """Raise ConfigurationError unless ``data`` is a TensorDict or a tensorclass."""
+    if type(data) is not TensorDict and not is_tensor_collection(data):  # the first is faster
+        raise ConfigurationError(
+            f"rows are TensorDicts or tensorclasses, got {type(data).__name__}; wrap the data in a "
+            "TensorDict"
+        )
+
+
+def check_batch(data: Any) -> None:
+    """Raise ConfigurationError unless ``data`` is a batch of rows, [n, ...]."""
+    check_rows(data)
+    if not data.batch_dims:
+        raise ConfigurationError(
+            "expected a batch of rows [n, ...], got data without a batch dimension; pass "
+            "data.unsqueeze(0)"
+        )
 
 
 def _single(index: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase, is_tensor_collection, unravel_key
+from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
 
 from torchrl_dist.errors import ConfigurationError, DeadlineError, DirectoryError
 from torchrl_dist.replay.law.limiter import Counts, RateLimiter
@@ -31,7 +31,7 @@ from torchrl_dist.replay.node.gate import set_limiter
 from torchrl_dist.replay.node.opening import close_directory, open_directory
 from torchrl_dist.replay.node.priorities import check_new
 from torchrl_dist.replay.node.tables import ORDERED_LOADS, Word
-from torchrl_dist.replay.parts.base import RowStorage
+from torchrl_dist.replay.parts.base import RowStorage, check_batch
 from torchrl_dist.replay.parts.drawn import Drawn
 from torchrl_dist.replay.row import _torchrl, rows
 from torchrl_dist.replay.row.gather import Gatherer
@@ -444,15 +444,7 @@ class SharedMemmapStorage(RowStorage):
         return torch.from_numpy(generations[np.searchsorted(unique, slots)])
 
     def _checked(self, data: TensorDictBase) -> list[np.ndarray]:
-        if type(data) is not TensorDict and not is_tensor_collection(data):
-            raise ConfigurationError(
-                f"rows are TensorDicts or tensorclasses, got {type(data).__name__}; wrap the data "
-                "in a TensorDict"
-            )
-        if not data.batch_dims:
-            raise ConfigurationError(
-                "expected a batch of rows [n, ...], got data without a batch dimension"
-            )
+        check_batch(data)
         spec = self._directory.rows
         if spec is None:
             self._directory.create_rows(rows.spec_of(data))
