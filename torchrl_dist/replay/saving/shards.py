@@ -60,7 +60,7 @@ class RestoredRows(NamedTuple):
 class Shard:
     """One directory, which this process has open. Every method blocks for a bounded time.
 
-    The shard of another process is its subclass ``hosts.shard.RemoteShard``."""
+    A host is a shard, and ``hosts.shard.RemoteShard`` calls the shard of another process."""
 
     def __init__(self, cursor: SharedCursor) -> None:
         self._cursor = cursor
