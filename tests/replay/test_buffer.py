@@ -74,8 +74,8 @@ def test_a_generation_is_the_one_of_the_copied_row_even_if_its_slot_is_reused_at
     rb.extend(make_rows(range(8)))
     hand_over = rb.storage.hand_over
 
-    def reuse_every_slot(index, generation, leaves):
-        hand_over(index, generation, leaves)
+    def reuse_every_slot(drawn):
+        hand_over(drawn)
         rb.storage.append(make_rows(range(100, 108)))
 
     monkeypatch.setattr(rb.storage, "hand_over", reuse_every_slot)

@@ -18,12 +18,10 @@ from torchrl_dist.replay.hosts.merging import merged, parts_of
 from torchrl_dist.replay.hosts.messages import (
     UNIFORM,
     CountSamples,
-    Empty,
+    Invoke,
     Law,
     Operation,
     Request,
-    ReturnDraws,
-    SetAlpha,
     SetPriorities,
     SetWrittenPriorities,
     Write,
@@ -155,7 +153,7 @@ def test_after_an_emptying_that_failed_largest_priorities_travel_again(host, mon
 
     with monkeypatch.context() as broken:
         broken.setattr(host.storage, "empty", fail)
-        reply = host.serve(Request((Empty(True, era=5),), draw=0))
+        reply = host.serve(Request((Invoke("empty", (True, 5)),), draw=0))
     assert "the lock was held" in reply.failures[0].message and reply.state.era >= 0
     host.serve(Request((write(range(1)),), max_priority=7.0, era=reply.state.era))
     assert content(host) == pytest.approx({0: 7})
@@ -184,7 +182,7 @@ def _operations(draw: st.DrawFn) -> list[Operation]:
             values = [draw(st.sampled_from([1.0, 3.0, 9.0])) for _ in slots]
             found.append(priorities(slots, values, draw(st.sampled_from([1, None]))))
         else:
-            found.append(SetAlpha(2.0) if kind == "alpha" else CountSamples(number))
+            found.append(Invoke("set_alpha", (2.0,)) if kind == "alpha" else CountSamples(number))
     return found
 
 
@@ -212,7 +210,7 @@ def test_merged_operations_do_what_they_would_do_one_by_one(tmp_path_factory, op
 
 
 def test_only_the_wrong_one_of_merged_operations_is_refused(host) -> None:
-    host.serve(Request((SetAlpha(2.0),)))
+    host.serve(Request((Invoke("set_alpha", (2.0,)),)))
     raw = [1.0, 1e150, 3.0]  # the second one's square is too large
     writes = [write(range(n, n + 1), n, [raw[n]]) for n in range(3)]
     ((operation, count),) = merged(writes, 8)
@@ -290,7 +288,7 @@ def test_returned_draws_leave_the_rows_as_they_were(
     slot, generation, leaf = reply.rows.index, reply.rows.generation, reply.rows.leaf
     assert np.bincount(slot).tolist() == [2, 2, 2, 2]
     assert leaf.tolist() == before[slot].tolist()
-    back = ReturnDraws(slot.numpy()[1:], generation.numpy()[1:], leaf[1:])
+    back = Invoke("return_draws", (slot.numpy()[1:], generation.numpy()[1:], leaf[1:]))
     host.serve(Request((write(range(10, 12), 2), back)))
     assert directory.words[Word.AVAILABLE] == 6
     assert directory.tree.leaves[:4].tolist() == before[:4].tolist()
@@ -298,7 +296,7 @@ def test_returned_draws_leave_the_rows_as_they_were(
     assert reply.count == 11
     directory.tree.refresh()
     assert directory.tree.total == 0 and directory.words[Word.AVAILABLE] == 0
-    stale = ReturnDraws(np.array([0, 5]), np.array([7, 1]), np.array([1.0, 1.0]))
+    stale = Invoke("return_draws", (np.array([0, 5]), np.array([7, 1]), np.array([1.0, 1.0])))
     reply = host.serve(Request((stale,), draw=20, law=Law(prioritized)))
     assert reply.count == 1 and reply.rows.index.tolist() == [5]
     host.close()

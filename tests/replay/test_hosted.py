@@ -641,24 +641,24 @@ def test_hosts_of_a_buffer_that_could_not_be_made_are_closed(alone, folder) -> N
 
 
 def test_a_host_is_found_with_the_same_arguments_only(alone, folder) -> None:
-    asked = ("replay-0", 64, str(folder), False, False, RateLimiter(8))
-    kept = keeper.open_host(*asked)
-    assert keeper.open_host(*asked) is kept
-    for position, value, message in [
-        (1, 65, "capacity per host=64, here capacity per host=65"),
-        (3, True, "resume=False, here resume=True"),
-        (4, True, "keep=False, here keep=True"),
-        (5, None, "limiter=RateLimiter.*here limiter=None"),
+    asked = keeper.HostTerms(64, str(folder), False, False, RateLimiter(8))
+    kept = keeper.open_host("replay-0", asked)
+    assert keeper.open_host("replay-0", asked) is kept
+    for name, value, message in [
+        ("capacity", 65, "capacity=64, .*, here .*capacity=65"),
+        ("resume", True, "resume=False, .*, here .*resume=True"),
+        ("keep", True, "keep=False, .*, here .*keep=True"),
+        ("limiter", None, "limiter=RateLimiter.*here .*limiter=None"),
     ]:
         with pytest.raises(ConfigurationError, match=message):
-            keeper.open_host(*asked[:position], value, *asked[position + 1 :])
+            keeper.open_host("replay-0", asked._replace(**{name: value}))
 
 
 def test_a_release_that_ran_out_of_time_can_be_tried_again(alone, folder, monkeypatch) -> None:
     def be_late(*_: object, **__: object) -> None:
         raise DeadlineError("a write did not end")
 
-    kept = keeper.open_host("replay-0", 64, str(folder), False, False, None)
+    kept = keeper.open_host("replay-0", keeper.HostTerms(64, str(folder), False, False, None))
     with monkeypatch.context() as late:
         late.setattr(SharedMemmapStorage, "close", be_late)
         with pytest.raises(DeadlineError):

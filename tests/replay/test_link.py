@@ -39,12 +39,10 @@ from torchrl_dist.replay.hosts.messages import (
     PRIORITIZED,
     UNIFORM,
     CountSamples,
-    Empty,
+    Invoke,
     Reply,
     Request,
-    SetAlpha,
     SetPriorities,
-    UsePriorities,
     Write,
 )
 from torchrl_dist.replay.hosts.remote_link import RemoteLink
@@ -173,9 +171,10 @@ def connect(hosts: list[HeldHost], min_shards: int = 1, timeout_s: float = 5.0) 
 
 def storage_of(client: ReplayClient) -> RemoteStorage:
     storage = object.__new__(RemoteStorage)
-    storage.client, storage.max_size = client, CAPACITY * len(client.links)
+    storage._set_up(CAPACITY * len(client.links))
+    storage.client = client
     storage.owner = SimpleNamespace(shard_capacity=CAPACITY)  # type: ignore[assignment]
-    storage._handed, storage.gate = threading.local(), None
+    storage.gate = None
     storage._samplers, storage.emptied = weakref.WeakSet(), 0
     return storage
 
@@ -403,7 +402,7 @@ def test_a_shard_of_this_node_that_was_late_once_counts_again(hosts, monkeypatch
         raise DeadlineError("the lock was held")
 
     with monkeypatch.context() as broken, pytest.warns(UserWarning, match="shard 0 .* left out"):
-        broken.setattr(hosts[0].host, "_draw", be_late)
+        broken.setattr(hosts[0].host, "draw", be_late)
         assert len(client.states()) == 1
     with pytest.warns(UserWarning, match="shard 0 .* answers again"):
         assert len(client.states()) == len(client.states()) == 2
@@ -519,6 +518,20 @@ def test_priorities_of_queued_rows_are_copies(hosts) -> None:
     assert leaves[:2].tolist() == pytest.approx([5, 7])
 
 
+def test_queued_rows_are_found_by_a_view_of_all_their_indices_and_by_no_other(hosts) -> None:
+    client = connect(hosts[:1])
+    hosts[0].held = True
+    client.links[0].ask(None, None)
+    index, _ = client.write(make_rows(range(2)), np.array([1.0, 1.0]))
+    client.set_priorities(index.view(1, 2).view(2), None, np.array([2.0, 3.0]))
+    for other in (index[:1], index[:1].expand(2)):
+        client.set_priorities(other, None, np.full(other.numel(), 9.0))
+    hosts[0].release()
+    client.flush()
+    leaves = hosts[0].host.storage.directory.tree.leaves
+    assert leaves[:2].tolist() == pytest.approx([2, 3])
+
+
 def test_rows_that_found_no_room_leave_nothing_behind(hosts) -> None:
     client = connect(hosts[:1], timeout_s=0.05)
     hosts[0].held = True
@@ -541,8 +554,8 @@ def test_a_shard_that_was_silent_gets_alpha_priorities_and_empty_before_it_draws
     hosts[0].held = True
     hosts[0].fall_silent(client.links[0])
     with pytest.warns(UserWarning, match="replay shard 0 .* is left out"):
-        client.apply_everywhere(UsePriorities(1.0, 1e-8))
-    client.apply_everywhere(SetAlpha(0.5))
+        client.invoke_everywhere("use_priorities", 1.0, 1e-8)
+    client.invoke_everywhere("set_alpha", 0.5)
     with pytest.raises(DeadlineError, match="2 operations .* shard 0 .* are not applied yet"):
         client.flush()  # of the other
     assert hosts[1].host.storage.directory.tree.leaves[:4].tolist() == pytest.approx([3.0] * 4)
@@ -554,7 +567,7 @@ def test_a_shard_that_was_silent_gets_alpha_priorities_and_empty_before_it_draws
     hosts[0].held = True
     hosts[0].fall_silent(client.links[0])
     with pytest.warns(UserWarning, match="left out"):
-        client.apply_everywhere(Empty(True, era=1))
+        client.invoke_everywhere("empty", True, 1)
     hosts[0].release()
     assert [answer.state.length for answer in client.answers(client.ask([0, 0], None))] == [0, 0]
 
@@ -593,10 +606,10 @@ def test_indices_below_0_count_from_the_last_row_of_the_last_shard(hosts) -> Non
     client.write(make_rows(range(10, 13)), None)
     client.flush()
     storage = storage_of(client)
-    found = storage._as_index(torch.tensor([-1, -3, -4, -8, 2]))
+    found = storage._slots_named(torch.tensor([-1, -3, -4, -8, 2]))
     assert found.tolist() == [CAPACITY + 2, CAPACITY, 4, 0, 2]
     with pytest.raises(IndexError, match="before the first of the 8 slots"):
-        storage._as_index(-9)
+        storage._slots_named(-9)
 
 
 def test_hosts_that_all_hang_are_an_error_at_the_deadline(hosts) -> None:
@@ -647,8 +660,8 @@ def test_a_draw_and_a_largest_priority_that_both_fail_are_both_reported(hosts, m
     client.flush()
     client.links[0].max_priority = 2.0
     with monkeypatch.context() as broken:
-        broken.setattr(ReplayHost, "_draw", lambda *_, **__: 1 / 0)
-        broken.setattr(ReplayHost, "_raise_max_priority", lambda *_: {}["largest"])
+        broken.setattr(ReplayHost, "draw", lambda *_, **__: 1 / 0)
+        broken.setattr(ReplayHost, "raise_max_priority", lambda *_: {}["largest"])
         with pytest.raises(RemoteError, match="ZeroDivisionError"):
             source.next(8)
     with pytest.raises(RemoteError, match="KeyError: 'largest'"):
@@ -784,7 +797,7 @@ def test_large_operations_share_no_request(hosts) -> None:
     hosts[0].come()
     link._most = 512
     for _ in range(6):
-        link.put(Empty(False, 1), size=2**23)
+        link.put(Invoke("empty", (False, 1)), size=2**23)
     hosts[0].release()
     client.flush()
     assert hosts[0].served in (4, 5)  # two of 8 MiB each
@@ -799,7 +812,7 @@ def test_the_first_requests_are_small_until_the_connection_is_known(hosts, monke
     link._max_queued_bytes = 2**30
     hosts[0].held = True
     for _ in range(64):
-        link.put(Empty(False, 1), size=2**17)
+        link.put(Invoke("empty", (False, 1)), size=2**17)
     hosts[0].release()
     client.flush()
     assert sizes[0] <= 2**18 and sizes[1] <= 2**19 and max(sizes) > 2**20, sizes
@@ -818,7 +831,7 @@ def test_a_checkpoint_goes_over_a_connection_that_needs_many_deadlines(
     def slow(call: Callable[..., Any]) -> Callable[..., Any]:
         def over_the_line(*args: Any) -> Any:
             result = call(*args)
-            moved = args[-1] if result is None else result[1]
+            moved = args[-1].arrays if result is None else result[1]
             with line:
                 time.sleep(sum(part.nbytes for part in moved) / (3 * 2**20))
             return result
@@ -864,12 +877,12 @@ def test_waiters_for_room_take_turns_and_have_a_deadline_by_progress(hosts) -> N
     client = connect(hosts[:1], timeout_s=1.0)
     link = client.links[0]
     hosts[0].held = True
-    link.put(Empty(False, 1), size=2**20)  # all the room
+    link.put(Invoke("empty", (False, 1)), size=2**20)  # all the room
     hosts[0].come()
     turns: list[int] = []
 
     def write(number: int) -> None:
-        link.put(Empty(False, 1), size=2**20)
+        link.put(Invoke("empty", (False, 1)), size=2**20)
         turns.append(number)
 
     threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
@@ -974,7 +987,7 @@ def test_a_later_call_reports_an_operation_that_cannot_be_sent(hosts) -> None:
     client = connect(hosts[:1])
     (link,) = client.links
 
-    def fail() -> SetAlpha:
+    def fail() -> Invoke:
         raise TypeError("cannot be made")
 
     link.put(fail)
@@ -1002,7 +1015,9 @@ def test_a_cancelled_order_makes_room_for_a_waiter(hosts) -> None:
     (link,) = client.links
     link._sender = threading.current_thread()  # nothing is sent but by this test
     link.order("counters", size=2**20).cancel()
-    waiter = threading.Thread(target=link.put, args=(SetAlpha(1.0),), kwargs={"size": 2**20})
+    waiter = threading.Thread(
+        target=link.put, args=(Invoke("set_alpha", (1.0,)),), kwargs={"size": 2**20}
+    )
     waiter.start()
     wait_until(lambda: bool(link._line))
     link._pump()

@@ -9,7 +9,7 @@ import math
 import os
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +19,14 @@ from tensordict import TensorDictBase
 
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
 from torchrl_dist.forks import now_and_in_children
-from torchrl_dist.replay.hosts.link import SHORTEST_CALL_S, Link, await_answer
+from torchrl_dist.replay.hosts.link import SHORTEST_CALL_S, Link, Made, await_answer
 from torchrl_dist.replay.hosts.messages import (
     Answer,
     CountSamples,
     HostState,
+    Invoke,
     Law,
     Operation,
-    ReturnDraws,
     SetPriorities,
     SetWrittenPriorities,
     Write,
@@ -44,6 +44,15 @@ from torchrl_dist.runtime.awake import awake
 _FEW_BYTES = 2**10  # bytes of an operation in a queue, in addition to its arrays
 _GUESSED_ROW_BYTES = 2**13
 _ARRAY_BYTES = 2**8  # bytes of an array, in addition to its values
+
+
+Trouble = Callable[[int, Exception], None]
+"""``trouble(shard, error)`` is called if a shard did not answer. It raises, or the others
+continue."""
+
+
+def _raise(shard: int, error: Exception) -> None:
+    raise error
 
 
 @dataclass
@@ -112,7 +121,7 @@ class ReplayClient:
         self._min_shards = min_shards
         self._numbers = itertools.count(1)
         self._spec: RowSpec | None = None
-        self._pending: dict[int, _PendingWrite] = {}  # by the id of the index tensor
+        self._pending: dict[int, _PendingWrite] = {}  # by the address of the index
         self._reported: dict[int, int] = {}  # by shard, the number of its replies when it failed
         self._closed = False
         self._pid = os.getpid()
@@ -185,34 +194,48 @@ class ReplayClient:
                 stacklevel=3,
             )
 
+    def _each(
+        self, step: Callable[[Link, Any], Any], given: Mapping[int, Any], trouble: Trouble
+    ) -> dict[int, Any]:
+        """Return ``step(link, value)`` for each shard and value, without the shards that do not
+        answer, for which it calls ``trouble``."""
+        found = {}
+        for shard, value in given.items():
+            try:
+                found[shard] = step(self.links[shard], value)
+            except (DeadlineError, PeerLostError) as error:
+                trouble(shard, error)
+        return found
+
+    def _await(
+        self, futures: Mapping[int, Any], begin: float, timeout_s: float, trouble: Trouble
+    ) -> dict[int, Any]:
+        def wait(link: Link, future: Any) -> Any:
+            return await_answer(future, link, begin, timeout_s)
+
+        return self._each(wait, futures, trouble)
+
+    def answering(self) -> list[int]:
+        """Return the shards to call."""
+        return [shard for shard in range(len(self.links)) if self.answers_now(shard)]
+
     def answers(self, futures: Sequence[Any]) -> list[Answer | None]:
         """Wait for one answer per shard. It is None if the shard was not asked or did not
         answer."""
-        begin = awake()
-        found: list[Answer | None] = []
-        for shard, future in enumerate(futures):
-            answer = None
-            if future is not None:
-                try:
-                    answer = await_answer(future, self.links[shard], begin, self.timeout_s)
-                except (DeadlineError, PeerLostError) as error:
-                    self.note_trouble(shard, error)
-            found.append(answer)
-        return found
+        asked = {shard: future for shard, future in enumerate(futures) if future is not None}
+        found = self._await(asked, awake(), self.timeout_s, self.note_trouble)
+        return [found.get(shard) for shard in range(len(futures))]
 
     def ask(self, counts: Sequence[int | None], law: Law | None) -> list[Any]:
         """Ask the shards. Return a future for each; None for a shard whose count is None or that
         does not answer."""
-        futures: list[Any] = []
-        for shard, (link, count) in enumerate(zip(self.links, counts, strict=True)):
-            future = None
-            if count is not None and self.answers_now(shard):
-                try:
-                    future = link.ask(int(count), law)
-                except PeerLostError as error:
-                    self.note_trouble(shard, error)
-            futures.append(future)
-        return futures
+        asked = {
+            shard: int(count)
+            for shard, count in enumerate(counts)
+            if count is not None and self.answers_now(shard)
+        }
+        futures = self._each(lambda link, count: link.ask(count, law), asked, self.note_trouble)
+        return [futures.get(shard) for shard in range(len(counts))]
 
     def states(self) -> list[HostState]:
         """Return the states of the hosts that answer, after all operations of this client.
@@ -250,19 +273,18 @@ class ReplayClient:
         if self._closed:
             return  # closing has flushed
         self.check()
-        self.answers(self.ask_applied())
+        self.await_applied()
         self.check()
 
-    def ask_applied(self) -> list[Any]:
-        """Return a future per shard that completes when its queue has been applied."""
-        futures: list[Any] = []
-        for shard, link in enumerate(self.links):
-            try:
-                futures.append(link.ask(None, None) if self.answers_now(shard) else None)
-            except PeerLostError as error:
-                futures.append(None)
-                self.note_trouble(shard, error)
-        return futures
+    def await_applied(self) -> None:
+        """Block until the hosts that answer have applied their queues."""
+        self._apply(self.answering(), self.note_trouble)
+
+    def _apply(self, shards: Iterable[int], trouble: Trouble) -> dict[int, Any]:
+        """Block until queues have been applied. Return the shards that answered, as keys."""
+        begin = awake()
+        asked = self._each(lambda link, _: link.ask(None, None), dict.fromkeys(shards), trouble)
+        return self._await(asked, begin, self.timeout_s, trouble)
 
     @property
     def round_trip_s(self) -> float:
@@ -296,8 +318,8 @@ class ReplayClient:
             if self.answers_now(shard):
                 part = shards == shard
                 stamps, leaf = rows.generation.numpy()[which][part], rows.leaf[which][part]
-                drawn = ReturnDraws(slots[part], stamps, leaf)
-                size = _FEW_BYTES + 3 * drawn.leaf.nbytes
+                drawn = Invoke("return_draws", (slots[part], stamps, leaf))
+                size = _FEW_BYTES + 3 * leaf.nbytes
                 with contextlib.suppress(PeerLostError, DeadlineError):  # lost or silent host
                     self.links[shard].put(drawn, size=size, urgent=False)
 
@@ -322,77 +344,56 @@ class ReplayClient:
 
     def call(self, shard: int, method: str, *args: Any) -> Any:
         """Call a method of one host that changes nothing, after all operations for it. Blocks."""
-        return self.call_each(method, [(shard, args)])[0]
+        return self.call_each(method, {shard: args})[shard]
 
-    def call_each(self, method: str, calls: Sequence[tuple[int, tuple[Any, ...]]]) -> list[Any]:
-        """Call a method that changes nothing at several hosts, with ``(shard, arguments)`` for
-        each.
+    def call_each(
+        self, method: str, calls: Mapping[int, tuple[Any, ...]], trouble: Trouble = _raise
+    ) -> dict[int, Any]:
+        """Call a method that changes nothing at several hosts. Return the results by shard.
 
         At each host, the call comes after all operations of this client. Blocks, in total not
         longer than one call.
+
+        Args:
+            calls: the arguments, by shard.
+            trouble: called for a host that does not answer. Pass :meth:`note_trouble` to continue
+                without its result, unless too few hosts answer.
 
         Raises:
             DeadlineError, PeerLostError, RemoteError: a host did not answer, is lost, or raised an
                 error.
         """
-
-        def fail(shard: int, error: Exception) -> None:
-            raise error
-
-        return self._call_each(method, calls, fail)
-
-    def call_those_that_answer(
-        self, method: str, calls: Sequence[tuple[int, tuple[Any, ...]]]
-    ) -> list[Any]:
-        """Like ``call_each``, but report hosts that do not answer, and return None for them.
-
-        Raises if too few answer."""
-        return self._call_each(method, calls, self.note_trouble)
-
-    def _call_each(
-        self,
-        method: str,
-        calls: Sequence[tuple[int, tuple[Any, ...]]],
-        trouble: Callable[[int, Exception], None],
-    ) -> list[Any]:
         self.check()
-        links, arguments = self.links, dict(calls)
-
-        def each(step: Callable[[int, Any], Any], given: dict[int, Any]) -> dict[int, Any]:
-            found = {}
-            for shard, value in given.items():
-                try:
-                    found[shard] = step(shard, value)
-                except (DeadlineError, PeerLostError) as error:
-                    trouble(shard, error)
-            return found
-
-        def answers(futures: dict[int, Any], timeout_s: float) -> dict[int, Any]:
-            begin = awake()
-            return each(lambda s, future: await_answer(future, links[s], begin, timeout_s), futures)
-
         begin = awake()
-        asked = each(lambda shard, _: links[shard].ask(None, None), arguments)
-        applied = answers(asked, self.timeout_s)
+        applied = self._apply(calls, trouble)
         left = max(SHORTEST_CALL_S, begin + self.timeout_s - awake())
-        sent = each(
-            lambda shard, _: links[shard].submit(method, *arguments[shard], timeout_s=left), applied
+        sent = self._each(
+            lambda link, args: link.submit(method, *args, timeout_s=left),
+            {shard: calls[shard] for shard in applied},
+            trouble,
         )
         # longer than the transport's own deadline, so that the transport raises
-        found = answers(sent, left + SHORTEST_CALL_S)
-        return [found.get(shard) for shard in arguments]
+        return self._await(sent, awake(), left + SHORTEST_CALL_S, trouble)
 
     def order(self, shard: int, method: str, *args: Any, size: int = 0) -> Any:
         """Call a method of one host after all operations that were queued for it. Blocks."""
-        return self.order_each(method, [(shard, args, size)])[0]
+        return self.order_each(method, {shard: args}, {shard: _FEW_BYTES + size})[shard]
 
     def order_each(
-        self, method: str, calls: Sequence[tuple[int, tuple[Any, ...], int]]
-    ) -> list[Any]:
-        """Call a method of several hosts, with ``(shard, arguments, bytes)`` for each.
+        self,
+        method: str,
+        calls: Mapping[int, tuple[Any, ...]],
+        sizes: Mapping[int, int] | None = None,
+        trouble: Trouble = _raise,
+    ) -> dict[int, Any]:
+        """Call a method of several hosts, like :meth:`call_each`.
 
         At each host, the call comes after all earlier operations of this client and before all
         later ones. Blocks, in total not longer than one call.
+
+        Args:
+            sizes: bytes of the arguments, by shard. Without them, the call does not wait for room
+                in the queue.
 
         Raises:
             DeadlineError: a host did not answer. If the call was not sent yet, it will not be made.
@@ -401,55 +402,24 @@ class ReplayClient:
         """
         self.check()
         begin = awake()
-        links = [self.links[shard] for shard, _, _ in calls]
-        futures = [
-            link.order(method, *args, size=_FEW_BYTES + size)
-            for link, (_, args, size) in zip(links, calls, strict=True)
-        ]
-        return [
-            await_answer(future, link, begin, self.timeout_s)
-            for link, future in zip(links, futures, strict=True)
-        ]
+        futures = self._each(
+            lambda link, call: link.order(method, *call[0], size=call[1]),
+            {shard: (args, sizes[shard] if sizes else 0) for shard, args in calls.items()},
+            trouble,
+        )
+        return self._await(futures, begin, self.timeout_s, trouble)
 
-    def order_those_that_answer(
-        self, method: str, calls: Sequence[tuple[int, tuple[Any, ...]]]
-    ) -> list[Any]:
-        """Like ``order_each``, but report hosts that do not answer, and return None for them.
+    def invoke_everywhere(self, method: str, *args: Any) -> None:
+        """Queue a call of a method of every host. Blocks only if a queue is full.
 
-        Raises if too few answer."""
-        begin = awake()
-        found: list[Any] = []
-        futures: list[Any] = []
-        for shard, args in calls:
-            try:
-                futures.append(self.links[shard].order(method, *args))
-            except PeerLostError as error:
-                futures.append(None)
-                self.note_trouble(shard, error)
-        for (shard, _), future in zip(calls, futures, strict=True):
-            answer = None
-            if future is not None:
-                try:
-                    answer = await_answer(future, self.links[shard], begin, self.timeout_s)
-                except (DeadlineError, PeerLostError) as error:
-                    self.note_trouble(shard, error)
-            found.append(answer)
-        return found
-
-    def apply_everywhere(self, operation: Operation) -> None:
-        """Let every host apply an operation. Blocks only if a queue is full.
-
-        A host that does not answer now applies the operation first when it answers again.
+        A host that does not answer now makes the call first when it answers again.
 
         Raises:
             DeadlineError, PeerLostError: as ``flush``.
         """
         self.check()
-        for shard, link in enumerate(self.links):
-            try:
-                link.put(operation, size=_FEW_BYTES)
-            except (DeadlineError, PeerLostError) as error:
-                self.note_trouble(shard, error)
+        call, links = Invoke(method, args), dict(enumerate(self.links))
+        self._each(lambda link, _: link.put(call, size=_FEW_BYTES), links, self.note_trouble)
 
     def close(self) -> None:
         """Flush, and leave the hosts that answer. Idempotent.
@@ -491,9 +461,7 @@ class ReplayClient:
         # NumPy arrays, because another thread fills them, and the caller may be in inference mode
         index, generation = np.full(count, -1, np.int64), np.full(count, -1, np.int64)
         handed = torch.from_numpy(index), torch.from_numpy(generation)
-        keys = [id(handed[0])]
-        if count == 1:  # because TorchRL's ``add`` continues with a view of the index
-            keys.append(-handed[0].data_ptr())
+        key = handed[0].data_ptr()
         pending = _PendingWrite(handed[0], -1, next(self._numbers))
 
         def written(slots: np.ndarray, generations: np.ndarray) -> None:
@@ -505,7 +473,7 @@ class ReplayClient:
                 self._spec = spec
                 self.recent.remember(*handed, written=True)
             # last, so that at every instant the index is pending or the generations are known
-            self._forget_pending(keys)
+            self._pending.pop(key, None)
 
         size = _FEW_BYTES + sum(_ARRAY_BYTES + tensor.nbytes for tensor in packed)
         # copied, because they are sent later and the caller may change its tensors
@@ -513,11 +481,11 @@ class ReplayClient:
         write = Write(sent.text, count, packed, own, ((pending.number, count),))
         while True:
             pending.shard = self._shard_to_write()
-            self._pending.update(dict.fromkeys(keys, pending))
+            self._pending[key] = pending
             try:
                 self.links[pending.shard].put(write, size=size, written=written)
             except BaseException as error:
-                self._forget_pending(keys)
+                self._pending.pop(key, None)
                 if not self._is_left_out(pending.shard, error):
                     raise
             else:
@@ -544,29 +512,24 @@ class ReplayClient:
         if self._spec is not None:
             return self._spec
         spec = rows.spec_of(data)
-        shards = [shard for shard in range(len(self.links)) if self.answers_now(shard)]
-        first = None
-        while shards and first is None:
-            first = self._agree(shards[:1], spec)[0]
-            shards = shards[1:]
-        if first is None:
+        shards, method = self.answering(), "agree_on_rows"
+        found: dict[int, str] = {}
+        while shards and not found:
+            call = {shards.pop(0): (spec.text,)}
+            found = self.order_each(method, call, trouble=self.note_trouble)
+        if not found:
             raise self._nobody()
-        agreed = spec_from_text(first)
-        for shard, text in zip(shards, self._agree(shards, agreed), strict=True):
-            if text not in (None, first):
+        (first,) = found.values()
+        calls = dict.fromkeys(shards, (first,))
+        for shard, text in self.order_each(method, calls, trouble=self.note_trouble).items():
+            if text != first:
                 raise ConfigurationError(
                     f"replay shard {shard} ({self.links[shard].name}) holds other rows than the "
                     f"shards before: {text}, not {first}; every writer of a buffer must write the "
                     "same keys, shapes and dtypes"
                 )
-        self._spec = agreed
-        return agreed
-
-    def _agree(self, shards: Sequence[int], spec: RowSpec) -> list[str | None]:
-        """Return each host's spec, which is ``spec`` if it had none; None if the host does not
-        answer."""
-        calls = [(shard, (spec.text,)) for shard in shards]
-        return self.order_those_that_answer("agree_on_rows", calls)
+        self._spec = spec_from_text(first)
+        return self._spec
 
     def _is_left_out(self, shard: int, error: BaseException) -> bool:
         """Return whether the others continue without a shard that has not taken an operation."""
@@ -622,19 +585,14 @@ class ReplayClient:
             self._put(shard, SetPriorities(slots[part], stamp, priority[part]), priority)
 
     def _find_pending(self, index: torch.Tensor) -> _PendingWrite | None:
-        pending = self._pending.get(id(index))
-        if pending is not None and pending.index is index:
-            return pending
-        # found by its memory, which no other tensor has while the index is pending
-        return self._pending.get(-index.data_ptr()) if index.numel() == 1 else None
+        """Return the write that returned this index, or a view of all its entries, as TorchRL's
+        ``add`` does."""
+        # no other tensor has this memory while the index is pending
+        pending = self._pending.get(index.data_ptr())
+        same = pending is not None and pending.index.numel() == index.numel()
+        return pending if same and index.is_contiguous() else None
 
-    def _forget_pending(self, keys: Sequence[int]) -> None:
-        for key in keys:
-            self._pending.pop(key, None)
-
-    def _put(
-        self, shard: int, operation: Operation | Callable[[], Operation], priority: np.ndarray
-    ) -> None:
+    def _put(self, shard: int, operation: Made, priority: np.ndarray) -> None:
         """Queue priorities, or drop them if the shard does not answer."""
         if not self.answers_now(shard):
             return

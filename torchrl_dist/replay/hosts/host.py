@@ -33,7 +33,6 @@ from torchrl_dist.forks import now_and_in_children
 from torchrl_dist.replay.hosts.merging import parts_of
 from torchrl_dist.replay.hosts.messages import (
     CountSamples,
-    Empty,
     Failure,
     HostState,
     Invoke,
@@ -41,14 +40,12 @@ from torchrl_dist.replay.hosts.messages import (
     Operation,
     Reply,
     Request,
-    ReturnDraws,
-    SetAlpha,
     SetPriorities,
     SliceLaw,
-    UsePriorities,
     Write,
 )
 from torchrl_dist.replay.law.limiter import Counts
+from torchrl_dist.replay.node.cursor import SharedCursor
 from torchrl_dist.replay.node.priorities import update
 from torchrl_dist.replay.node.tables import Word
 from torchrl_dist.replay.node.times_sampled import TooFewDrawsError, give_back
@@ -58,9 +55,9 @@ from torchrl_dist.replay.parts.sampler import SharedPrioritizedSampler, SharedRa
 from torchrl_dist.replay.parts.slices import SharedPrioritizedSliceSampler, SharedSliceSampler
 from torchrl_dist.replay.parts.storage import SharedMemmapStorage
 from torchrl_dist.replay.row.packing import Part, pack, spec_from_text, unpack
-from torchrl_dist.replay.row.spec import RowSpec
 from torchrl_dist.replay.row.stacks import values
 from torchrl_dist.replay.saving.disk import Ends, RowFiles, after
+from torchrl_dist.replay.saving.shards import RestoredRows, Shard
 from torchrl_dist.replay.saving.snapshot import Chunk, Head, save_chunk
 from torchrl_dist.tensors import array_of
 
@@ -84,7 +81,7 @@ def _failure(error: Exception, position: int) -> Failure:
     return Failure(position, message, "".join(traceback.format_exception(error)))
 
 
-class ReplayHost:
+class ReplayHost(Shard):
     """Serves one replay directory. Every thread may call every method.
 
     Args:
@@ -92,8 +89,8 @@ class ReplayHost:
     """
 
     def __init__(self, storage: SharedMemmapStorage) -> None:
+        super().__init__(SharedCursor(storage.directory))
         self._storage = storage
-        (self._shard,) = storage.shards()
         self._uniform = SharedRandomSampler()
         self._prioritized: SharedPrioritizedSampler | None = None
         self._slicers: dict[Law, SharedSliceSampler] = {}  # in the order of last use
@@ -123,9 +120,8 @@ class ReplayHost:
         The reply lists the operations that failed.
         """
         failures: list[Failure] = []
-        if not math.isnan(request.max_priority):
-            with _listed(failures, -1):
-                self._raise_max_priority(request.max_priority, request.era)
+        with _listed(failures, -1):
+            self.raise_max_priority(request.max_priority, request.era)
         known: _Written = {}
         written, results = [], []
         for position, operation in enumerate(request.operations):
@@ -145,12 +141,12 @@ class ReplayHost:
     def _try(
         self, operation: Operation, known: _Written, failures: list[Failure], position: int
     ) -> Any:
-        """Return the result of :meth:`_apply`, or slots and generations of -1 for a ``Write`` that
+        """Return the result of :meth:`apply`, or slots and generations of -1 for a ``Write`` that
         failed."""
         parts: list[Operation] = []
         with _listed(failures, position):
             try:
-                return self._apply(operation, known)
+                return self.apply(operation, known)
             except ConfigurationError:  # nothing was applied, perhaps because of one part
                 parts = parts_of(operation)
                 if len(parts) == 1:
@@ -164,41 +160,24 @@ class ReplayHost:
             return lost, lost
         return None
 
-    def apply(self, operation: Operation, *, max_priority: float = math.nan, era: int = 0) -> Any:
-        """Apply one operation of a client in this process. Raises what the operation raises.
+    def apply(self, operation: Operation, known: _Written | None = None) -> Any:
+        """Apply one operation. Raises what the operation raises.
+
+        Args:
+            known: the earlier writes of the request. A client in this process has none.
 
         Returns:
             For a ``Write``, slots and generations, int64 [n] each. For an ``Invoke``, the method's
             result.
         """
-        if not math.isnan(max_priority):
-            self._raise_max_priority(max_priority, era)
-        return self._apply(operation, {})
-
-    def _apply(self, operation: Operation, known: _Written) -> Any:
+        known = {} if known is None else known
         if isinstance(operation, Write):
             return self._write(operation, known)
         if isinstance(operation, Invoke):
             return getattr(self, operation.method)(*operation.args)
-        if isinstance(operation, SetAlpha):
-            self._sampler().alpha = operation.alpha
-            return None
-        if isinstance(operation, UsePriorities):
-            self.use_priorities(operation.alpha, operation.eps)
-            return None
-        if isinstance(operation, Empty):
-            with self._new_era(operation.era):
-                self._storage.empty(reset_write_count=operation.reset_write_count)
-            return None
         if isinstance(operation, CountSamples):
             if self._storage.directory.gate is not None:
                 self._storage.directory.gate.count_samples(operation.rows)
-            return None
-        if isinstance(operation, ReturnDraws):
-            directory = self._storage.directory
-            if directory.times_sampled is not None and directory.gate is not None:
-                give_back(directory, operation.slot, operation.generation, operation.leaf)
-                directory.gate.ring()
             return None
         if isinstance(operation, SetPriorities):
             slot, generation = operation.slot, operation.generation
@@ -214,7 +193,7 @@ class ReplayHost:
     def _write(self, write: Write, known: _Written) -> tuple[np.ndarray, np.ndarray]:
         spec = spec_from_text(write.spec)
         index, generation = self._storage.append_columns(
-            spec, values(unpack(write.packed), spec), write.priority, limited=False
+            spec, values(unpack(write.packed), spec), write.priority
         )
         slots, generations = index.numpy(), generation.numpy()
         start = 0
@@ -222,6 +201,24 @@ class ReplayHost:
             known[number] = slots[start : start + count], generations[start : start + count]
             start += count
         return slots, generations
+
+    def set_alpha(self, alpha: float) -> None:
+        """Change the priority exponent for all processes."""
+        self._sampler().alpha = alpha
+
+    def empty(self, reset_write_count: bool, era: int) -> None:
+        """Drop all rows for all processes, and begin an era."""
+        with self._new_era(era):
+            self._storage.empty(reset_write_count=reset_write_count)
+
+    def return_draws(self, slot: np.ndarray, generation: np.ndarray, leaf: np.ndarray) -> None:
+        """Return drawn rows that will not be used, with the leaves of their draw, [n] each.
+
+        These draws must not count for ``max_times_sampled``."""
+        directory = self._storage.directory
+        if directory.times_sampled is not None and directory.gate is not None:
+            give_back(directory, slot, generation, leaf)
+            directory.gate.ring()
 
     def _sampler(self) -> SharedPrioritizedSampler:
         if self._prioritized is None:
@@ -242,29 +239,21 @@ class ReplayHost:
         finally:
             words[Word.ERA] = era
 
-    def _raise_max_priority(self, value: float, era: int) -> None:
+    def raise_max_priority(self, value: float, era: int) -> None:
+        """Note the largest priority that a client knows, or NaN. Ignored in another era."""
         directory = self._storage.directory
-        if not directory.get_float(Word.MAX_PRIORITY) >= value:
+        if not math.isnan(value) and not directory.get_float(Word.MAX_PRIORITY) >= value:
             with directory.lock():
                 known = directory.get_float(Word.MAX_PRIORITY)
                 if directory.words[Word.ERA] == era and not known >= value:
                     directory.set_float(Word.MAX_PRIORITY, value)
                     directory.words[Word.MAX_SLOT] = -1
 
-    def draw(
-        self, count: int, law: Law, max_priority: float = math.nan, era: int = 0
-    ) -> tuple[HostState, Drawn | None]:
-        """Draw ``count`` rows or slices for a client in this process. Return the host's state, and
-        the rows.
+    def draw(self, count: int, law: Law, *, stored: bool = False) -> tuple[HostState, Drawn | None]:
+        """Draw ``count`` rows or slices. Return the host's state, and the rows.
 
-        There may be fewer rows than ``count``, or None, as in a :class:`Reply`."""
-        if not math.isnan(max_priority):
-            self._raise_max_priority(max_priority, era)
-        return self._draw(count, law)
-
-    def _draw(
-        self, count: int, law: Law, *, stored: bool = False
-    ) -> tuple[HostState, Drawn | None]:
+        There may be fewer rows than ``count``, or None, as in a :class:`Reply`. With ``stored``,
+        they are in their stored form, see ``row.stacks``."""
         directory = self._storage.directory
         words = directory.words
         if law.slices is None:
@@ -337,7 +326,7 @@ class ReplayHost:
 
     def _draw_packed(self, count: int, law: Law) -> dict[str, Any]:
         """Draw, and return the fields of a reply that describe the draw."""
-        state, drawn = self._draw(count, law, stored=True)
+        state, drawn = self.draw(count, law, stored=True)
         return {"state": state, **({} if drawn is None else self._pack(drawn))}
 
     def _pack(self, drawn: Drawn) -> dict[str, Any]:
@@ -404,11 +393,7 @@ class ReplayHost:
         """See ``SharedMemmapStorage.write_at``. Return the new generations, int64 [n]."""
         return self._storage.write_at(slots, data)
 
-    # --- saving; see ``snapshot`` ------------------------------------------------------------
-
-    def head(self) -> Head:
-        """Return the directory's state without the rows."""
-        return self._shard.head()
+    # --- saving; the base class has the rest -------------------------------------------------
 
     def save_chunk(
         self, cursor: int, alpha: float | None, start: int, stop: int
@@ -462,34 +447,14 @@ class ReplayHost:
             files.end(ends)
         return chunks
 
-    def row_spec(self, spec: RowSpec) -> RowSpec:
-        """See :meth:`saving.shards.Shard.row_spec`."""
-        return self._shard.row_spec(spec)
-
-    def make_room(self, spec: RowSpec) -> None:
-        """Create the files of rows.
-
-        Raises:
-            DirectoryError: the disk has no room for them.
-        """
-        self._shard.make_room(spec)
-
-    def begin_restore(self, head: Head, era: int) -> int:
-        """Empty the directory, see ``snapshot.begin_restore``."""
+    def begin_restore_of(self, head: Head, era: int) -> int:
+        """Do what ``begin_restore`` does, and begin an era."""
         with self._new_era(era):
-            return self._shard.begin_restore(head)
+            return self.begin_restore(head)
 
-    def restore_rows(
-        self,
-        since: int,
-        slot: int,
-        version: int,
-        leaf: np.ndarray,
-        alpha: float | None,
-        packed: list[Part],
-    ) -> None:
-        """Publish saved rows, see ``snapshot.restore_rows``."""
-        self._shard.restore_rows(since, slot, version, leaf, alpha, unpack(packed))
+    def restore_rows(self, rows: RestoredRows) -> None:
+        """Publish saved rows, which are packed."""
+        super().restore_rows(rows._replace(arrays=unpack(rows.arrays)))
 
     # --- after a restart, see ``owner`` -------------------------------------------------------
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from tensordict import NestedKey
@@ -55,39 +55,45 @@ class HostAddress:
             return False
 
 
+class HostTerms(NamedTuple):
+    """The arguments with which a host is created, see ``owner.host_replay``."""
+
+    capacity: int
+    scratch_dir: str | None
+    resume: bool
+    keep: bool
+    limiter: RateLimiter | None
+    frames: Mapping[NestedKey, int] | None = None
+
+
 class KeptHost(ReplayHost):
     """A host that knows where its directory is, and can be released.
 
     Args:
         key: the host's session and name.
-        asked: the arguments with which :func:`open_host` created the host, by name.
+        terms: the arguments with which :func:`open_host` created the host.
     """
 
     def __init__(
-        self, storage: SharedMemmapStorage, key: tuple[str, str], asked: dict[str, Any]
+        self, storage: SharedMemmapStorage, key: tuple[str, str], terms: HostTerms
     ) -> None:
         super().__init__(storage)
         self._key = key
-        self._asked = asked
+        self._terms = terms
         self._released = False
         self._releasing = threading.RLock()
 
-    def check_asked(self, asked: dict[str, Any]) -> None:
+    def check(self, terms: HostTerms) -> None:
         """Check that a process asks for this host with the arguments that created it.
 
         Raises:
             ConfigurationError: the host was created with other arguments.
         """
-        differ = [
-            f"{key}={self._asked[key]!r}, here {key}={value!r}"
-            for key, value in asked.items()
-            if value != self._asked[key]
-        ]
-        if differ:
+        if terms != self._terms:
             raise ConfigurationError(
                 f"{current_session().me.name} still has {self.storage.directory.path} for replay "
-                f"buffer {self._key[1]!r} with {'; '.join(differ)}; use the same arguments, "
-                "release that buffer, or use another name"
+                f"buffer {self._key[1]!r} with {self._terms}, here {terms}; use the same "
+                "arguments, release that buffer, or use another name"
             )
 
     def serve(self, request: Request) -> Reply:
@@ -128,7 +134,7 @@ class KeptHost(ReplayHost):
                 raise
             self._released = True
             # the session keeps this object, and the storage would keep its memory
-            del self._storage, self._shard, self._prioritized, self._slicers, self._passes
+            del self._storage, self._cursor, self._prioritized, self._slicers, self._passes
         return not stays and path.exists()
 
     def whereabouts(self) -> tuple[str, str, tuple[str, int, int]]:
@@ -136,29 +142,13 @@ class KeptHost(ReplayHost):
         return str(directory.path), directory.job_id, _identity(directory.path)
 
 
-def open_host(
-    name: str,
-    capacity: int,
-    parent: str | None,
-    resume: bool,
-    keep: bool,
-    limiter: RateLimiter | None,
-    frames: Mapping[NestedKey, int] | None = None,
-) -> ReplayHost:
+def open_host(name: str, terms: HostTerms) -> ReplayHost:
     """Open or find the host of this name. Runs in the host's process.
 
     Raises:
         ConfigurationError: the host of this name was created with other arguments.
     """
     session = current_session()
-    asked = {
-        "capacity per host": capacity,
-        "scratch_dir": parent,
-        "resume": resume,
-        "keep": keep,
-        "limiter": limiter,
-        "frames": frames,
-    }
     with LOCKS.hosts:
         host = _hosts.get((session.session_id, name))
         if host is None:
@@ -169,7 +159,8 @@ def open_host(
             place = f"{name}-{world.local_rank}"
             # If the directory is for later jobs, they must know its name. Otherwise each job has
             # its own directory, which is useless once the job cannot be restarted.
-            named = parent is not None or keep or resume
+            parent = terms.scratch_dir
+            named = parent is not None or terms.keep or terms.resume
             prefix = _prefix()
             # With the host name, because a launcher may present one machine as several nodes.
             folder = prefix + (place if named else f"{job_id}-{place}-{session.me.host}")
@@ -177,24 +168,24 @@ def open_host(
             if not named:
                 remove_leftovers(Path(parent), prefix)
             storage = SharedMemmapStorage(
-                capacity,
+                terms.capacity,
                 scratch_dir=Path(parent, quote(folder, safe="")),
                 job_id=job_id,
-                resume=resume,
-                keep=keep,
+                resume=terms.resume,
+                keep=terms.keep,
                 timeout_s=session.timeout_s,
-                frames=frames,
+                frames=terms.frames,
             )
             try:
-                set_limiter(storage.directory, limiter)
+                set_limiter(storage.directory, terms.limiter)
             except BaseException:
                 storage.close()
                 raise
             key = session.session_id, name
-            host = _hosts[key] = KeptHost(storage, key, asked)
+            host = _hosts[key] = KeptHost(storage, key, terms)
             session.on_end(lambda clean: _close_host(key, clean))
         else:
-            host.check_asked(asked)
+            host.check(terms)
     return host
 
 

@@ -5,23 +5,22 @@ They are closed when the session ends, or some time after nothing refers to them
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from torchrl_dist.forks import now_and_in_children
 from torchrl_dist.replay.hosts.client import ReplayClient, close_links
-from torchrl_dist.replay.hosts.link import Link
-from torchrl_dist.replay.node.directory import ReplayDirectory
 from torchrl_dist.replay.node.opening import close_directory
 from torchrl_dist.replay.parts.storage import SharedMemmapStorage
 from torchrl_dist.runtime import Session, current_session
 
-_clients: dict[str, _Clients] = {}
+_clients: dict[str, _InUse] = {}
 """The clients of this process, by session."""
-_opened: dict[str, _Opened] = {}
+_opened: dict[str, _InUse] = {}
 """The direct storages of this process, by session."""
 
 
@@ -37,88 +36,69 @@ LOCKS = _Locks()
 now_and_in_children(LOCKS, _Locks.renew)
 
 
-class _Clients:
-    """The clients of this process in one session.
+class _InUse:
+    """The clients or the direct storages of this process in one session.
 
-    Each copy of a buffer that is unpickled here has a client. Clients to which nothing refers are
-    closed when the next client is opened, because opening blocks for calls anyway, and garbage
-    collection must not block.
+    Each copy of a buffer that is unpickled here has one. Those to which nothing refers are closed
+    when the next one is opened, because opening blocks for calls anyway, and garbage collection
+    must not block.
     """
 
-    def __init__(self) -> None:
-        self._alive: weakref.WeakSet[ReplayClient] = weakref.WeakSet()
-        self._dropped: deque[tuple[Sequence[Link], float]] = deque()
+    def __init__(self, close: Callable[[Any, bool], None]) -> None:
+        self._close = close
+        self._alive: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.dropped: deque[Callable[..., None]] = deque()
+        """Called with ``clean=``, each closes one to which nothing refers."""
 
-    def add(self, client: ReplayClient) -> None:
-        self._close_dropped()
-        self._alive.add(client)
-        dropped = (client.links, client.timeout_s)
-        weakref.finalize(client, self._dropped.append, dropped).atexit = False
+    def add(self, user: Any) -> None:
+        self._close_dropped(clean=False)  # the host removes the directory
+        self._alive.add(user)
 
-    def _close_dropped(self) -> None:
+    def _close_dropped(self, clean: bool) -> None:
         with contextlib.suppress(IndexError):  # none is left, or another thread was faster
             while True:
-                close_links(*self._dropped.popleft())
+                self.dropped.popleft()(clean=clean)
 
-    def close(self) -> None:
-        for client in list(self._alive):
-            client.close()
-        self._close_dropped()
+    def close(self, clean: bool) -> None:
+        for user in list(self._alive):
+            self._close(user, clean)
+        self._close_dropped(clean)
 
 
-def clients_of(session: Session) -> _Clients:
+def close_at_end(session: Session, client: ReplayClient) -> None:
+    """Close a client when the session ends cleanly, or some time after nothing refers to it."""
+    key, links, timeout_s = session.session_id, client.links, client.timeout_s
     with LOCKS.hosts:
-        clients = _clients.get(session.session_id)
+        clients = _clients.get(key)
         if clients is None:
-            clients = _clients[session.session_id] = _Clients()
-            session.on_leave(lambda clean: _leave(session.session_id, clean))
-        return clients
+            clients = _clients[key] = _InUse(lambda client, clean: client.close())
+            session.on_leave(lambda clean: _leave(key, clean))
+    clients.add(client)
+    # without a reference to the client
+    weakref.finalize(
+        client, clients.dropped.append, lambda clean: close_links(links, timeout_s)
+    ).atexit = False
 
 
 def _leave(session_id: str, clean: bool) -> None:
     with LOCKS.hosts:
         clients = _clients.pop(session_id)
     if clean:
-        clients.close()
+        clients.close(clean)
 
 
 class DirectStorage(SharedMemmapStorage):
     """A storage for a host's directory, in another process of the host's node. See
     :func:`open_directly`."""
 
-    _opened: _Opened | None = None
+    _opened: _InUse | None = None
 
     def __del__(self) -> None:
         if self._opened is not None and not self._closed:
-            self._opened.dropped.append(self.directory)
+            self._opened.dropped.append(functools.partial(close_directory, self.directory))
 
 
 _Direct = TypeVar("_Direct", bound=DirectStorage)
-
-
-class _Opened:
-    """The direct storages of this process in one session.
-
-    As with clients, storages to which nothing refers are closed when the next one is opened."""
-
-    def __init__(self) -> None:
-        self._alive: weakref.WeakSet[DirectStorage] = weakref.WeakSet()
-        self.dropped: deque[ReplayDirectory] = deque()
-
-    def add(self, storage: DirectStorage) -> None:
-        self._close_dropped(clean=False)  # the host removes the directory
-        self._alive.add(storage)
-        storage._opened = self
-
-    def _close_dropped(self, clean: bool) -> None:
-        with contextlib.suppress(IndexError):  # none is left, as for clients
-            while True:
-                close_directory(self.dropped.popleft(), clean=clean)
-
-    def close(self, clean: bool) -> None:
-        for storage in list(self._alive):
-            storage.close(clean=clean)
-        self._close_dropped(clean)
 
 
 def open_directly(
@@ -128,10 +108,12 @@ def open_directly(
     when the session ends."""
     storage = kind(capacity, scratch_dir=path, job_id=job_id, timeout_s=timeout_s)
     session = current_session()
+    key = session.session_id
     with LOCKS.hosts:
-        opened = _opened.get(session.session_id)
+        opened = _opened.get(key)
         if opened is None:
-            opened = _opened[session.session_id] = _Opened()
-            session.on_end(lambda clean: _opened.pop(session.session_id).close(clean))
+            opened = _opened[key] = _InUse(lambda storage, clean: storage.close(clean=clean))
+            session.on_end(lambda clean: _opened.pop(key).close(clean))
     opened.add(storage)
+    storage._opened = opened
     return storage

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -10,20 +11,17 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from torchrl_dist.errors import (
-    DeadlineError,
-)
-from torchrl_dist.replay.hosts.messages import (
-    Answer,
-    Law,
-    Operation,
-)
+from torchrl_dist.errors import DeadlineError
+from torchrl_dist.replay.hosts.messages import Answer, Law, Operation
 from torchrl_dist.replay.law.limiter import Counts
 from torchrl_dist.runtime.awake import awake
 
 # If several calls share a deadline, the last of them gets at least this time.
 SHORTEST_CALL_S = 0.05
 
+
+Made = Operation | Callable[[], Operation]
+"""An operation, or a function that returns it when it is sent."""
 
 Written = Callable[[np.ndarray, np.ndarray], None]
 """A function that is called with slots and generations, int64 [n] each, of written rows."""
@@ -33,20 +31,20 @@ class Link(Protocol):
     """A client's interface to a host. Thread-safe."""
 
     name: str
-    max_priority: float
+    max_priority: float = math.nan
     """The largest priority of the buffer, as far as its client knows; NaN if there is none."""
-    era: int
+    era: int = 0
     """The era of the host and of ``max_priority``, as far as its client knows."""
-    replies: int
+    replies: int = 0
     """How often the host has answered."""
-    answered_at: float
+    answered_at: float = 0.0
     """The time of the host's last answer, by the clock ``awake()``."""
-    round_trip_s: float
+    round_trip_s: float = 0.0
     """The shortest duration of recent short calls; 0 if there was none."""
 
-    sends_rows: bool
+    sends_rows: bool = True
     """Whether rows are sent to another process, so that fewer bytes are faster."""
-    limited: bool
+    limited: bool = False
     """Whether the buffer has a rate limiter, so that every reply must have the host's state."""
 
     def counts(self) -> Counts | None:
@@ -54,12 +52,7 @@ class Link(Protocol):
         before the first reply."""
 
     def put(
-        self,
-        operation: Operation | Callable[[], Operation],
-        *,
-        size: int = 0,
-        urgent: bool = True,
-        written: Written | None = None,
+        self, operation: Made, *, size: int = 0, urgent: bool = True, written: Written | None = None
     ) -> None:
         """Queue an operation, see ``RemoteLink.put``."""
 

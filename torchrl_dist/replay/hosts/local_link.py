@@ -2,54 +2,38 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 from torchrl_dist.replay.hosts.host import ReplayHost
-from torchrl_dist.replay.hosts.link import Written
-from torchrl_dist.replay.hosts.messages import (
-    UNIFORM,
-    Answer,
-    Law,
-    Operation,
-)
+from torchrl_dist.replay.hosts.link import Link, Made, Written
+from torchrl_dist.replay.hosts.messages import UNIFORM, Answer, Law
 from torchrl_dist.replay.law.limiter import Counts
 
 
-class LocalLink:
+class LocalLink(Link):
     """Calls a host in this process, which uses a directory of this node."""
 
     fine = True
-    problem: Exception | None = None
     sends_rows = False
-    limited = False
+    problem = None
     waiting = 0
-    round_trip_s = 0.0
+
+    def __init__(self, host: ReplayHost, name: str) -> None:
+        self.name = name
+        self._host = host
 
     def counts(self) -> Counts:
         return self._host.storage.limiter_counts
 
-    def __init__(self, host: ReplayHost, name: str) -> None:
-        self.name = name
-        self.max_priority = math.nan
-        self.era = 0
-        self.replies = 0
-        self.answered_at = 0.0
-        self._host = host
-
     def put(
-        self,
-        operation: Operation | Callable[[], Operation],
-        *,
-        size: int = 0,
-        urgent: bool = True,
-        written: Written | None = None,
+        self, operation: Made, *, size: int = 0, urgent: bool = True, written: Written | None = None
     ) -> None:
         if callable(operation):
             operation = operation()
-        result = self._host.apply(operation, max_priority=self.max_priority, era=self.era)
+        self._host.raise_max_priority(self.max_priority, self.era)
+        result = self._host.apply(operation)
         if written is not None:
             written(*result)
 
@@ -57,25 +41,19 @@ class LocalLink:
         return self.submit(method, *args, timeout_s=0)
 
     def ask(self, count: int | None, law: Law | None) -> Future[Answer | None]:
-        future: Future[Answer | None] = Future()
         if count is None:  # operations are applied immediately
-            future.set_result(None)
-            return future
-        try:
-            state, drawn = self._host.draw(count, law or UNIFORM, self.max_priority, self.era)
+            return _done(lambda: None)
+
+        def draw() -> Answer:
+            self._host.raise_max_priority(self.max_priority, self.era)
+            answer = self._host.draw(count, law or UNIFORM)
             self.replies += 1
-            future.set_result(Answer(state, drawn))
-        except Exception as error:
-            future.set_exception(error)
-        return future
+            return Answer(*answer)
+
+        return _done(draw)
 
     def submit(self, method: str, *args: Any, timeout_s: float) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(getattr(self._host, method)(*args))
-        except Exception as error:
-            future.set_exception(error)
-        return future
+        return _done(lambda: getattr(self._host, method)(*args))
 
     def check_entry(self) -> None:
         self._host.storage.check_entry()
@@ -90,3 +68,13 @@ class LocalLink:
         host = self.__dict__.pop("_host", None)
         if host is not None:
             host.close()
+
+
+def _done(call: Callable[[], Any]) -> Future[Any]:
+    """Return a future that has the result of ``call()``, or its exception."""
+    future: Future[Any] = Future()
+    try:
+        future.set_result(call())
+    except Exception as error:
+        future.set_exception(error)
+    return future

@@ -61,44 +61,10 @@ class SetWrittenPriorities:
 
 
 @dataclass(frozen=True)
-class SetAlpha:
-    """Change the priority exponent for all processes."""
-
-    alpha: float
-
-
-@dataclass(frozen=True)
-class UsePriorities:
-    """See ``ReplayHost.use_priorities``."""
-
-    alpha: float
-    eps: float
-
-
-@dataclass(frozen=True)
-class Empty:
-    """Drop all rows for all processes."""
-
-    reset_write_count: bool
-    era: int
-
-
-@dataclass(frozen=True)
 class CountSamples:
     """Count rows of this host that samples returned, for the rate limiter."""
 
     rows: int
-
-
-@dataclass(frozen=True)
-class ReturnDraws:
-    """Return drawn rows that will not be used, with the leaves of their draw, [n] each.
-
-    These draws must not count for ``max_times_sampled``."""
-
-    slot: np.ndarray
-    generation: np.ndarray
-    leaf: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -109,17 +75,7 @@ class Invoke:
     args: tuple[Any, ...]
 
 
-Operation = (
-    Write
-    | SetPriorities
-    | SetWrittenPriorities
-    | SetAlpha
-    | UsePriorities
-    | Empty
-    | CountSamples
-    | ReturnDraws
-    | Invoke
-)
+Operation = Write | SetPriorities | SetWrittenPriorities | CountSamples | Invoke
 
 
 # ---- messages

@@ -17,8 +17,13 @@ from tensordict import NestedKey
 from torchrl_dist.errors import ConfigurationError, TorchRLDistError
 from torchrl_dist.replay.hosts.client import ReplayClient
 from torchrl_dist.replay.hosts.host import ReplayHost
-from torchrl_dist.replay.hosts.keeper import HostAddress, open_host, remove_what_the_dead_left
-from torchrl_dist.replay.hosts.lifetimes import LOCKS, DirectStorage, clients_of, open_directly
+from torchrl_dist.replay.hosts.keeper import (
+    HostAddress,
+    HostTerms,
+    open_host,
+    remove_what_the_dead_left,
+)
+from torchrl_dist.replay.hosts.lifetimes import LOCKS, DirectStorage, close_at_end, open_directly
 from torchrl_dist.replay.hosts.link import Link
 from torchrl_dist.replay.hosts.local_link import LocalLink
 from torchrl_dist.replay.hosts.remote_link import RemoteLink
@@ -140,7 +145,7 @@ class ReplayOwner:
             timeout_s=self.timeout_s,
             limiter=self.limiter,
         )
-        clients_of(session).add(client)
+        close_at_end(session, client)
         return client
 
 
@@ -235,15 +240,12 @@ def host_replay(
     if limiter is not None:
         limiter.check_capacity(capacity)
     parent = None if scratch_dir is None else os.fspath(scratch_dir)
-    terms = {
+    stacks = None if frames is None else checked_frames(frames)
+    asked = HostTerms(shard_capacity, parent, resume, keep, limiter, stacks)
+    terms = asked._asdict() | {
         "capacity": capacity,
         "hosts": [peer.name for peer in peers],
         "write_to": write_to,
-        "scratch_dir": parent,
-        "resume": resume,
-        "keep": keep,
-        "limiter": limiter,
-        "frames": None if frames is None else checked_frames(frames),
         "sampling": sampling,
     }
     new = _agree(session, name, terms, timeout_s)
@@ -254,12 +256,7 @@ def host_replay(
                 peer,
                 open_host,
                 f"{name}-{peers[:shard].count(peer)}",
-                shard_capacity,
-                parent,
-                resume,
-                keep,
-                limiter,
-                frames,
+                asked,
                 timeout_s=timeout_s,
             )
             remotes.append(remote)

@@ -76,15 +76,6 @@ class PassSource:
         """Ask again how many rows remain, because the rows have been replaced."""
         self._left = np.zeros_like(self._left)
 
-    def rows_ahead(self) -> int:
-        return 0
-
-    def can_draw(self, batch_size: int) -> bool:
-        """Return whether there is a row to draw. Blocks for one call."""
-        with self._lock:
-            self._look()
-            return bool(self._lengths.any())
-
     def next(self, count: int) -> Drawn:
         """Return the next rows of the pass, fewer at its end. Blocks, mostly for one call.
 
@@ -148,20 +139,18 @@ class PassSource:
     def _take(self, counts: np.ndarray) -> list[Drawn]:
         """Draw rows of the pass, and note the rows left in all shards that were asked."""
         client, look = self._client, not counts.any()
-        calls = [
-            (shard, (self.number, int(count), self._shuffle))
+        calls = {
+            shard: (self.number, int(count), self._shuffle)
             for shard, count in enumerate(counts)
             if (look or count) and client.answers_now(shard)
-        ]
-        answers = client.order_those_that_answer("take_of_pass", calls)
+        }
+        answers = client.order_each("take_of_pass", calls, trouble=client.note_trouble)
         left = np.zeros_like(self._left) if look else self._left.copy()
         left[[shard for shard, count in enumerate(counts) if count]] = 0  # the shard is lost
         found, numbers = [], {}
         if look:
             self._lengths = np.zeros_like(left)
-        for (shard, _), answer in zip(calls, answers, strict=True):
-            if answer is None:
-                continue
+        for shard, answer in answers.items():
             numbers[shard], left[shard], self._lengths[shard], text, packed = answer
             if packed and len(packed[0]):
                 slot, generation, *stored = unpack(packed)

@@ -18,7 +18,6 @@ import math
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +32,7 @@ from torchrl_dist.errors import (
     RemoteError,
 )
 from torchrl_dist.forks import now_and_in_children
-from torchrl_dist.replay.hosts.link import Written, await_answer
+from torchrl_dist.replay.hosts.link import Link, Made, Written, await_answer
 from torchrl_dist.replay.hosts.merging import merged
 from torchrl_dist.replay.hosts.messages import (
     UNIFORM,
@@ -73,25 +72,31 @@ _LATELY = 16
 
 @dataclass
 class _Queued:
-    """A queued operation. A ``Write`` may have ``written``, and an ``Invoke`` has ``future``."""
+    """A queued operation, or a request for rows, which has no operation.
 
-    operation: Operation | Callable[[], Operation]
-    size: int
+    A ``Write`` may have ``written``, and an ``Invoke`` ``future``. A request for rows has
+    ``future``. If its ``count`` is None, it only waits for earlier operations."""
+
+    operation: Made | None = None
+    size: int = 0
     written: Written | None = None
     future: Future[Any] | None = None
+    count: int | None = None
+    law: Law | None = None
 
     @property
     def cost(self) -> int:
         return max(1, self.size // _BYTES_PER_OPERATION)
 
+    def made(self) -> Operation:
+        """Return the operation."""
+        assert self.operation is not None
+        return self.operation() if callable(self.operation) else self.operation
 
-@dataclass
-class _Ask:
-    """A request for rows. If ``count`` is None, it only waits for earlier operations."""
-
-    count: int | None
-    law: Law | None
-    future: Future[Any] = field(default_factory=Future)
+    def start(self) -> bool:
+        """Return whether to send it, because it was not cancelled. It cannot be cancelled then."""
+        future = self.future
+        return future is None or future.running() or future.set_running_or_notify_cancel()
 
 
 @dataclass
@@ -99,7 +104,7 @@ class _Call:
     """The call in flight, with the queued operations and requests for rows that it answers."""
 
     queued: list[_Queued]
-    asks: list[_Ask]
+    asks: list[_Queued]
     law: Law
     draw: int | None
     sent_at: float
@@ -112,7 +117,7 @@ class _Call:
         return sum(each.size for each in self.queued)
 
 
-class RemoteLink:
+class RemoteLink(Link):
     """A link to a host in another process.
 
     ``put``, ``order`` and ``ask`` do not wait while the queue has room. If a host answers late, no
@@ -130,17 +135,13 @@ class RemoteLink:
         self, host: Remote[Any], *, timeout_s: float, max_queued_bytes: int, merged_rows: int
     ) -> None:
         self.name = str(host.peer)
-        self.max_priority = math.nan
-        self.era = 0
-        self.sends_rows = True
-        self.limited = False
         self._state: HostState | None = None
         self._uncounted = 0  # rows of samples that the state does not include yet
         self._host = host
         self._timeout_s = timeout_s
         self._max_queued_bytes = max_queued_bytes
         self._merged_rows = merged_rows
-        self._queue: deque[_Queued | _Ask] = deque()
+        self._queue: deque[_Queued] = deque()
         self._bytes = 0  # queued and in flight
         # callers that wait for room, in order of arrival, so that none starves
         self._line: deque[object] = deque()
@@ -153,9 +154,6 @@ class RemoteLink:
         self._lost: PeerLostError | None = None
         self._closed = False
         self._sender: threading.Thread | None = None
-        self.replies = 0
-        self.answered_at = 0.0
-        self.round_trip_s = 0.0
         self._short_calls: deque[float] = deque(maxlen=_LATELY)
         self.messages = 0
         self.bytes_sent = 0
@@ -172,12 +170,7 @@ class RemoteLink:
     # --- the caller's side -------------------------------------------------------------------
 
     def put(
-        self,
-        operation: Operation | Callable[[], Operation],
-        *,
-        size: int = 0,
-        urgent: bool = True,
-        written: Written | None = None,
+        self, operation: Made, *, size: int = 0, urgent: bool = True, written: Written | None = None
     ) -> None:
         """Queue an operation. Blocks only while the queue is full.
 
@@ -197,24 +190,24 @@ class RemoteLink:
         with self._lock:
             self._wait_for_room(size)
             self._uncounted += _samples(operation)
-            self._add(_Queued(operation, size, written), size, urgent)
+            self._add(_Queued(operation, size, written), urgent)
 
     def order(self, method: str, *args: Any, size: int = 0) -> Future[Any]:
         future: Future[Any] = Future()
         with self._lock:
             self._wait_for_room(size)
-            self._add(_Queued(Invoke(method, args), size, None, future), size, True)
+            self._add(_Queued(Invoke(method, args), size, None, future), True)
         return future
 
     def ask(self, count: int | None, law: Law | None) -> Future[Answer | None]:
-        ask = _Ask(count, law)
+        future: Future[Answer | None] = Future()
         with self._lock:
             self._require_host()
-            self._add(ask, 0, True)
-        return ask.future
+            self._add(_Queued(future=future, count=count, law=law), True)
+        return future
 
-    def _add(self, item: _Queued | _Ask, size: int, urgent: bool) -> None:
-        self._bytes += size
+    def _add(self, item: _Queued, urgent: bool) -> None:
+        self._bytes += item.size
         self._due |= urgent
         if self._since is None:
             self._since = awake()
@@ -263,7 +256,7 @@ class RemoteLink:
     def waiting(self) -> int:
         with self._lock:
             queued = [] if self._under_way is None else self._under_way.queued
-            return len(queued) + sum(isinstance(each, _Queued) for each in self._queue)
+            return len(queued) + sum(each.operation is not None for each in self._queue)
 
     def submit(self, method: str, *args: Any, timeout_s: float) -> Future[Any]:
         return self._host.submit(method, *args, timeout_s=timeout_s)
@@ -351,26 +344,24 @@ class RemoteLink:
         """Take as much from the head of the queue as one request may hold. A request has one law,
         so only draws with the same law are taken."""
         queued: list[_Queued] = []
-        asks: list[_Ask] = []
+        asks: list[_Queued] = []
         law, left = None, self._most
         while self._queue and left > 0:
             item = self._queue[0]
-            if isinstance(item, _Ask):
-                if law is not None and item.law not in (None, law):
-                    break
-                if item.future.running() or item.future.set_running_or_notify_cancel():
-                    law = law or item.law
+            if law is not None and item.law not in (None, law):
+                break
+            if queued and item.cost > left:
+                break
+            if item.start():
+                law = law or item.law
+                if item.operation is None:
                     asks.append(item)
-                    left -= 1
-            else:
-                if queued and item.cost > left:
-                    break
-                if item.future is None or item.future.set_running_or_notify_cancel():
-                    queued.append(item)
-                    left -= item.cost
                 else:
-                    self._bytes -= item.size
-                    self._room.notify_all()
+                    queued.append(item)
+                left -= item.cost
+            else:
+                self._bytes -= item.size
+                self._room.notify_all()
             self._queue.popleft()
         if not self._queue:
             self._due = False
@@ -384,10 +375,7 @@ class RemoteLink:
 
     def _send(self, call: _Call) -> None:
         try:
-            operations = [
-                each.operation() if callable(each.operation) else each.operation
-                for each in call.queued
-            ]
+            operations = [each.made() for each in call.queued]
             call.merged = merged(operations, self._merged_rows)
             request = Request(
                 tuple(operation for operation, _ in call.merged),
@@ -473,10 +461,10 @@ class RemoteLink:
                         each.written(slot[start:stop], generation[start:stop])
                     start += count
             elif isinstance(operation, Invoke):
+                result, failure, future = next(results), failures.get(position), whose[0].future
+                if future is None:
+                    continue
                 told.add(position)
-                result, failure = next(results), failures.get(position)
-                future = whose[0].future
-                assert future is not None
                 if failure is None:
                     future.set_result(result)
                 else:
@@ -486,16 +474,18 @@ class RemoteLink:
     def _answer(self, call: _Call, reply: Reply, draw_error: Exception | None) -> None:
         start = 0
         for ask in call.asks:
+            future = ask.future
+            assert future is not None
             if ask.count is None:
-                ask.future.set_result(None)
+                future.set_result(None)
             elif draw_error is not None:
-                ask.future.set_exception(draw_error)
+                future.set_exception(draw_error)
             else:
                 assert reply.state is not None
                 count = min(ask.count, reply.count - start)
                 rows = reply.rows.part(start, start + count) if count else None
                 start += count
-                ask.future.set_result(Answer(reply.state, rows))
+                future.set_result(Answer(reply.state, rows))
 
     def _finish(self, call: _Call) -> None:
         with self._lock:
@@ -523,40 +513,37 @@ class RemoteLink:
         with self._lock:
             if isinstance(error, Exception) and untold:
                 self._errors.append(error)
-        self._fail(call.asks, call.queued, error)
+        self._fail([*call.asks, *call.queued], error)
 
     def _note_loss(self, call: _Call, error: PeerLostError) -> None:
         with self._lock:
-            rest = list(self._queue)
-            queued = call.queued + [each for each in rest if isinstance(each, _Queued)]
+            rest = [*call.asks, *call.queued, *self._queue]
+            queued = [each for each in rest if each.operation is not None]
             self._lost = PeerLostError(
                 f"{error}; {len(queued)} operations of this process were not applied, or it is not "
                 "known whether they were applied"
                 if queued
                 else str(error)
             )
-            asks = call.asks + [each for each in rest if isinstance(each, _Ask)]
             self._queue.clear()
             self._bytes = 0
             self._under_way = None
             self._since = None
             self._room.notify_all()
             self._work.notify()
-        self._fail(asks, queued, self._lost)
+        self._fail(rest, self._lost)
 
     @staticmethod
-    def _fail(asks: list[_Ask], queued: list[_Queued], error: BaseException) -> None:
-        for each in queued:
+    def _fail(waiting: list[_Queued], error: BaseException) -> None:
+        for each in waiting:
             if each.written is not None and isinstance(each.operation, Write):
                 lost = np.full(each.operation.count, -1, dtype=np.int64)
                 each.written(lost, lost)
-        told: list[_Ask | _Queued] = [*asks, *queued]
-        for future in [each.future for each in told]:
-            if future is None or future.done():
-                continue
-            if future.running() or future.set_running_or_notify_cancel():
+        for each in waiting:
+            future = each.future
+            if future is not None and not future.done() and each.start():
                 future.set_exception(error)
 
 
-def _samples(operation: Operation | Callable[[], Operation]) -> int:
+def _samples(operation: Made | None) -> int:
     return operation.rows if isinstance(operation, CountSamples) else 0

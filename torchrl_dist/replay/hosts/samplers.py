@@ -6,7 +6,6 @@ host, the storage is a directory, and the sampler draws from it like its base cl
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -15,18 +14,10 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_dist.errors import ConfigurationError, RemoteError
 from torchrl_dist.replay.hosts.batches import BatchSource
-from torchrl_dist.replay.hosts.messages import (
-    PRIORITIZED,
-    UNIFORM,
-    Law,
-    SetAlpha,
-    SliceLaw,
-    UsePriorities,
-)
+from torchrl_dist.replay.hosts.messages import PRIORITIZED, UNIFORM, Law, SliceLaw
 from torchrl_dist.replay.hosts.owner import ReplayOwner
 from torchrl_dist.replay.hosts.passes import PassSource
 from torchrl_dist.replay.hosts.storage import RemoteStorage
-from torchrl_dist.replay.law.placement import as_slots
 from torchrl_dist.replay.node.priorities import check_generations, check_priorities
 from torchrl_dist.replay.parts.drawn import Drawn
 from torchrl_dist.replay.parts.passes import OVER, PassOverError, SharedSamplerWithoutReplacement
@@ -35,7 +26,6 @@ from torchrl_dist.replay.parts.sampler import (
     SharedPrioritizedSampler,
     SharedRandomSampler,
     SharedSampler,
-    priorities_for,
 )
 from torchrl_dist.replay.parts.slices import (
     SharedPrioritizedSliceSampler,
@@ -47,20 +37,15 @@ from torchrl_dist.replay.row.spec import RowSpec
 
 
 class _SamplerOfOwner(SharedSampler):
-    """The base of these samplers. A process that unpickles one builds it anew.
-
-    It is bound either to a directory, like its base class, or to a client."""
+    """The base of these samplers. It is bound either to a directory, like its base class,
+    or to a client."""
 
     _prioritized = False
 
     def _set_owner(
-        self,
-        owner: ReplayOwner,
-        prefetch: int | None = None,
-        batches_per_call: int = 1,
-        **options: Any,
+        self, owner: ReplayOwner, prefetch: int | None = None, batches_per_call: int = 1
     ) -> None:
-        """Note the owner, and the options that the signature of the class does not name."""
+        """Note the owner. The constructor calls it last."""
         if (prefetch is not None and prefetch < 0) or batches_per_call < 1:
             raise ConfigurationError(
                 f"prefetch={prefetch}, batches_per_call={batches_per_call}: expected at least 0 "
@@ -74,21 +59,14 @@ class _SamplerOfOwner(SharedSampler):
         self.owner = owner
         self._prefetch = prefetch
         self._batches_per_call = batches_per_call
-        self._options = options
+
+    def _setup(self) -> None:
+        super()._setup()
         self._storage: RemoteStorage | None = None
         self._source: Any = None  # a BatchSource, or a PassSource
 
-    def _arguments(self) -> tuple[Any, ...]:
-        """Return the positional arguments of the class."""
-        return ()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        options = {
-            "owner": self.owner,
-            "prefetch": self._prefetch,
-            "batches_per_call": self._batches_per_call,
-        }
-        return functools.partial(type(self), *self._arguments(), **options, **self._options), ()
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_storage": None, "_source": None}
 
     @property
     def batches_ahead(self) -> int:
@@ -274,21 +252,17 @@ class RPCPrioritizedSampler(_SamplerOfOwner, SharedPrioritizedSampler):
         SharedPrioritizedSampler.__init__(self, max_capacity, alpha, beta, eps, dtype, reduction)
         self._set_owner(owner, prefetch, batches_per_call)
 
-    def _set_owner(self, owner: ReplayOwner, *ahead: Any, **options: Any) -> None:
+    def _set_owner(self, owner: ReplayOwner, *ahead: Any) -> None:
         if self._max_capacity != owner.capacity:
             raise ConfigurationError(
                 f"the sampler has capacity {self._max_capacity}, its owner {owner.capacity} over "
                 f"{len(owner.hosts)} hosts"
             )
-        super()._set_owner(owner, *ahead, **options)
-
-    def _arguments(self) -> tuple[Any, ...]:
-        exponents = (self.alpha, self._beta, self._eps)  # other processes may have changed them
-        return self._max_capacity, *exponents, self.dtype, self.reduction
+        super()._set_owner(owner, *ahead)
 
     def _prepare(self, storage: RemoteStorage) -> None:
         client = storage.client
-        client.apply_everywhere(UsePriorities(self._alpha, self._eps))
+        client.invoke_everywhere("use_priorities", self._alpha, self._eps)
         try:
             client.apply_queued()
         except RemoteError:  # one host's error; the others have refused for the same reason
@@ -305,7 +279,7 @@ class RPCPrioritizedSampler(_SamplerOfOwner, SharedPrioritizedSampler):
     def _share_alpha(self, value: float) -> None:
         super()._share_alpha(value)
         if self._storage is not None:
-            self._storage.client.apply_everywhere(SetAlpha(value))
+            self._storage.client.invoke_everywhere("set_alpha", value)
 
     @property
     def _max_priority(self) -> tuple[float | None, int | None]:
@@ -314,32 +288,22 @@ class RPCPrioritizedSampler(_SamplerOfOwner, SharedPrioritizedSampler):
         found = [state.max_priority for state in self._storage.client.states()]
         return max((value for value in found if value == value), default=None), None
 
-    def _set_priorities(
-        self,
-        index: int | torch.Tensor,
-        priority: float | torch.Tensor,
-        generation: torch.Tensor | None,
+    def _update(
+        self, index: torch.Tensor, generation: torch.Tensor | None, priority: np.ndarray
     ) -> None:
-        """Queue priorities for rows."""
         if self._storage is None:
-            super()._set_priorities(index, priority, generation)
+            super()._update(index, generation, priority)
             return
-        if not isinstance(index, torch.Tensor):
-            index = as_slots(index)
-        raw = priorities_for(index, priority)
-        check_priorities(raw)
+        check_priorities(priority)
         if generation is not None:
-            generation = generation.detach().cpu().reshape(-1)
-            check_generations(generation.numel(), raw.size)
-        if index.dtype != torch.int64 or index.device.type != "cpu" or index.ndim != 1:
-            index = as_slots(index).reshape(-1)
-        self._storage.client.set_priorities(index, generation, raw)
+            check_generations(generation.numel(), priority.size)
+        self._storage.client.set_priorities(index, generation, priority)
 
 
 class _SlicesOfOwner(_SamplerOfOwner, SharedSliceSampler):
     """The base of samplers of slices. Each host chooses slices among its own rows."""
 
-    def _set_owner(self, owner: ReplayOwner, *ahead: Any, **options: Any) -> None:
+    def _set_owner(self, owner: ReplayOwner, *ahead: Any) -> None:
         if self._by_end:
             raise ConfigurationError(
                 "rows that come by RPC do not say which process wrote them, so flags at the ends "
@@ -351,7 +315,7 @@ class _SlicesOfOwner(_SamplerOfOwner, SharedSliceSampler):
                 "pad_output=True over hosts does not work with a span to the right: a slice may "
                 "then have no row for padding; pass one of them"
             )
-        super()._set_owner(owner, *ahead, **options)
+        super()._set_owner(owner, *ahead)
 
     def _law(self, batch_size: int) -> tuple[Law, int]:
         length, count = self._adjusted_batch_size(batch_size)
@@ -444,7 +408,7 @@ class RPCSliceSampler(_SlicesOfOwner):
         **options: Any,
     ) -> None:
         SharedSliceSampler.__init__(self, **options)
-        self._set_owner(owner, prefetch, batches_per_call, **options)
+        self._set_owner(owner, prefetch, batches_per_call)
 
 
 class RPCPrioritizedSliceSampler(
@@ -496,10 +460,10 @@ class RPCPrioritizedSliceSampler(
         SharedPrioritizedSliceSampler.__init__(
             self, max_capacity, alpha, beta, eps, dtype, reduction, **options
         )
-        self._set_owner(owner, prefetch, batches_per_call, **options)
+        self._set_owner(owner, prefetch, batches_per_call)
 
 
-class RPCSamplerWithoutReplacement(_SamplerOfOwner, SharedSamplerWithoutReplacement):
+class RPCSamplerWithoutReplacement(SharedSamplerWithoutReplacement, _SamplerOfOwner):
     """Sample rows of other processes uniformly without replacement, over the whole job.
 
     It replaces TorchRL's ``SamplerWithoutReplacement``, and draws as
@@ -539,10 +503,6 @@ class RPCSamplerWithoutReplacement(_SamplerOfOwner, SharedSamplerWithoutReplacem
         SharedSamplerWithoutReplacement.__init__(self, drop_last, shuffle)
         self._set_owner(owner)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        make = functools.partial(type(self), owner=self.owner)
-        return make, (self.drop_last, self.shuffle)
-
     def _new_source(self, storage: RemoteStorage) -> PassSource:
         self._passes = source = PassSource(
             storage.client,
@@ -561,8 +521,3 @@ class RPCSamplerWithoutReplacement(_SamplerOfOwner, SharedSamplerWithoutReplacem
     def _next(self, storage: Storage, batch_size: int) -> Drawn:
         self._batch_size = max(1, batch_size)
         return super()._next(storage, batch_size)
-
-    def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Return whether ``sample`` could begin now. Over hosts, this blocks for one call."""
-        enough = not self.drop_last or len(storage) >= batch_size
-        return enough and super().can_sample(storage, batch_size)

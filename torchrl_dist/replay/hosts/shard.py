@@ -13,14 +13,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
-
 from torchrl_dist.errors import RemoteError, TorchRLDistError
 from torchrl_dist.replay.hosts.client import ReplayClient
 from torchrl_dist.replay.row.packing import pack, unpack
 from torchrl_dist.replay.row.spec import RowSpec
 from torchrl_dist.replay.saving.disk import Ends, after
-from torchrl_dist.replay.saving.shards import Sink
+from torchrl_dist.replay.saving.shards import RestoredRows, Shard, Sink
 from torchrl_dist.replay.saving.snapshot import CHUNK_BYTES, Chunk, Head
 
 _CHUNKS_AHEAD = 2
@@ -59,7 +57,7 @@ def _some(ranges: Iterator[tuple[int, int]], rows: int) -> list[tuple[int, int]]
     return found
 
 
-class RemoteShard:
+class RemoteShard(Shard):
     """A host's directory, which is saved and restored a few chunks at a time to keep every call
     short.
 
@@ -145,26 +143,19 @@ class RemoteShard:
         self._client.order(self._shard, "make_room", spec)
 
     def begin_restore(self, head: Head) -> int:
-        return self._client.order(self._shard, "begin_restore", head, self._era)
+        return self._client.order(self._shard, "begin_restore_of", head, self._era)
 
-    def restore_rows(
-        self,
-        since: int,
-        slot: int,
-        version: int,
-        leaf: np.ndarray,
-        alpha: float | None,
-        arrays: list[np.ndarray],
-    ) -> None:
+    def restore_rows(self, rows: RestoredRows) -> None:
         if self._pace is None:
             self._pace = Pace(self._client.timeout_s, CHUNK_BYTES)
+        leaf, arrays = rows.leaf, rows.arrays
         row_bytes = max(1, sum(array.nbytes for array in arrays) // max(1, leaf.size))
         done = 0
         while done < leaf.size:
             part = slice(done, done + max(1, self._pace.bytes // row_bytes))
             packed = pack([array[part] for array in arrays], copy=False)
-            rows = since, slot + done, version, leaf[part], alpha, packed
+            some = rows._replace(slot=rows.slot + done, leaf=leaf[part], arrays=packed)
             size, begin = sum(each.nbytes for each in packed), time.monotonic()
-            self._client.order(self._shard, "restore_rows", *rows, size=size)
+            self._client.order(self._shard, "restore_rows", some, size=size)
             self._pace.note(begin, size)
-            done += leaf[part].size
+            done += some.leaf.size

@@ -3,38 +3,29 @@
 from __future__ import annotations
 
 import secrets
-import threading
 import time
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase, is_tensor_collection
-from torchrl.data.replay_buffers.storages import Storage, TensorStorage
+from tensordict import TensorDictBase
+from torchrl.data.replay_buffers.storages import Storage
 
-from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.forks import now_and_in_children
 from torchrl_dist.replay.hosts.lifetimes import DirectStorage, open_directly
-from torchrl_dist.replay.hosts.messages import Empty
 from torchrl_dist.replay.hosts.owner import ReplayOwner
 from torchrl_dist.replay.hosts.shard import Pace, RemoteShard
 from torchrl_dist.replay.hosts.totals_gate import TotalsGate
 from torchrl_dist.replay.law.limiter import Counts, RateLimiter
-from torchrl_dist.replay.law.placement import as_slots
 from torchrl_dist.replay.law.shard_law import global_index, split_index
 from torchrl_dist.replay.node.priorities import check_priorities
-from torchrl_dist.replay.parts.drawn import Drawn
-from torchrl_dist.replay.parts.sampler import (
-    SharedSampler,
-)
-from torchrl_dist.replay.parts.storage import names_an_entry, one_row_each, single
+from torchrl_dist.replay.parts.base import RowStorage, check_batch
+from torchrl_dist.replay.parts.sampler import SharedSampler
 from torchrl_dist.replay.row import _torchrl, rows
 from torchrl_dist.replay.row.packing import spec_from_text, unpack
-from torchrl_dist.replay.saving.shards import SavedStorage
-from torchrl_dist.replay.saving.snapshot import CHUNK_BYTES, SavedShard
+from torchrl_dist.replay.saving.snapshot import CHUNK_BYTES
 
 
 class _StorageOfOwner(Storage):
@@ -51,13 +42,7 @@ class _StorageOfOwner(Storage):
         _torchrl.arrive_with(self, state["attached"])
 
 
-class RemoteStorage(
-    _StorageOfOwner,
-    _torchrl.ChecksBuffers,
-    _torchrl.SparseSlots,
-    SavedStorage,
-    TensorStorage,
-):
+class RemoteStorage(_StorageOfOwner, RowStorage):
     """A storage for rows that are in other processes of the job.
 
     Use it in any TorchRL buffer, with :class:`SharedCursorWriter` and with
@@ -92,23 +77,12 @@ class RemoteStorage(
         10
     """
 
-    attaches_when_pickled = True
-    """Whether a copy in another process has the same rows. Collectors check this before they
-    write."""
-
     attaches_by_session = True
     """Whether the process of the copy must be in the session."""
 
     samplers_to_use: ClassVar[Mapping[str, str]] = {
-        "": "RPCRandomSampler(owner=owner)",
-        "PrioritizedSliceSampler": (
-            "RPCPrioritizedSliceSampler({capacity}, {alpha}, {beta}, ..., owner=owner)"
-        ),
-        "SliceSampler": "RPCSliceSampler(..., owner=owner)",
-        "SamplerWithoutReplacement": "RPCSamplerWithoutReplacement(owner=owner)",
-        "PrioritizedSampler": (
-            "RPCPrioritizedSampler({capacity}, alpha={alpha}, beta={beta}, owner=owner)"
-        ),
+        name: form.replace("Shared", "RPC").replace(")", ", owner=owner)").replace("(, ", "(")
+        for name, form in DirectStorage.samplers_to_use.items()
     }
 
     def __new__(cls, owner: ReplayOwner) -> Any:
@@ -128,25 +102,13 @@ class RemoteStorage(
     _pace: Pace | None = None  # the pace of reads
 
     def __init__(self, owner: ReplayOwner) -> None:
-        # not the base classes' __init__, which would count rows and revisions in this process
         self.owner = owner
-        self.max_size = owner.capacity
-        self.ndim = 1
-        self.checkpointer = None
-        self._compilable = False
-        self._attached_entities_list: list[Any] = []
-        self.device = torch.device("cpu")
-        self._handed = threading.local()
+        self._set_up(owner.capacity)
         self.emptied = 0  # counts this process's calls, see :attr:`SharedMemmapStorage.emptied`
         self._samplers: weakref.WeakSet[SharedSampler] = weakref.WeakSet()
         """The samplers that draw ahead from this storage."""
         self.client = owner.connect()
         self.gate = None if owner.limiter is None else TotalsGate(self.client, owner.limiter)
-        now_and_in_children(self, RemoteStorage._renew)
-
-    def _renew(self) -> None:
-        for buffer in _torchrl.buffers_over(self):
-            _torchrl.renew_after_fork(buffer)
 
     def check_entry(self) -> None:
         """See :meth:`ReplayClient.check_entry`."""
@@ -167,20 +129,14 @@ class RemoteStorage(
         too."""
         self.client.close()
 
-    def cleanup(self) -> bool:
-        """Call :meth:`close`. TorchRL uses this name."""
-        self.close()
-        return True
-
     @property
     def counters(self) -> dict[str, int]:
         """The same counters as on one node, summed over the hosts that answer."""
         total: dict[str, int] = {}
         client = self.client
-        answering = [shard for shard in range(len(client.links)) if client.answers_now(shard)]
-        calls = [(shard, ()) for shard in answering]
-        for found in client.call_those_that_answer("counters", calls):
-            for name, count in (found or {}).items():
+        calls: dict[int, Any] = dict.fromkeys(client.answering(), ())
+        for found in client.call_each("counters", calls, client.note_trouble).values():
+            for name, count in found.items():
                 total[name] = total.get(name, 0) + count
         return total
 
@@ -188,23 +144,6 @@ class RemoteStorage(
 
     def __len__(self) -> int:
         return sum(state.length for state in self.client.states())
-
-    @property
-    def _len(self) -> int:
-        return len(self)
-
-    @property
-    def _is_full(self) -> bool:
-        return sum(state.high for state in self.client.states()) == self.max_size
-
-    @property
-    def initialized(self) -> bool:
-        """See :class:`SharedMemmapStorage`."""
-        return True
-
-    @initialized.setter
-    def initialized(self, value: bool) -> None:
-        pass  # TorchRL's base class sets it, but here it is always true
 
     @property
     def shape(self) -> torch.Size:
@@ -239,11 +178,6 @@ class RemoteStorage(
         assert counts is not None
         return counts
 
-    def check_batch(self, batch_size: int | None) -> None:
-        """See :meth:`SharedMemmapStorage.check_batch`."""
-        if self.limiter is not None and batch_size:
-            self.limiter.check_batch(batch_size)
-
     def append(
         self, data: TensorDictBase, priority: np.ndarray | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -252,10 +186,7 @@ class RemoteStorage(
         The returned slots and generations are -1 until the host has answered. If a limiter limits
         writes, this blocks for one call, and until the rows are admitted. If one shard cannot hold
         all rows, this blocks until they are written."""
-        if not getattr(data, "batch_dims", 0):
-            raise ConfigurationError(
-                "expected a batch of rows [n, ...], got data without a batch dimension"
-            )
+        check_batch(data)
         if priority is not None:
             check_priorities(priority)
         if self.gate is not None:
@@ -290,17 +221,7 @@ class RemoteStorage(
         self.client.recent.remember(index, generation, written=True)
         return index, generation
 
-    def write_at(self, index: torch.Tensor, data: TensorDictBase) -> torch.Tensor:
-        """Replace the rows at given indices. Return their new generations, int64 [n]. Blocks."""
-        index = as_slots(index)
-        # no copy, because this tensor is remembered
-        index = index if index.ndim == 1 else index.reshape(-1)
-        if data.batch_size[0] != index.numel():
-            raise ConfigurationError(
-                f"got {data.batch_size[0]} rows for {index.numel()} slots, expected one per slot"
-            )
-        if (index < 0).any():
-            raise IndexError(f"slots must be in 0 .. {self.max_size - 1}, got {index.min()}")
+    def _replace(self, index: torch.Tensor, data: TensorDictBase) -> torch.Tensor:
         generation = torch.empty_like(index)
         parts = self._by_shard(index.numpy())
         spec = self.client.agreed_spec(data)
@@ -310,55 +231,27 @@ class RemoteStorage(
         row_bytes = sum(column.nbytes for column in columns) // max(1, index.numel())
         written = self.client.order_each(
             "write_at",
-            [
-                (
-                    shard,
-                    (torch.from_numpy(slots), data[torch.from_numpy(where)]),
-                    slots.size * row_bytes,
-                )
+            {
+                shard: (torch.from_numpy(slots), data[torch.from_numpy(where)])
                 for shard, where, slots in parts
-            ],
+            },
+            {shard: slots.size * row_bytes for shard, _, slots in parts},
         )
-        for (_, where, _), found in zip(parts, written, strict=True):
-            generation[torch.from_numpy(where)] = found
+        for shard, where, _ in parts:
+            generation[torch.from_numpy(where)] = written[shard]
         self.client.recent.remember(index, generation, written=True)
         return generation
-
-    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
-        """Write at given slots, as in ``storage[i] = data``. Blocks."""
-        if set_cursor:
-            self.check_writers()
-        if isinstance(data, (list, tuple)):
-            data = torch.stack(list(data))
-        if not is_tensor_collection(data):
-            raise ConfigurationError(f"rows are TensorDicts, got {type(data).__name__}")
-        index = self._as_index(cursor)
-        if isinstance(cursor, (int, np.integer)):
-            data = data.unsqueeze(0)
-        self.write_at(index, one_row_each(index, data))
 
     def empty(self, *, reset_write_count: bool = True) -> None:
         """Drop all rows, for all processes. A host that does not answer drops its rows when it
         returns."""
         try:
-            self.client.apply_everywhere(Empty(reset_write_count, secrets.randbits(62)))
+            self.client.invoke_everywhere("empty", reset_write_count, secrets.randbits(62))
             self.client.apply_queued()
         finally:
             self._drop_drawn_ahead()
 
-    def _empty(self) -> None:
-        pass  # ``ReplayBuffer.empty`` also calls the writer, which has done it
-
     # --- reading -----------------------------------------------------------------------------
-
-    def hand_over(self, batch: Drawn) -> None:
-        """Keep a drawn batch for the calls that the buffer makes after the draw."""
-        self._handed.batch = batch
-
-    def handed_generation(self, index: Any) -> torch.Tensor | None:
-        """Return the generations of the kept batch if ``index`` is its index tensor, else None."""
-        batch = getattr(self._handed, "batch", None)
-        return batch.generation if batch is not None and batch.index is single(index) else None
 
     def generations_of(self, index: torch.Tensor) -> torch.Tensor:
         """Return the generation in each slot. Blocks.
@@ -367,60 +260,20 @@ class RemoteStorage(
         not answer."""
         found = np.full(index.numel(), -1, dtype=np.int64)
         parts = self._by_shard(index.reshape(-1).numpy())
-        parts = [part for part in parts if self.client.answers_now(part[0])]
-        calls = [(shard, (slots,)) for shard, _, slots in parts]
-        for (_, where, _), generations in zip(
-            parts, self.client.call_those_that_answer("generations_of", calls), strict=True
-        ):
-            if generations is not None:
-                found[where] = generations
+        calls = {s: (slots,) for s, _, slots in parts if self.client.answers_now(s)}
+        answers = self.client.call_each("generations_of", calls, self.client.note_trouble)
+        for shard, where, _ in parts:
+            if shard in answers:
+                found[where] = answers[shard]
         return torch.from_numpy(found).reshape(index.shape)
 
-    def get(self, index: Any) -> TensorDictBase:
-        """Return whole rows at the given indices. Blocks unless the rows were just drawn.
-
-        A slice leaves out rows that are not published. Its bounds are those of
-        :class:`SharedMemmapStorage`, over the slots of all shards. A key, or a tuple of keys,
-        returns that entry of all rows.
-
-        Raises:
-            RemoteError: a slot was never written.
-        """
-        if names_an_entry(index):
-            return self.get(slice(None))[index]
-        index = single(index)
-        batch = getattr(self._handed, "batch", None)
-        if batch is not None and batch.index is index:
-            self._handed.batch = None
-            return rows.build(batch.tensors, batch.spec, (index.numel(),))
-        found = self._as_index(index)
-        if isinstance(index, slice) or index is Ellipsis:
-            found = found[self.generations_of(found) >= 0]
-            return self._read(found.numpy()).lock_()  # because a write to a copy would be lost
-        data = self._read(found.reshape(-1).numpy())
-        if isinstance(index, (int, np.integer)) or getattr(index, "ndim", 1) == 0:
-            return data[0]
-        return data.reshape(*found.shape, *data.batch_size[1:]) if found.ndim != 1 else data
-
-    def _as_index(self, index: Any) -> torch.Tensor:
-        """Return global indices >= 0, int64."""
-        several = len(self.client.links) > 1
-        if index is Ellipsis:
-            index = slice(None)
-        if isinstance(index, (slice, range)):
-            if several and isinstance(index, slice) and self._is_from_the_end(index):
-                used = self.shape[0]
-                return self._from_the_end(torch.arange(*index.indices(used), device="cpu") - used)
-            high = self.max_size if several else self.shape[0]
-            span = range(*index.indices(high)) if isinstance(index, slice) else index
-            return torch.arange(span.start, span.stop, span.step, device="cpu")
-        found = torch.as_tensor(index, device="cpu")
-        if found.dtype == torch.bool:
-            found = found.nonzero().squeeze(-1)
-        found = as_slots(found).reshape(found.shape or (1,))
-        if (found < 0).any():
-            found = torch.where(found < 0, self._from_the_end(found), found)
-        return found
+    def _slots_in(self, span: slice) -> torch.Tensor:
+        if len(self.client.links) == 1:
+            return super()._slots_in(span)
+        if not self._is_from_the_end(span):
+            return torch.arange(*span.indices(self.max_size), device="cpu")
+        used = self.shape[0]
+        return self._from_the_end(torch.arange(*span.indices(used), device="cpu") - used)
 
     @staticmethod
     def _is_from_the_end(index: slice) -> bool:
@@ -454,15 +307,15 @@ class RemoteStorage(
         slot = place - (ends - high)[shard]
         return torch.from_numpy(global_index(shard, slot, self.owner.shard_capacity))
 
-    def _read(self, index: np.ndarray) -> TensorDictBase:
+    def _rows_at(self, index: np.ndarray, *, wait: bool = True) -> TensorDictBase:
         """Read in parts, each with its own deadline, because the connection's speed is unknown."""
         left = self._by_shard(index) or [(0, index, index)]
         self._pace = pace = self._pace or Pace(self.client.timeout_s, CHUNK_BYTES)
         spec, found, places = None, [], []
         while left:
             most, begin = max(1, pace.bytes // self.client.row_bytes), time.monotonic()
-            calls = [(shard, (torch.from_numpy(slots[:most]),)) for shard, _, slots in left]
-            for text, packed in self.client.call_each("read", calls):
+            calls = {shard: (torch.from_numpy(slots[:most]),) for shard, _, slots in left}
+            for text, packed in self.client.call_each("read", calls).values():
                 own = spec_from_text(text)
                 spec = spec or own
                 found.append(rows.fitted(unpack(packed), own, spec))
@@ -488,19 +341,12 @@ class RemoteStorage(
         return [(shard, where, slots[where]) for shard, where in positions]
 
     def _drop_drawn_ahead(self) -> None:
-        """Drop batches drawn ahead, because the rows have been replaced."""
         self.emptied += 1
         for sampler in list(self._samplers):
             sampler._empty()
-        _torchrl.forget_drawn_ahead(self)
+        super()._drop_drawn_ahead()
 
     # --- saving ------------------------------------------------------------------------------
-
-    def restore(self, saved: Sequence[SavedShard | None]) -> None:
-        try:
-            super().restore(saved)
-        finally:  # also after an error, because some rows may have been replaced
-            self._drop_drawn_ahead()
 
     def shards(self) -> list[RemoteShard | None]:
         """Return the shards of all hosts that answer, for saving."""

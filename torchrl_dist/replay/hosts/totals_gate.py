@@ -105,10 +105,8 @@ class TotalsGate:
             try:
                 batch = source.next(count)
                 return batch
-            except (
-                NoRowsError
-            ) as error:  # since the replies, other processes drew from the shards or emptied them
-                no_rows = error
+            except NoRowsError as error:
+                no_rows = error  # since the replies, other processes drew from the shards
             finally:
                 with self._lock:  # in one step, or other threads would see these rows twice
                     self._admitted -= count
@@ -131,7 +129,7 @@ class TotalsGate:
         """
         if self.limiter.samples_per_insert is None:
             return
-        self._client.answers(self._client.ask_applied())
+        self._client.await_applied()
         deadline = awake() + self._client.timeout_s
         self._wait(self._missing_samples, deadline, storage)
 

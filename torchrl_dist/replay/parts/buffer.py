@@ -9,7 +9,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -204,12 +204,12 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         if not Path(path, MANIFEST).exists() and Path(path, "storage", MANIFEST).exists():
             path = Path(path, "storage")
         saved, extra = read_dump(Path(path))
-        own = self._checked(extra)
+        batch_size, sampler, own_transforms, rng = self._checked(extra)
         transforms = copy.deepcopy(self._transform.state_dict())
         try:
-            if own.transforms:
+            if own_transforms:
                 try:
-                    self._transform.load_state_dict(own.transforms)
+                    self._transform.load_state_dict(own_transforms)
                 except (RuntimeError, KeyError, TypeError, ValueError) as error:
                     raise CheckpointError(
                         f"the checkpoint {path} is of other transforms: {error}"
@@ -219,14 +219,16 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
             self._transform.load_state_dict(transforms)
             raise
         _torchrl.drop_prefetched(self)
-        self._batch_size = own.batch_size
-        if own.sampler:
-            self._sampler.load_state_dict(own.sampler)
-        if own.rng is not None:
-            self.set_rng(own.rng)
+        self._batch_size = batch_size
+        if sampler:
+            self._sampler.load_state_dict(sampler)
+        if rng is not None:
+            self.set_rng(rng)
 
-    def _checked(self, extra: dict[str, Any]) -> _Own:
-        """Return the state that :meth:`dumps` added to the rows.
+    def _checked(
+        self, extra: dict[str, Any]
+    ) -> tuple[int | None, dict[str, Any], dict[str, Any], torch.Generator | None]:
+        """Return the batch size, the states of sampler and transforms, and the generator.
 
         Raises:
             CheckpointError: it is damaged.
@@ -243,7 +245,7 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
                 generator = torch.Generator(rng["device"])
                 generator.set_state(rng["state"])
                 rng = generator
-            return _Own(batch_size, dict(sampler), dict(transforms), rng)
+            return batch_size, dict(sampler), dict(transforms), rng
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(
                 f"the checkpoint does not fit or is damaged: {error}; the buffer is unchanged"
@@ -256,9 +258,8 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
     def _priority_per_row(self, data: TensorDictBase) -> torch.Tensor:
         priority = data.get(self.priority_key, None)
         if priority is not None and priority.numel() == data.shape[0]:
-            return priority.reshape(
-                -1
-            )  # nothing to reduce, and a reduction would cost more than the update
+            # nothing to reduce, and a reduction would cost more than the update
+            return priority.reshape(-1)
         return self._get_priority_vector(data)
 
     def sample(
@@ -401,12 +402,3 @@ def _per_row(values: torch.Tensor, priority: torch.Tensor) -> torch.Tensor:
     while values.ndim > priority.ndim:
         values = values[..., 0]
     return values
-
-
-class _Own(NamedTuple):
-    """The state that a buffer adds to the rows of a checkpoint."""
-
-    batch_size: int | None
-    sampler: dict[str, Any]
-    transforms: dict[str, Any]
-    rng: torch.Generator | None

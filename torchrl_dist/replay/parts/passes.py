@@ -227,7 +227,8 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
             self._passes = Passes(directory)
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Return whether ``sample`` would begin without a wait."""
+        """Return whether ``sample`` would begin without a wait. Over hosts, this blocks for one
+        call."""
         enough = not self.drop_last or len(storage) >= batch_size
         return enough and super().can_sample(storage, batch_size)
 
@@ -309,6 +310,7 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
         return left // self._batch_size if self.drop_last else -(left // -self._batch_size)
 
     def _empty(self) -> None:
+        super()._empty()
         self._pass = None
 
     def __repr__(self) -> str:

@@ -100,9 +100,8 @@ def _order(ids: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, list[tuple[in
     by_id = np.argsort(ids[first], kind="stable")
     same = ids[first][by_id[1:]] == ids[first][by_id[:-1]]
     begins = np.append(True, ~same | ends[first + length - 1][by_id[:-1]])
-    group = np.empty(
-        first.size, np.int64
-    )  # for each piece, the place of its trajectory's first piece
+    # for each piece, the place of its trajectory's first piece
+    group = np.empty(first.size, np.int64)
     group[by_id] = by_id[begins][np.cumsum(begins) - 1]
     order = np.argsort(np.repeat(group, length), kind="stable")
     ordered = np.repeat(group, length)[order]

@@ -79,10 +79,8 @@ class RecentGenerations:
         self._by_values: dict[bytes, deque[_Batch]] = {}
 
     def _renew(self) -> None:
-        if not self._lock.acquire(
-            blocking=False
-        ):  # a thread that does not exist here was changing them
-            self._clear()
+        if not self._lock.acquire(blocking=False):
+            self._clear()  # a thread that does not exist here was changing them
         self._lock = threading.RLock()
         self._main_thread = threading.main_thread().ident  # in a child, the thread that forked
 
@@ -293,11 +291,10 @@ class SharedSampler(Sampler):
             drawn = self.draw(storage, batch_size)
         else:
             drawn = gate.draw(batch_size, lambda: self.draw(storage, batch_size), storage)
-            if (
-                drawn.index.numel() != batch_size
-            ):  # the end of a pass, or slices that were cut short
+            # fewer at the end of a pass, or with slices that were cut short
+            if drawn.index.numel() != batch_size:
                 gate.count_samples(drawn.index.numel() - batch_size)
-        storage.hand_over(drawn.index, drawn.generation, drawn.tensors)
+        storage.hand_over(drawn)
         return drawn
 
     def _uniforms(self, count: int) -> np.ndarray:
@@ -660,14 +657,15 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
                 for buffer in _torchrl.buffers_over(storage)
             ):
                 return  # a process that joins must not reset the shared values
-        self._set_priorities(index, priority, generation)
+        slots = as_slots(index)
+        slots = slots if slots.ndim == 1 else slots.reshape(-1)  # a tensor may be recognised
+        stamps = None if generation is None else generation.detach().cpu().reshape(-1)
+        self._update(slots, stamps, priorities_for(slots, priority))
 
-    def _set_priorities(
-        self,
-        index: int | torch.Tensor,
-        priority: float | torch.Tensor,
-        generation: torch.Tensor | None,
+    def _update(
+        self, index: torch.Tensor, generation: torch.Tensor | None, priority: np.ndarray
     ) -> None:
+        """Set priorities, float64 [n], of rows in slots, int64 [n]."""
         if self._directory is None:
             raise ConfigurationError(
                 "the sampler is not bound to a storage yet; update priorities through the "
@@ -675,13 +673,8 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
             )
         if generation is None:
             generation = self._recent.recall(index)
-        index = as_slots(index)
-        update(
-            self._directory,
-            index.reshape(-1).numpy(),
-            priorities_for(index, priority),
-            None if generation is None else generation.detach().cpu().reshape(-1).numpy(),
-        )
+        stamps = None if generation is None else generation.numpy()
+        update(self._directory, index.numpy(), priority, stamps)
 
     def _maybe_init_from_storage(self, storage: Storage | None) -> None:
         if storage is not None:

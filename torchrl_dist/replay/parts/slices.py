@@ -566,12 +566,22 @@ class SharedPrioritizedSliceSampler(
         max_priority_within_buffer: bool = False,
         **options: Any,
     ) -> None:
-        refuse_padding(self, options)
+        if options.get("pad_output"):
+            raise ConfigurationError(
+                f"{type(self).__name__} does not pad slices; leave pad_output out, and split the "
+                "batch by its truncated flags"
+            )
         SharedSliceSampler.__init__(self, **options)
         SharedPrioritizedSampler.__init__(
             self, max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer
         )
-        turn_off_left_span(self)
+        if self.span[0]:
+            warnings.warn(
+                f"{type(self).__name__} draws the first rows of slices: the span to the left is "
+                "turned off",
+                stacklevel=2,
+            )
+            self.span = (False, self.span[1])
 
     def _setup(self) -> None:
         super()._setup()
@@ -664,29 +674,6 @@ def shape_of(lengths: torch.Tensor, length: int) -> dict[str, Any]:
         "target_seq_length": None,
         "mask_flat": None,
     }
-
-
-def refuse_padding(sampler: SliceSampler, options: dict[str, Any]) -> None:
-    """
-    Raises:
-        ConfigurationError: the arguments ask for padded prioritized slices.
-    """
-    if options.get("pad_output"):
-        raise ConfigurationError(
-            f"{type(sampler).__name__} does not pad slices; leave pad_output out, and split the "
-            "batch by its truncated flags"
-        )
-
-
-def turn_off_left_span(sampler: SliceSampler) -> None:
-    """Turn off the span to the left with a warning, because the sampler draws first rows."""
-    if sampler.span[0]:
-        warnings.warn(
-            f"{type(sampler).__name__} draws the first rows of slices: the span to the left is "
-            "turned off",
-            stacklevel=3,
-        )
-        sampler.span = (False, sampler.span[1])
 
 
 def _column(directory: ReplayDirectory, key: NestedKey) -> np.ndarray:

@@ -8,20 +8,17 @@ import os
 import threading
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase, is_tensor_collection, unravel_key
-from torchrl.data.replay_buffers.storages import TensorStorage
+from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
 
 from torchrl_dist.errors import ConfigurationError, DeadlineError, DirectoryError
-from torchrl_dist.forks import now_and_in_children
 from torchrl_dist.replay.law.limiter import Counts, RateLimiter
-from torchrl_dist.replay.law.placement import as_slots, split_rows
+from torchrl_dist.replay.law.placement import split_rows
 from torchrl_dist.replay.node.cursor import (
     Reservation,
     SharedCursor,
@@ -34,11 +31,12 @@ from torchrl_dist.replay.node.gate import set_limiter
 from torchrl_dist.replay.node.opening import close_directory, open_directory
 from torchrl_dist.replay.node.priorities import check_new
 from torchrl_dist.replay.node.tables import ORDERED_LOADS, Word
+from torchrl_dist.replay.parts.base import RowStorage, check_batch
+from torchrl_dist.replay.parts.drawn import Drawn
 from torchrl_dist.replay.row import _torchrl, rows
 from torchrl_dist.replay.row.gather import Gatherer
 from torchrl_dist.replay.row.spec import STREAM, RowSpec
-from torchrl_dist.replay.saving.shards import DirectoryShard, SavedStorage
-from torchrl_dist.replay.saving.snapshot import SavedShard
+from torchrl_dist.replay.saving.shards import Shard
 
 REDRAWS = 8
 _RETRY_S = 2e-4
@@ -51,14 +49,6 @@ Draw = Callable[[int, bool], tuple[np.ndarray, np.ndarray, Any]]
 
 It returns slots that are published at these versions, at most ``n``, and one extra number per row.
 With ``locked``, the caller holds the directory's lock."""
-
-
-class _Handed(threading.local):
-    """Rows that this thread, or a signal handler in it, has drawn but not fetched."""
-
-    def __init__(self) -> None:
-        self.batches: deque[tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]]
-        self.batches = deque(maxlen=2)
 
 
 class _Stream(threading.local):
@@ -85,9 +75,7 @@ class NoRowsError(RuntimeError):
         self.least = least
 
 
-class SharedMemmapStorage(
-    _torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, TensorStorage
-):
+class SharedMemmapStorage(RowStorage):
     """Rows shared by every process of one node that names the same directory.
 
     Build it with the same arguments in each process. A copy (``pickle``, ``torch.save``, ``spawn``,
@@ -140,9 +128,6 @@ class SharedMemmapStorage(
         (3, torch.Size([4]))
     """
 
-    attaches_when_pickled = True
-    """A copy in another process has the same rows. Collectors check this before they write."""
-
     samplers_to_use: ClassVar[Mapping[str, str]] = {
         "": "SharedRandomSampler()",
         "PrioritizedSliceSampler": (
@@ -182,7 +167,13 @@ class SharedMemmapStorage(
         if gather_threads < 1:
             raise ConfigurationError(f"gather_threads must be at least 1, got {gather_threads}")
         self._attach(
-            int(max_size), os.fspath(scratch_dir), job_id, resume, keep, timeout_s, gather_threads
+            int(max_size),
+            os.fspath(scratch_dir),
+            timeout_s,
+            gather_threads,
+            job_id=job_id,
+            resume=resume,
+            keep=keep,
         )
         try:
             if limiter is not None:
@@ -195,47 +186,19 @@ class SharedMemmapStorage(
             raise
 
     def _attach(
-        self,
-        max_size: int,
-        scratch_dir: str,
-        job_id: str | None,
-        resume: bool,
-        keep: bool,
-        timeout_s: float,
-        gather_threads: int,
-        identity: int | None = None,
+        self, max_size: int, scratch_dir: str, timeout_s: float, gather_threads: int, **options: Any
     ) -> None:
         self._directory = open_directory(
-            scratch_dir,
-            max_size,
-            job_id=job_id,
-            resume=resume,
-            keep=keep,
-            timeout_s=timeout_s,
-            repair=repair,
-            identity=identity,
+            scratch_dir, max_size, timeout_s=timeout_s, repair=repair, **options
         )
-        # The base classes' __init__ would create a length, a revision and a cursor of this process,
-        # in semaphores that a killed process leaves in /dev/shm. Ours are in the directory.
-        self.max_size = max_size
-        self.ndim = 1
-        self.checkpointer = None
-        self._compilable = False
-        self._attached_entities_list: list[Any] = []
-        self.device = torch.device("cpu")
+        self._set_up(max_size)
         self.scratch_dir = str(self._directory.path)
         self._cursor = SharedCursor(self._directory)
-        self._handed = _Handed()
         self._streams = _Stream()
-        now_and_in_children(self, SharedMemmapStorage._renew)
         self._gatherer = Gatherer(gather_threads, timeout_s)
         self.timeout_s = timeout_s
         self._closed = False
         self._warned = False
-
-    def _renew(self) -> None:
-        for buffer in _torchrl.buffers_over(self):
-            _torchrl.renew_after_fork(buffer)
 
     @property
     def limiter(self) -> RateLimiter | None:
@@ -248,11 +211,6 @@ class SharedMemmapStorage(
         """The inserts, samples and size, in rows, that a limiter would use now."""
         gate = self._directory.gate
         return Counts(self.write_count, 0, len(self)) if gate is None else gate.counts()
-
-    def check_batch(self, batch_size: int | None) -> None:
-        """Raise ConfigurationError if samples of this size could wait indefinitely."""
-        if self.limiter is not None and batch_size:
-            self.limiter.check_batch(batch_size)
 
     @property
     def directory(self) -> ReplayDirectory:
@@ -309,34 +267,10 @@ class SharedMemmapStorage(
                 f"the storage over {self.scratch_dir} was closed in this process: {instead}"
             )
 
-    def cleanup(self) -> bool:
-        """TorchRL's name for :meth:`close`."""
-        self.close()
-        return True
-
     # --- size --------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return self._directory.length
-
-    @property
-    def _len(self) -> int:
-        return self._directory.length
-
-    @property
-    def _is_full(self) -> bool:
-        # by the cursor, because a full ring has fewer rows while some are rewritten
-        return self._directory.high == self.max_size
-
-    @property
-    def initialized(self) -> bool:
-        """True, because nothing must be set up before processes write. If it were False, TorchRL's
-        ``MultiCollector`` would write a row of no env, and then empty the buffer of all rows."""
-        return True
-
-    @initialized.setter
-    def initialized(self, value: bool) -> None:
-        pass  # TorchRL's base class stores this here; ours is read from the directory
 
     @property
     def shape(self) -> torch.Size:
@@ -400,15 +334,15 @@ class SharedMemmapStorage(
         return self._append(self._checked(data), data.batch_size[0], priority, limited)
 
     def append_columns(
-        self,
-        spec: RowSpec,
-        columns: list[np.ndarray],
-        priority: np.ndarray | None = None,
-        *,
-        limited: bool = True,
+        self, spec: RowSpec, columns: list[np.ndarray], priority: np.ndarray | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append rows that are already split, [n, ...] per column of ``spec``."""
-        return self._append(self._fitted(spec, columns), len(columns[0]), priority, limited)
+        """Append rows that are already split, [n, ...] per column of ``spec``, for a host.
+
+        This never waits for the limiter."""
+        if self._directory.rows is None:
+            self._directory.create_rows(spec)
+        source = rows.fitted(columns, spec, self._spec())
+        return self._append(source, len(columns[0]), priority, limited=False)
 
     def _append(
         self, source: list[np.ndarray], count: int, priority: np.ndarray | None, limited: bool
@@ -471,27 +405,10 @@ class SharedMemmapStorage(
                 stacklevel=5,
             )
 
-    def write_at(self, index: torch.Tensor, data: TensorDictBase) -> torch.Tensor:
-        """Replace whole rows at given slots. Their generation advances as in any write.
-
-        Each run of neighbouring slots is published in one step. A slot that occurs twice keeps the
-        last row.
-
-        Returns:
-            The new generations, int64 [n].
-        """
+    def _replace(self, index: torch.Tensor, data: TensorDictBase) -> torch.Tensor:
+        """See the base class. Each run of neighbouring slots is published in one step."""
         self.check_open()
-        slots = as_slots(index).reshape(-1).numpy()
-        if slots.size and not (0 <= slots.min() and slots.max() < self.max_size):
-            raise IndexError(
-                f"slots must be in 0 .. {self.max_size - 1}, got {slots.min()} .. {slots.max()}"
-            )
-        if data.batch_size[0] != slots.size:
-            raise ConfigurationError(
-                f"got {data.batch_size[0]} rows for {slots.size} slots, expected one row per slot"
-            )
-        if not slots.size:
-            return torch.empty(0, dtype=torch.int64)
+        slots = index.numpy()
         given = self._checked(data)
         # the last occurrence of each slot, in slot order
         unique, last = np.unique(slots[::-1], return_index=True)
@@ -527,15 +444,7 @@ class SharedMemmapStorage(
         return torch.from_numpy(generations[np.searchsorted(unique, slots)])
 
     def _checked(self, data: TensorDictBase) -> list[np.ndarray]:
-        if type(data) is not TensorDict and not is_tensor_collection(data):
-            raise ConfigurationError(
-                f"rows are TensorDicts or tensorclasses, got {type(data).__name__}; wrap the data "
-                "in a TensorDict"
-            )
-        if not data.batch_dims:
-            raise ConfigurationError(
-                "expected a batch of rows [n, ...], got data without a batch dimension"
-            )
+        check_batch(data)
         spec = self._directory.rows
         if spec is None:
             self._directory.create_rows(rows.spec_of(data))
@@ -548,11 +457,6 @@ class SharedMemmapStorage(
         if self._streams.pid != os.getpid():
             self._streams = _Stream()  # a forked child's rows do not continue its parent's
         return self._streams.number + self._directory.words[Word.RESTORES]
-
-    def _fitted(self, spec: RowSpec, columns: list[np.ndarray]) -> list[np.ndarray]:
-        if self._directory.rows is None:
-            self._directory.create_rows(spec)
-        return rows.fitted(columns, spec, self._spec())
 
     def _fill(
         self,
@@ -586,32 +490,6 @@ class SharedMemmapStorage(
             self._directory.gate.ring()
         return generation
 
-    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
-        """Write at given slots, as in ``storage[i] = data``. See :meth:`write_at`.
-
-        Raises:
-            ConfigurationError: a buffer over the storage has a writer of TorchRL's, which has its
-                own cursor.
-        """
-        if set_cursor:
-            self.check_writers()
-        if isinstance(data, (list, tuple)):
-            data = torch.stack(list(data))
-        if not is_tensor_collection(data):
-            raise ConfigurationError(f"rows are TensorDicts, got {type(data).__name__}")
-        if isinstance(cursor, (int, np.integer)):
-            cursor, data = torch.tensor([int(cursor)], device="cpu"), data.unsqueeze(0)
-        elif isinstance(cursor, (slice, range)):
-            # a slice names the same slots as for reading, except for the very first rows
-            high = self._directory.high or self.max_size
-            span = range(*cursor.indices(high)) if isinstance(cursor, slice) else cursor
-            cursor = torch.arange(span.start, span.stop, span.step, device="cpu")
-        cursor = torch.as_tensor(cursor, device="cpu")
-        if cursor.dtype == torch.bool:
-            cursor = cursor.nonzero().squeeze(-1)
-        cursor = torch.where(cursor < 0, cursor + self._directory.high, cursor)
-        self.write_at(cursor, one_row_each(cursor, data))
-
     def empty(self, *, reset_write_count: bool = True) -> None:
         """Drop every row for all processes. Indices and generations from before name no row any
         more."""
@@ -620,9 +498,6 @@ class SharedMemmapStorage(
             empty(self._directory, reset_write_count=reset_write_count)
         finally:
             _torchrl.forget_drawn_ahead(self)
-
-    def _empty(self) -> None:
-        pass  # ``ReplayBuffer.empty`` calls writer, sampler and storage; the writer has done it
 
     # --- reading -----------------------------------------------------------------------------
 
@@ -722,70 +597,18 @@ class SharedMemmapStorage(
             columns[:of_rows] = [np.delete(column, gone, 0) for column in columns[:of_rows]]
         return slots, versions >> 1, extra, columns
 
-    def hand_over(
-        self, index: torch.Tensor, generation: torch.Tensor, columns: list[torch.Tensor]
-    ) -> None:
-        """Keep verified rows for the calls that the buffer makes after a draw.
-
-        TorchRL first takes index and weights from the sampler, and then asks the writer for
-        generations and the storage for rows, in the same thread. Looked up only then, these could
-        belong to rows written since the draw.
-        """
-        self._handed.batches.append((index, generation, columns))
+    def hand_over(self, drawn: Drawn) -> None:
+        self._handed.batches.append(drawn)
         if self._directory.gate is None:  # a gate counts draws itself
-            self._directory.count(Word.DRAWN, index.numel())
+            self._directory.count(Word.DRAWN, drawn.index.numel())
 
-    def handed_generation(self, index: Any) -> torch.Tensor | None:
-        """Return the generations of the rows handed over for this index tensor, or None."""
-        index = single(index)
-        for batch in self._handed.batches:
-            if batch[0] is index:
-                return batch[1]
-        return None
-
-    def get(self, index: Any) -> TensorDictBase:
-        """Return whole rows at the given slots.
-
-        For an int, a tensor or a list of slots, it waits (at most ``timeout_s``) for rows that are
-        being written. A slice omits rows that are not published. A key, or a tuple of keys, returns
-        that entry of all rows.
-
-        Raises:
-            IndexError: a slot has no row, and no process is writing one.
-            KeyError: the rows do not have the key.
-            DeadlineError: a row stayed unfinished.
-        """
-        if names_an_entry(index):
-            return self.get(slice(None))[index]
-        index = single(index)
-        handed = self._handed.batches
-        for at, batch in enumerate(handed):
-            if batch[0] is index:
-                del handed[at]
-                return self.as_rows(batch[2])
-        if isinstance(index, (int, np.integer)):
-            return self._get_slots(np.array([int(index)], dtype=np.int64))[0]
-        if index is Ellipsis:
-            index = slice(None)
-        if isinstance(index, slice):
-            slots = np.arange(*index.indices(self._directory.high))
-            versions = self._directory.versions[slots]
-            # locked, like TorchRL's memory-mapped storage: ``rb[key] = value`` would be lost
-            published = slots[(versions & 1 == 0) & (versions > 0)]
-            return self._get_slots(published, wait=False).lock_()
-        index = torch.as_tensor(index)
-        if index.dtype == torch.bool:
-            index = index.nonzero().squeeze(-1)
-        data = self._get_slots(as_slots(index).reshape(-1).numpy())
-        return data.reshape(*index.shape, *data.batch_size[1:]) if index.ndim != 1 else data
-
-    def _get_slots(self, slots: np.ndarray, *, wait: bool = True) -> TensorDict:
+    def _rows_at(self, slots: np.ndarray, *, wait: bool = True) -> TensorDict:
         spec = self._spec()
         count, columns = self.columns_at(slots, wait=wait)
         return rows.build(rows.tensors(columns, spec), spec, (count,))
 
     def columns_at(self, slots: np.ndarray, *, wait: bool = True) -> tuple[int, list[np.ndarray]]:
-        """Return the number of rows and their columns [n, ...] at slots, int64 [n].
+        """Return the number of rows and their columns [n, ...] at slots >= 0, int64 [n].
 
         Args:
             wait: whether to wait for rows that are not published, or to omit them.
@@ -794,7 +617,6 @@ class SharedMemmapStorage(
         directory = self._directory
         self._spec()
         high = directory.high
-        slots = np.where(slots < 0, slots + high, slots)
         if slots.size and not (0 <= slots.min() and slots.max() < high):
             raise IndexError(
                 f"slots must be in 0 .. {high - 1}, got {slots.min()} .. {slots.max()}"
@@ -840,10 +662,6 @@ class SharedMemmapStorage(
             raise IndexError("cannot read from a shared storage to which no row was ever written")
         return spec
 
-    def as_rows(self, columns: list[torch.Tensor], *, raw: bool = False) -> TensorDict:
-        """Return a TensorDict (or tensorclass) of copied columns, [n, ...]. See ``rows.build``."""
-        return rows.build(columns, self._spec(), (columns[0].shape[0],), raw=raw)
-
     def _gather(self, slots: np.ndarray) -> list[np.ndarray]:
         directory, gather = self._directory, self._gatherer.gather
         columns = gather(directory.arrays, slots)
@@ -856,23 +674,10 @@ class SharedMemmapStorage(
 
     # --- saving ------------------------------------------------------------------------------
 
-    def restore(self, saved: Sequence[SavedShard | None]) -> None:
-        try:
-            super().restore(saved)
-        finally:  # some rows may have been replaced before the failure
-            _torchrl.forget_drawn_ahead(self)
-
-    def shards(self) -> list[DirectoryShard]:
+    def shards(self) -> list[Shard]:
         """Return the directory as the only shard, for saving."""
         self.check_open()
-        return [DirectoryShard(self._cursor)]
-
-    def register_save_hook(self, hook: Any) -> None:
-        raise ConfigurationError(
-            "hooks of TorchRL's checkpointers do not apply: the storage saves itself"
-        )
-
-    register_load_hook = register_save_hook
+        return [Shard(self._cursor)]
 
     # --- moving between processes ------------------------------------------------------------
 
@@ -920,24 +725,3 @@ def checked_frames(frames: Mapping[NestedKey, int]) -> dict[tuple[str, ...], int
             )
         found[path] = stack
     return found
-
-
-def single(index: Any) -> Any:
-    """Return the index in a tuple of one, which TorchRL's slice samplers return."""
-    return index[0] if isinstance(index, tuple) and len(index) == 1 else index
-
-
-def names_an_entry(index: Any) -> bool:
-    """Whether ``index`` is a key of rows or a tuple of keys, instead of slots."""
-    parts = index if isinstance(index, tuple) else (index,)
-    return bool(parts) and all(isinstance(part, str) for part in parts)
-
-
-def one_row_each(index: torch.Tensor, data: TensorDictBase) -> TensorDictBase:
-    """Return the rows that ``storage[index] = data`` writes, ``[index.numel(), ...]``.
-
-    There is one row for each number of ``index``, whatever its shape."""
-    if index.ndim < 2:
-        return data.expand(index.numel(), *data.batch_size[1:])
-    rest = data.batch_size[index.ndim :]
-    return data.expand(*index.shape, *rest).reshape(index.numel(), *rest)

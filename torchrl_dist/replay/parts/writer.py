@@ -16,6 +16,7 @@ from torchrl.data.replay_buffers.writers import Writer
 from torchrl_dist import own_files
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.law.placement import as_slots
+from torchrl_dist.replay.parts.base import check_rows
 from torchrl_dist.replay.row import _torchrl
 
 _MARKS = 32
@@ -107,11 +108,7 @@ class SharedCursorWriter(Writer):
         return data
 
     def add(self, data: TensorDictBase) -> torch.Tensor:
-        if not is_tensor_collection(data):
-            raise ConfigurationError(
-                f"rows are TensorDicts or tensorclasses, got {type(data).__name__}; wrap the data "
-                "in a TensorDict"
-            )
+        check_rows(data)
         return self.extend(data.unsqueeze(0)).squeeze(0)
 
     def write_at(self, index: int | torch.Tensor, data: Any) -> torch.Tensor:

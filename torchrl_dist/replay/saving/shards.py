@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -46,48 +46,33 @@ class Sink(Protocol):
         """Take slots and masses of the rows written last."""
 
 
-class Shard(Protocol):
-    """One directory, of this process or another. Every method blocks for a bounded time."""
+class RestoredRows(NamedTuple):
+    """Neighbouring rows of a checkpoint, see :func:`snapshot.restore_rows`."""
 
-    def head(self) -> Head:
-        """Return the state without the rows, at this instant."""
-
-    def save(self, head: Head, sink: Sink) -> None:
-        """Write to ``sink``, the oldest first, all rows that existed when the head was made and
-        still do."""
-
-    def row_spec(self, spec: RowSpec) -> RowSpec:
-        """Return the spec of the shard's rows. Without rows, it is the spec that rows with ``spec``
-        would get."""
-
-    def make_room(self, spec: RowSpec) -> None:
-        """Make the files of rows, so that a lack of space shows before anything is changed."""
-
-    def begin_restore(self, head: Head) -> int:
-        """Do what :func:`snapshot.begin_restore` does."""
-
-    def restore_rows(
-        self,
-        since: int,
-        slot: int,
-        version: int,
-        leaf: np.ndarray,
-        alpha: float | None,
-        arrays: Arrays,
-    ) -> None:
-        """Do what :func:`snapshot.restore_rows` does."""
+    since: int
+    slot: int
+    version: int
+    leaf: np.ndarray
+    alpha: float | None
+    arrays: Any
+    """The columns; packed on the way to a host."""
 
 
-class DirectoryShard:
-    """A directory that this process has open."""
+class Shard:
+    """One directory, which this process has open. Every method blocks for a bounded time.
+
+    A host is a shard, and ``hosts.shard.RemoteShard`` calls the shard of another process."""
 
     def __init__(self, cursor: SharedCursor) -> None:
         self._cursor = cursor
 
     def head(self) -> Head:
+        """Return the state without the rows, at this instant."""
         return Head.of(self._cursor.directory)
 
     def save(self, head: Head, sink: Sink) -> None:
+        """Write to ``sink``, the oldest first, all rows that existed when the head was made and
+        still do."""
         for start, stop in head.chunks():
             sink.append(
                 snapshot.save_chunk(
@@ -96,24 +81,21 @@ class DirectoryShard:
             )
 
     def row_spec(self, spec: RowSpec) -> RowSpec:
+        """Return the spec of the shard's rows. Without rows, it is the spec that rows with ``spec``
+        would get."""
         return self._cursor.directory.spec_for(spec)
 
     def make_room(self, spec: RowSpec) -> None:
+        """Make the files of rows, so that a lack of space shows before anything is changed."""
         self._cursor.directory.create_rows(spec)
 
     def begin_restore(self, head: Head) -> int:
+        """Do what :func:`snapshot.begin_restore` does."""
         return snapshot.begin_restore(self._cursor, head)
 
-    def restore_rows(
-        self,
-        since: int,
-        slot: int,
-        version: int,
-        leaf: np.ndarray,
-        alpha: float | None,
-        arrays: Arrays,
-    ) -> None:
-        snapshot.restore_rows(self._cursor, since, slot, version, leaf, alpha, arrays)
+    def restore_rows(self, rows: RestoredRows) -> None:
+        """Do what :func:`snapshot.restore_rows` does."""
+        snapshot.restore_rows(self._cursor, *rows)
 
 
 class MemorySink:
@@ -281,9 +263,8 @@ def _restore_shard(
         assert source is not None
         part = slice(piece.row, piece.row + piece.count)
         arrays = [column[part] for column in source.columns]
-        shard.restore_rows(
-            since, piece.slot, piece.version, source.leaf[part], target.head.alpha, arrays
-        )
+        leaf, alpha = source.leaf[part], target.head.alpha
+        shard.restore_rows(RestoredRows(since, piece.slot, piece.version, leaf, alpha, arrays))
 
 
 class SavedStorage:

@@ -1,0 +1,280 @@
+"""The base of the storages: all that does not depend on where the rows are."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+from torchrl.data.replay_buffers.storages import TensorStorage
+
+from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.forks import now_and_in_children
+from torchrl_dist.replay.law.limiter import RateLimiter
+from torchrl_dist.replay.law.placement import as_slots
+from torchrl_dist.replay.parts.drawn import Drawn
+from torchrl_dist.replay.row import _torchrl, rows
+from torchrl_dist.replay.saving.shards import SavedStorage
+from torchrl_dist.replay.saving.snapshot import SavedShard
+
+
+class _Handed(threading.local):
+    """Batches that this thread, or a signal handler in it, has drawn but not fetched."""
+
+    def __init__(self) -> None:
+        self.batches: deque[Drawn] = deque(maxlen=2)
+
+
+class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, TensorStorage):
+    """A storage whose rows belong to all processes. A subclass says where they are."""
+
+    attaches_when_pickled = True
+    """Whether a copy in another process has the same rows. Collectors check this before they
+    write."""
+
+    def _set_up(self, max_size: int) -> None:
+        # The base classes' __init__ would create a length, a revision and a cursor of this process,
+        # in semaphores that a killed process leaves in /dev/shm. Ours belong to all processes.
+        self.max_size = max_size
+        self.ndim = 1
+        self.checkpointer = None
+        self._compilable = False
+        self._attached_entities_list: list[Any] = []
+        self.device = torch.device("cpu")
+        self._handed = _Handed()
+        now_and_in_children(self, RowStorage._renew)
+
+    def _renew(self) -> None:
+        for buffer in _torchrl.buffers_over(self):
+            _torchrl.renew_after_fork(buffer)
+
+    @property
+    def limiter(self) -> RateLimiter | None:
+        """The rate limiter of all processes, or None."""
+        raise NotImplementedError
+
+    def check_batch(self, batch_size: int | None) -> None:
+        """Raise ConfigurationError if samples of this size could wait indefinitely."""
+        if self.limiter is not None and batch_size:
+            self.limiter.check_batch(batch_size)
+
+    def cleanup(self) -> bool:
+        """Call ``close``. TorchRL uses this name."""
+        self.close()
+        return True
+
+    def close(self) -> None:
+        """End this process's use of the storage. Idempotent."""
+        raise NotImplementedError
+
+    def _empty(self) -> None:
+        pass  # ``ReplayBuffer.empty`` also calls the writer, which has done it
+
+    def register_save_hook(self, hook: Any) -> None:
+        raise ConfigurationError(
+            "hooks of TorchRL's checkpointers do not apply: the storage saves itself"
+        )
+
+    register_load_hook = register_save_hook
+
+    # --- size --------------------------------------------------------------------------------
+
+    @property
+    def _len(self) -> int:
+        return len(self)
+
+    @property
+    def _is_full(self) -> bool:
+        # by the slots in use, because a full ring has fewer rows while some are rewritten
+        return self.shape[0] == self.max_size
+
+    @property
+    def initialized(self) -> bool:
+        """True, because nothing must be set up before processes write. If it were False, TorchRL's
+        ``MultiCollector`` would write a row of no env, and then empty the buffer of all rows."""
+        return True
+
+    @initialized.setter
+    def initialized(self, value: bool) -> None:
+        pass  # TorchRL's base class sets it, but here it is always true
+
+    # --- by index ----------------------------------------------------------------------------
+
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+        """Write at given slots, as in ``storage[i] = data``. See :meth:`write_at`.
+
+        Raises:
+            ConfigurationError: a buffer over the storage has a writer of TorchRL's, which has its
+                own cursor.
+        """
+        if set_cursor:
+            self.check_writers()
+        if isinstance(data, (list, tuple)):
+            data = torch.stack(list(data))
+        check_rows(data)
+        if isinstance(cursor, (int, np.integer)):
+            data = data.unsqueeze(0)
+        index = self._slots_named(cursor)
+        self.write_at(index, _one_row_each(index, data))
+
+    def write_at(self, index: torch.Tensor, data: TensorDictBase) -> torch.Tensor:
+        """Replace whole rows at given slots. Their generation advances as in any write.
+
+        A slot that occurs twice keeps the last row.
+
+        Returns:
+            The new generations, int64 [n].
+        """
+        slots = as_slots(index)
+        slots = slots if slots.ndim == 1 else slots.reshape(-1)  # a sampler remembers the tensor
+        if data.batch_size[0] != slots.numel():
+            raise ConfigurationError(
+                f"got {data.batch_size[0]} rows for {slots.numel()} slots, expected one per slot"
+            )
+        if not slots.numel():
+            return torch.empty(0, dtype=torch.int64)
+        if not (0 <= slots.min() and slots.max() < self.max_size):
+            raise IndexError(
+                f"slots must be in 0 .. {self.max_size - 1}, got {slots.min()} .. {slots.max()}"
+            )
+        return self._replace(slots, data)
+
+    def _replace(self, slots: torch.Tensor, data: TensorDictBase) -> torch.Tensor:
+        """Do the work of :meth:`write_at` for slots that exist, int64 [n]."""
+        raise NotImplementedError
+
+    def hand_over(self, drawn: Drawn) -> None:
+        """Keep drawn rows for the calls that the buffer makes after a draw.
+
+        TorchRL first takes index and weights from the sampler, and then asks the writer for
+        generations and the storage for rows, in the same thread. Looked up only then, these could
+        belong to rows written since the draw.
+        """
+        self._handed.batches.append(drawn)
+
+    def handed_generation(self, index: Any) -> torch.Tensor | None:
+        """Return the generations of the rows handed over for this index tensor, or None."""
+        index = _single(index)
+        for drawn in self._handed.batches:
+            if drawn.index is index:
+                return drawn.generation
+        return None
+
+    def get(self, index: Any) -> TensorDictBase:
+        """Return whole rows at the given slots, at once if they were just drawn.
+
+        For an int, a tensor or a list of slots, it waits for rows that are being written, up to the
+        deadline. A slice omits rows that are not published. A key, or a tuple of keys, returns that
+        entry of all rows.
+
+        Raises:
+            IndexError: a slot has no row, and no process is writing one. Over hosts, this is a
+                RemoteError.
+            KeyError: the rows do not have the key.
+            DeadlineError: a row stayed unfinished.
+        """
+        if _names_an_entry(index):
+            return self.get(slice(None))[index]
+        index = _single(index)
+        handed = self._handed.batches
+        for at, drawn in enumerate(handed):
+            if drawn.index is index:
+                del handed[at]
+                return rows.build(drawn.tensors, drawn.spec, (index.numel(),))
+        slots = self._slots_named(index)
+        if isinstance(index, slice) or index is Ellipsis:
+            published = slots[self.generations_of(slots) >= 0]
+            # locked, like TorchRL's memory-mapped storage: ``rb[key] = value`` would be lost
+            return self._rows_at(published.numpy(), wait=False).lock_()
+        data = self._rows_at(slots.reshape(-1).numpy())
+        if isinstance(index, (int, np.integer)) or getattr(index, "ndim", 1) == 0:
+            return data[0]
+        return data.reshape(*slots.shape, *data.batch_size[1:]) if slots.ndim != 1 else data
+
+    def _rows_at(self, slots: np.ndarray, *, wait: bool = True) -> TensorDictBase:
+        """Return whole rows at slots, int64 [n].
+
+        Args:
+            wait: whether to wait for rows that are not published, or to omit them.
+        """
+        raise NotImplementedError
+
+    def _slots_named(self, index: Any) -> torch.Tensor:
+        """Return the slots that an index names, int64 >= 0."""
+        if index is Ellipsis:
+            index = slice(None)
+        if isinstance(index, slice):
+            return self._slots_in(index)
+        if isinstance(index, range):
+            return torch.arange(index.start, index.stop, index.step, device="cpu")
+        found = torch.as_tensor(index, device="cpu")
+        if found.dtype == torch.bool:
+            found = found.nonzero().squeeze(-1)
+        found = as_slots(found).reshape(found.shape or (1,))
+        if (found < 0).any():
+            found = torch.where(found < 0, self._from_the_end(found), found)
+        return found
+
+    def _slots_in(self, span: slice) -> torch.Tensor:
+        """Return the slots in a slice of the slots in use, or of all slots if none is in use."""
+        return torch.arange(*span.indices(self.shape[0] or self.max_size), device="cpu")
+
+    def _from_the_end(self, index: torch.Tensor) -> torch.Tensor:
+        """Resolve -1, -2, ... to the last slots in use. Other entries do not matter."""
+        return index + self.shape[0]
+
+    # --- batches drawn ahead -----------------------------------------------------------------
+
+    def restore(self, saved: Sequence[SavedShard | None]) -> None:
+        try:
+            super().restore(saved)
+        finally:  # also after an error, because some rows may have been replaced
+            self._drop_drawn_ahead()
+
+    def _drop_drawn_ahead(self) -> None:
+        """Drop batches drawn ahead, because the rows have been replaced."""
+        _torchrl.forget_drawn_ahead(self)
+
+
+def check_rows(data: Any) -> None:
+    """Raise ConfigurationError unless ``data`` is a TensorDict or a tensorclass."""
+    if type(data) is not TensorDict and not is_tensor_collection(data):  # the first is faster
+        raise ConfigurationError(
+            f"rows are TensorDicts or tensorclasses, got {type(data).__name__}; wrap the data in a "
+            "TensorDict"
+        )
+
+
+def check_batch(data: Any) -> None:
+    """Raise ConfigurationError unless ``data`` is a batch of rows, [n, ...]."""
+    check_rows(data)
+    if not data.batch_dims:
+        raise ConfigurationError(
+            "expected a batch of rows [n, ...], got data without a batch dimension; pass "
+            "data.unsqueeze(0)"
+        )
+
+
+def _single(index: Any) -> Any:
+    """Return the index in a tuple of one, which TorchRL's slice samplers return."""
+    return index[0] if isinstance(index, tuple) and len(index) == 1 else index
+
+
+def _names_an_entry(index: Any) -> bool:
+    """Whether ``index`` is a key of rows or a tuple of keys, instead of slots."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return bool(parts) and all(isinstance(part, str) for part in parts)
+
+
+def _one_row_each(index: torch.Tensor, data: TensorDictBase) -> TensorDictBase:
+    """Return the rows that ``storage[index] = data`` writes, ``[index.numel(), ...]``.
+
+    There is one row for each number of ``index``, whatever its shape."""
+    if index.ndim < 2:
+        return data.expand(index.numel(), *data.batch_size[1:])
+    rest = data.batch_size[index.ndim :]
+    return data.expand(*index.shape, *rest).reshape(index.numel(), *rest)
