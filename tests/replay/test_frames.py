@@ -29,7 +29,7 @@ from torchrl_dist.replay.node.frames import Frames
 from torchrl_dist.replay.node.tables import Word
 from torchrl_dist.replay.row import stacks
 from torchrl_dist.replay.row.packing import pack, unpack
-from torchrl_dist.replay.row.rows import matching_columns, spec_of
+from torchrl_dist.replay.row.rows import build, matching_columns, spec_of
 from torchrl_dist.replay.row.spec import ColumnSpec, RowSpec
 from torchrl_dist.replay.saving import snapshot
 from torchrl_dist.replay.saving.disk import read_manifest
@@ -399,7 +399,7 @@ def test_a_host_reads_whole_rows_while_others_overwrite_them(tmp_path: Path) -> 
     assert storage.counters["reread_rows"] > 0 and reply.draw_failure is None
     plain = 64 * (2 * STACK * SIDE**2 + 8)
     assert sum(part.nbytes for part in reply.packed[3:]) < 0.9 * plain + 64 * 2 * STACK * 8
-    rows = storage.as_rows(reply.rows.tensors)
+    rows = build(reply.rows.tensors, reply.rows.spec, (64,))
     assert len(rows) == 64
     for row in rows:
         assert same(row, written[int(row["number"])])
