@@ -378,12 +378,12 @@ def test_a_flipped_bit_of_a_saved_frame_is_noticed(tmp_path: Path) -> None:
 def test_a_host_reads_whole_rows_while_others_overwrite_them(tmp_path: Path) -> None:
     """After each copy and before the comparison of versions, some rows are overwritten."""
     storage, actor = storage_at(tmp_path / "frames", 50), Episodes(0)
-    written: dict[int, TensorDict] = {}
+    written: dict[tuple[int, int], TensorDict] = {}  # by slot and generation
 
     def append(count: int) -> None:
         rows = actor.take(count)
-        written.update(zip(rows["number"].tolist(), rows, strict=True))
-        storage.append(rows)
+        places = (each.tolist() for each in storage.append(rows))
+        written.update(zip(zip(*places, strict=True), rows, strict=True))
 
     append(50)
     gather, more = storage._gather_stored, iter([20, 7, 50])
@@ -399,10 +399,11 @@ def test_a_host_reads_whole_rows_while_others_overwrite_them(tmp_path: Path) -> 
     assert storage.counters["reread_rows"] > 0 and reply.draw_failure is None
     plain = 64 * (2 * STACK * SIDE**2 + 8)
     assert sum(part.nbytes for part in reply.packed[3:]) < 0.9 * plain + 64 * 2 * STACK * 8
-    rows = build(reply.rows.tensors, reply.rows.spec, (64,))
-    assert len(rows) == 64
-    for row in rows:
-        assert same(row, written[int(row["number"])])
+    drawn = reply.rows
+    rows = build(drawn.tensors, drawn.spec, (64,))
+    places = zip(drawn.index.tolist(), drawn.generation.tolist(), strict=True)
+    for place, row in zip(places, rows, strict=True):
+        assert same(row, written[place])
 
 
 @pytest.mark.parametrize("kernel", ["c", "numpy"])
