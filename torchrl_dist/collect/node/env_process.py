@@ -240,8 +240,8 @@ class _Part:
         anew: bool,
         at_random: bool,
     ) -> tuple[TensorDictBase | None, RolloutStats]:
-        """See ``RolloutWorker.collect``. Rows that fit are written into the block at the address
-        and not returned."""
+        """See ``RolloutWorker.collect``. Rows that fit into the block at the address ``rows`` are
+        written there, and not returned."""
         packed: Any = weights  # an address of shared weights, as _Watched expects
         data, stats = self.worker.collect(steps, num_envs, packed, request, anew, at_random)
         if data is None or rows is None:
