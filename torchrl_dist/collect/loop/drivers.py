@@ -301,7 +301,8 @@ def _index(tree: Any, i: int) -> Any:
 
 
 class NextStepDriver(_VectorDriver):
-    """Any other env with next-step autoreset. Steps that only reset an env are not ``valid``."""
+    """A vector env with next-step autoreset that cannot be reset by mask. Steps that only reset an
+    env are not ``valid``."""
 
     def __init__(self, env: Any) -> None:
         super().__init__(env)
@@ -349,9 +350,9 @@ class EnvPoolDriver(NextStepDriver):
         if in_vain:
             warnings.warn(
                 "an EnvPool cannot be seeded once it is made, so its episodes continue with seed "
-                f"{self.env.config['seed']}. For seeds that differ per worker and follow from the "
-                "collector's, let make_env pass seed=np.random.randint(2**31) to envpool.make; "
-                "NumPy is seeded before make_env is called",
+                f"{self.env.config['seed']}. To derive each worker's seed from the collector's, "
+                "let make_env pass seed=np.random.randint(2**31) to envpool.make; NumPy is seeded "
+                "before make_env is called",
                 stacklevel=2,
             )
         super().reset(None, current)
@@ -429,7 +430,7 @@ def _of_isaac_lab(env: Any) -> bool:
 
 
 def is_vector_env(env: Any) -> bool:
-    """Whether this is a vector env, by gymnasium's class or, like Isaac Lab's, by its
+    """Whether this is a vector env: a ``VectorEnv`` or, like Isaac Lab's, an env with the same
     attributes."""
     if isinstance(env, VectorEnv):
         return True

@@ -429,7 +429,7 @@ def on_tensordicts(
             raise UnfitPolicyError(
                 "Arguments to policy.forward are incompatible with entries in the observations: it "
                 f"takes {list(signature.parameters)}, the env gives {sorted(observed, key=str)}; "
-                f"nor can it be called with one TensorDict. {_EXPECTED}"
+                f"the policy does not take one TensorDict either. {_EXPECTED}"
             ) from error
         return policy
     return _OnTensors(policy, takes, action_keys or ["action"])

@@ -208,7 +208,7 @@ class Episodes:
         ended = ends[lasts]
         going_on = starts % steps == 0
         numbers = self._take(int(ended.sum()))
-        before = (np.cumsum(done) - ends).reshape(n, steps)  # ends before each step, in its env
+        before = (np.cumsum(done) - ends).reshape(n, steps)  # number of ends before each step
         anew = before > before[:, :1]
         ids[anew] = numbers[before[anew] - 1]
         self._current[env[ended]] = numbers  # if an env has several ends, the last one counts
@@ -936,7 +936,7 @@ def make_rollout(
         if has_start(observed) or has_start(taken):
             driver.close()
             raise ConfigurationError(
-                f"{error}. TorchRL's GymWrapper, which steps such spaces, does not accept a "
+                f"{error}. TorchRL's GymWrapper, which steps such envs, does not accept a "
                 "Discrete space that starts at another number than 0; let the space start at 0"
             ) from None
         env = _wrapped(driver.envs, categorical_action_encoding, error, at_random=policy is None)

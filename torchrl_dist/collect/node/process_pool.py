@@ -191,9 +191,8 @@ class ProcessPool:
         return process.sent
 
     def receive(self, process: EnvProcess) -> Answer | None:
-        """Block for the next message of a process. Return its answer, or None if it was a question
-        to the learner, which is passed on. If the call raised, the answer's content is a
-        RemoteError.
+        """Block for the next message of a process. Return it if it is an answer; if the call
+        raised, its content is a RemoteError. Pass a question on to the learner, and return None.
 
         Raises:
             EOFError: the process died, or was paused in the middle of an answer. Only in the second
@@ -295,8 +294,8 @@ class ProcessPool:
     def welcome(
         self, wanted: Sequence[EnvProcess], until: float = math.inf, *, all_of_them: bool = False
     ) -> None:
-        """Add successors that are ready by now. Block until one or all of the wanted processes are
-        ready, at most until ``until`` (on ``awake()``).
+        """Add successors that are ready by now. Block until one of the wanted processes is ready
+        (with ``all_of_them``, all), at most until ``until`` (on ``awake()``).
 
         Raises:
             RemoteError: a process could not build its envs.

@@ -17,7 +17,7 @@ class Waker:
         now_and_in_children(self, Waker._renew)
 
     def _renew(self) -> None:
-        # Without it, ``wake`` could write to a new file that has the closed one's number.
+        # Without the lock, ``wake`` could write to a new file with the closed one's number.
         self._lock = threading.Lock()
 
     def fileno(self) -> int:

@@ -204,8 +204,7 @@ class SharedWeights:
         self._made = 0
 
     def write(self, packed: PackedWeights) -> None:
-        """Write new weights over the oldest ones. The caller must know that no process uses
-        these any more."""
+        """Write new weights over the oldest ones, which the caller must know to be unused."""
         address, block = self._places.popleft() if len(self._places) == _PLACES else (None, None)
         layout = (packed.entries, packed.aliases)
         if address is None or block is None or (address.entries, address.aliases) != layout:

@@ -184,7 +184,7 @@ class RolloutStats:
         data_bytes: size of the rollout.
         num_envs: number of envs that made the steps.
         numbered: how many trajectories the worker has numbered.
-        replaced: how env processes ended whose parts of the rollout are missing.
+        replaced: for each env process whose part of the rollout is missing, how it ended.
     """
 
     worker_index: int
