@@ -35,7 +35,7 @@ def build() -> Iterator[Any]:
 
 @pytest.fixture
 def collecting(fork_server: ForkServer) -> Callable[..., Job]:
-    """A collector in a cluster of one learner and of this number of collectors."""
+    """A collector in a cluster of one learner and this number of collector processes."""
 
     @contextlib.contextmanager
     def start(

@@ -35,7 +35,7 @@ def wait_for(condition: Callable[[], Any], limit_s: float = 40.0) -> None:
 
 
 class Node:
-    """A node worker in a thread of its own, as the collector has it. Calls block."""
+    """A node worker in a separate thread, as in a collector. Calls block."""
 
     def __init__(self, config: WorkerConfig, server: ForkServer) -> None:
         self._pinned = PinnedWorker(partial(NodeWorker, server=server), config, OwnThread())
@@ -105,7 +105,7 @@ class Counter(gymnasium.Env):
 
 
 def before_steps(do: Callable[[], Any], kind: type[gymnasium.Env] = Counter) -> type[gymnasium.Env]:
-    """Envs each of whose steps begins with ``do()``."""
+    """Envs that call ``do()`` at the beginning of each step."""
 
     class Delayed(kind):  # type: ignore[valid-type, misc]
         def step(self, action: Any) -> Any:

@@ -86,7 +86,7 @@ class Asked(Counter):
         return Unreadable()
 
     def hold(self) -> str:
-        """Until it is let go."""
+        """Block until the file ``go`` exists."""
         assert self.go is not None
         (self.go.parent / f"held {os.getpid()}").touch()
         wait_for(self.go.exists)

@@ -41,7 +41,7 @@ SPEC = OneHot(3)
 
 
 class Constant(nn.Module):
-    """Always the same action, which is a weight."""
+    """The action is always the same: a weight."""
 
     def __init__(self, action: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def constant(action: int) -> QValueActor:
 
 @pytest.fixture
 def aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker has a thread of its own, as one with a replay buffer or among others has."""
+    """The worker has a separate thread, as with a replay buffer or with several workers."""
     monkeypatch.setattr(start, "make_local_handle", partial(_aside, start.make_local_handle))
 
 

@@ -52,7 +52,7 @@ def _into_a_buffer() -> RPCBatchedCollector:
 
 
 def _refuses(collector: RPCBatchedCollector) -> None:
-    """In the child: all that asks something of the workers."""
+    """In the child, call every method that asks the workers."""
     uses: dict[str, Callable[[], object]] = {
         "next": collector.next,
         "iterate": lambda: next(iter(collector)),

@@ -1,4 +1,4 @@
-"""The crew over workers that answer when the test says so."""
+"""The crew, with workers that answer when the test tells them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def crew_of_two(late_s: float) -> tuple[Crew, list[Hand]]:
 
 
 def test_a_worker_that_comes_back_begins_new_episodes() -> None:
-    """The rows that were dropped would be a gap in the old ones."""
+    """Rows were dropped, so old episodes would have a gap."""
     crew, (_, late) = crew_of_two(late_s=0.05)
     with pytest.warns(UserWarning, match="worker_timeout_s=0.05"):
         assert [stats.worker_index for stats, _ in crew.gather(5.0)] == [0]

@@ -104,7 +104,7 @@ def test_env_processes_time_their_steps_with_the_learners_policy(collecting: Any
 
 
 def test_the_learner_explores_in_one_thread(collecting: Any) -> None:
-    """The other cores are left to the envs."""
+    """The server uses one core, so that envs have the others."""
     threads: list[int] = []
 
     class Watched(torch.nn.Linear):

@@ -1,4 +1,4 @@
-"""Workers whose envs run in processes of their node."""
+"""Workers whose envs run in processes of the same node."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class ByPid(Counter):
 
 
 def collect_until_complete(worker: Node, request: int) -> Any:
-    """Return the first rollout that all processes have a part in."""
+    """Return the first rollout to which all processes contributed."""
     deadline = time.monotonic() + 40
     while time.monotonic() < deadline:
         rows, stats = worker.collect(request=request)

@@ -1,4 +1,4 @@
-"""What a collector's call of a policy leaves is what the plain call leaves, whatever it is."""
+"""A collector's call of a policy has the same result as a plain call, even if it is an error."""
 
 from __future__ import annotations
 

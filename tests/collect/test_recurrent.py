@@ -1,4 +1,4 @@
-"""Policies with memory, and trajectories that are put together again."""
+"""Recurrent policies, and trajectories that are assembled from batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rarer policies, action spaces and arguments: what TorchRL makes of them, or a word that helps."""
+"""Rarer policies, action spaces and arguments: TorchRL's result, or an error that helps."""
 
 from __future__ import annotations
 

@@ -279,7 +279,7 @@ def test_graphs_are_plain_calls_where_there_is_no_gpu(monkeypatch: pytest.Monkey
 
 
 class Says(gymnasium.Env):
-    """Observes ``told``, whatever its space says."""
+    """Observes ``told``, even if it is not in the space."""
 
     action_space = spaces.Discrete(3)
 

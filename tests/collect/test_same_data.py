@@ -201,7 +201,7 @@ def counting(td: TensorDictBase) -> TensorDictBase:
 
 
 class Empty(nn.ModuleList):
-    """A module whose length is 0."""
+    """A module with ``len() == 0``, so that it is false."""
 
     def forward(self, td: TensorDictBase) -> TensorDictBase:
         return td.set("action", chosen(td["observation"]))

@@ -158,7 +158,7 @@ FOREIGN = {"Dict", "Graph", "OneOf", "Sequence", "Text", "Tuple", "MultiDiscrete
 
 
 def decoded(space: spaces.Space, tensor: Any) -> Any:
-    """What stands for it in the space."""
+    """Return the value of ``space`` for which the tensor stands."""
     if isinstance(space, spaces.Dict):
         return {key: decoded(part, tensor[key]) for key, part in space.spaces.items()}
     if isinstance(space, spaces.Discrete):

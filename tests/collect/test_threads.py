@@ -73,7 +73,7 @@ def closings() -> list[tuple[bool, bool]]:
 
 
 def places_of(collector: RPCBatchedCollector, batches: int = 2) -> set[tuple[bool, ...]]:
-    """Of all steps and resets, with calls between them."""
+    """Return what all steps and resets noted, with calls between them."""
     found: set[tuple[bool, ...]] = set()
     for _ in range(batches):
         batch = collector.next()

@@ -29,7 +29,7 @@ from torchrl_dist.runtime import Session, local_cluster
 
 
 class Plain(Counter):
-    """Observes nothing of how often it was reset."""
+    """Its observations do not depend on how often it was reset."""
 
     def _observe(self) -> np.ndarray:
         return np.array([self.t, self.length], np.float32)
@@ -58,7 +58,7 @@ def alone() -> Iterator[Session]:
 
 
 def require_equal(got: TensorDictBase, expected: TensorDictBase) -> None:
-    """Of rows that say when they were made, and as what trajectory of which worker."""
+    """Compare rows except for version and worker. Trajectories may have other ids, one for each."""
     got = got.exclude("policy_version", ("collector", "worker_index"))
     assert set(got.keys(True, True)) == set(expected.keys(True, True))
     assert got.shape == expected.shape

@@ -31,8 +31,8 @@ PolicyFactory = Callable[[int, int], Any]
 
 
 def choose_peers(session: Session | None, workers: Sequence[Peer] | None) -> tuple[Peer, ...]:
-    """Return the peers to use as workers; empty for one worker in this process. Warn if other
-    processes were probably meant."""
+    """Return the peers to use as workers; empty for one worker in this process. Warn if the caller
+    probably meant other processes."""
     if workers is not None:
         if session is None:
             raise ConfigurationError("workers= needs a session: pass session=")
@@ -77,13 +77,13 @@ def require_shared(replay_buffer: Any, env_processes: int, replace_lost: bool) -
     reached = f"replay_buffer: its {type(storage).__name__} is reached through the session"
     if env_processes:
         raise ConfigurationError(
-            f"{reached}, but the env_processes={env_processes} of a worker are not members; pass "
-            "env_processes=0 (num_envs= steps several environments in a worker), or extend the "
-            "buffer with the batches that the collector yields"
+            f"{reached}, but env processes (env_processes={env_processes}) are not in the session; "
+            "pass env_processes=0 (num_envs= steps several environments in a worker), or extend "
+            "the buffer with the batches that the collector yields"
         )
     if replace_lost:
         raise ConfigurationError(
-            f"{reached}, but a replacement of a lost worker cannot be a member; expected "
+            f"{reached}, but a successor of a lost worker cannot join the session; expected "
             "replace_lost=False (the others continue without the lost worker) or a "
             "SharedReplayBuffer of this node. Or extend the buffer with the batches that the "
             "collector yields"
@@ -96,7 +96,8 @@ def check_inference(
     """Refuse arguments that cannot work with the policy at the learner."""
     if session is None or session.me in peers:
         raise ConfigurationError(
-            "inference='learner' is for workers of other processes; pass a session that has some"
+            "inference='learner' is for workers in other processes; pass a session that has such "
+            "workers"
         )
     if not isinstance(policy, nn.Module):
         raise ConfigurationError(
@@ -261,8 +262,8 @@ class Settings(WorkerOptions):
             if self.storing_device.type != "cpu":
                 raise ConfigurationError(
                     f"storing_device={self.storing_device} cannot be combined with "
-                    "replay_buffer=: the workers write host memory; a buffer's sample() may move "
-                    "batches to a device"
+                    "replay_buffer=: the workers write to host memory; a buffer's sample() may "
+                    "move batches to a device"
                 )
 
     @property
@@ -355,7 +356,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "weight_recv_schemes": ((None,), _WEIGHTS),
     "policy_device": ((None, "cpu", torch.device("cpu")), _CPU),
     "env_device": ((None, "cpu", torch.device("cpu")), _CPU),
-    "extend_buffer": ((True,), "the buffer is extended by rollouts, as TorchRL advises"),
+    "extend_buffer": ((True,), "the workers extend the buffer with whole rollouts"),
     "interruptor": ((None,), "pass readiness=Preempt(...) or preemptive_threshold="),
     "reset_when_done": ((True,), "an env that is done is always reset"),
     "return_same_td": ((False,), "each batch belongs to the caller, and is not used again"),
@@ -368,7 +369,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "backend": ((None,), "the session says where the workers are"),
     "backend_options": ((None,), "the session says where the workers are"),
-    "num_collectors": ((None,), "pass a session with that many, or workers="),
+    "num_collectors": ((None,), "pass a session with that many workers, or workers="),
     "sync": ((None,), "pass readiness=WaitAll() or FirstReady()"),
     "update_at_each_batch": ((False,), _WEIGHTS),
     "worker_idx": ((None,), "workers are numbered by the collector"),
@@ -436,7 +437,7 @@ def choose_envs(
     if len(each) != num_workers or len(options) != num_workers:
         raise ConfigurationError(
             f"got {len(each)} make_env and {len(options)} create_env_kwargs for {num_workers} "
-            "workers; a worker steps several envs with num_envs="
+            "workers; pass one per worker (num_envs= lets a worker step several envs)"
         )
     return tuple(
         _choose_env(make, options_, here=here, num_envs=num_envs)

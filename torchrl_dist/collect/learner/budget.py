@@ -26,10 +26,10 @@ def plan_shares(remaining: int | None, workers: Mapping[int, int], steps: int) -
     """Divide the frames that may still be collected among workers, exactly, in ``[N, T]`` blocks.
 
     Every worker gets ``steps`` steps while the budget allows. After that, all workers get one
-    shorter rollout of equal length. Each of the few frames that are left is one step of an env.
+    shorter rollout of equal length. Of the few frames then left, each is one step of another env.
 
     Args:
-        remaining: frames, or None for no limit.
+        remaining: frames that may still be collected; None: no limit.
         workers: number of envs of each worker.
 
     Returns:
@@ -54,9 +54,9 @@ class FrameBudget:
 
     Attributes:
         remaining: frames that no worker has been asked for yet; None: no limit.
-        in_rounds: all shares of a round have the same length, because they form one batch.
+        in_rounds: whether each batch is one round, whose shares all have the same length.
         round: the round that is delivered next, if ``in_rounds``.
-        assigned: frames that workers were asked for, including those of a resumed run.
+        assigned: frames that workers were asked for. A resumed job includes those of earlier runs.
     """
 
     remaining: int | None
@@ -101,8 +101,8 @@ class FrameBudget:
         return round_, share
 
     def frames_before(self, round_: int, share: Share) -> int:
-        """Return the frames assigned before that round or, if rollouts are taken one by one, before
-        ``share``, which must be the last share handed out."""
+        """Return the number of frames assigned before that round. If rollouts are taken one by one,
+        return those assigned before ``share``, which must be the last share handed out."""
         return self._before[round_] if self.in_rounds else self.assigned - share.frames
 
     def _assign(self, workers: Mapping[int, int], steps: int) -> dict[int, Share]:

@@ -55,7 +55,7 @@ Weights: TypeAlias = nn.Module | TensorDictBase | Mapping[str, Any]
 
 _SHUTDOWN_S = 10.0
 _ONE_POLICY = "with inference='learner', all workers use the policy of the learner"
-# A resumed job numbers trajectories from above all ids that earlier runs can have used.
+# A resumed job numbers trajectories from a base above all ids that earlier runs can have used.
 _RUN_EPOCH_S = 1_704_067_200  # 2024-01-01
 _RUN_SHIFT = 32
 
@@ -74,30 +74,30 @@ class RPCBatchedCollector(BaseCollector):
 
     Args:
         make_env: a gymnasium id, or a callable that returns a ``gymnasium.Env``, a
-            ``gymnasium.vector.VectorEnv`` or a TorchRL env. Called on the workers; may be a lambda.
-            Or a list with one of these for each worker. ``create_env_fn`` is another name of this
-            argument. If the only worker is in this process, an env itself may be given instead.
-            Every call must make a new env. A vector env of torch tensors, on the CPU or a GPU, may
-            also have another class, with the interface of Isaac Lab's. An env is made, stepped and
-            closed in one thread. If the only worker is in this process and there is no
-            ``replay_buffer``, this is the caller's thread. Otherwise, it is the main thread of a
-            rank or env process, or a separate thread (see the guide). The gymnasium environments
-            that are registered in this process are registered on the workers, too. An EnvPool is
-            seeded only when it is made: pass ``seed=np.random.randint(2**31)`` to ``envpool.make``.
-            Before ``make_env`` is called, NumPy is seeded from ``seed``, differently on each
-            worker.
+            ``gymnasium.vector.VectorEnv`` or a TorchRL env. The workers call it; it may be a
+            lambda. A list has one of these for each worker. ``create_env_fn`` is another name of
+            this argument. If the only worker is in this process, an env itself may be given
+            instead. Every call must make a new env. A vector env of torch tensors, on the CPU or a
+            GPU, need not be a ``VectorEnv``: the interface of Isaac Lab's envs is enough. An env is
+            made, stepped and closed in one thread. If the only worker is in this process and there
+            is no ``replay_buffer``, this is the caller's thread. Otherwise, it is the main thread
+            of a rank or env process, or a separate thread (see the guide). The gymnasium
+            environments that are registered in this process are registered on the workers, too. An
+            EnvPool is seeded only when it is made: pass ``seed=np.random.randint(2**31)`` to
+            ``envpool.make``. Before ``make_env`` is called, NumPy is seeded from ``seed``,
+            differently on each worker.
         policy: the learner's module. Each worker gets a copy on its CPU, and new weights after
-            ``update_policy_weights_()``. None, without ``policy_factory``: random actions. If it
-            has lazy layers without shapes yet, an env is built and closed here to get them.
+            ``update_policy_weights_()``. None, without ``policy_factory``: random actions. If some
+            lazy layers have no shapes yet, an env is built and closed in this process to find them.
         session: the session of the workers; None: one worker in this process.
-        frames_per_batch: frames of a batch. T is this number, divided by the rollouts of a batch
-            (the number of workers; ``FirstReady``: 1) and by the envs of a worker, and rounded up,
-            with a warning if that makes batches larger. None: T follows from the duration of a
-            step, which is measured at the start (then the envs begin new episodes). A rollout then
-            lasts about half a second (longer if more than four processes share a core) and has at
-            most 8 MiB, but at least one step. Each rollout costs one message, which takes the
-            learner a millisecond and the worker two. The attribute ``frames_per_batch`` has the
-            resulting number.
+        frames_per_batch: frames of a batch. To get T, this number is divided by the rollouts of a
+            batch (one per worker; with ``FirstReady`` one in all) and by the envs of a worker. T is
+            rounded up, with a warning if that makes batches larger. None: the duration of a step is
+            measured at the start, before the first episodes, and determines T. A rollout then lasts
+            about half a second (longer if more than four processes share a core) and has at most
+            8 MiB, but at least one step. Each rollout costs one message, which takes the learner a
+            millisecond and the worker two. The attribute ``frames_per_batch`` has the resulting
+            number.
         total_frames: iteration ends after exactly this many frames; -1: never. The last batches are
             shorter.
         policy_factory: ``(worker_index, num_workers) -> policy``, called on each worker instead
@@ -105,14 +105,14 @@ class RPCBatchedCollector(BaseCollector):
             ``worker_index``) is called without arguments. A list has one for each worker. If
             ``policy`` is given, too, its weights are loaded into the module that the factory made,
             or into the part that they fit.
-        num_envs: envs per process; a vector env has its own number.
+        num_envs: envs per process. A vector env itself says how many it has.
         env_processes: 0: a worker steps its envs itself. K: K processes of its node step them, and
             the worker sends one rollout for all, so one worker per node is enough. A process that
             dies is replaced with a warning, and the rows that it had not delivered are collected
-            again. If this process and its next two successors all die before they deliver, that is
-            an error. A server process forks the env processes.
-        step_timeout_s: an env process without a step for this many seconds (it hangs, or is paused)
-            is killed and replaced; default: no limit.
+            again. If a process and its next two successors all die before they deliver, iterating
+            raises an error. A server process forks the env processes.
+        step_timeout_s: an env process that makes no step for this many seconds, because it hangs or
+            is paused, is killed and replaced. Default: no limit.
         workers: peers to use; default ``session.of_role("collector")``, or this process if there
             are none.
         readiness: when a batch is complete: ``WaitAll()``, ``FirstReady()``, ``Quorum(...)`` or
@@ -135,8 +135,9 @@ class RPCBatchedCollector(BaseCollector):
         trajs_per_batch: batches are this many complete trajectories ``[trajs_per_batch, longest]``,
             zero-padded, with ``("collector", "mask")``, as in TorchRL. At ``total_frames``,
             unfinished trajectories, and complete ones that do not fill a batch, are not delivered.
-            With ``replay_buffer``, batches are rollouts. The process that made a trajectory writes
-            it to the buffer once it is complete, without other trajectories and without padding.
+            With ``replay_buffer``, reports still count rollouts. The process that made a trajectory
+            writes it to the buffer once it is complete, without other trajectories and without
+            padding.
         traj_format: ``"cat"``: the trajectories of ``trajs_per_batch`` are concatenated,
             ``[steps of all]``; ``"padded"`` (default): as above.
         split_trajs: pass each batch through TorchRL's ``split_trajectories``.
@@ -145,23 +146,23 @@ class RPCBatchedCollector(BaseCollector):
         seed: seed of all envs and of the workers' random numbers. Default: drawn from torch's
             generator; TorchRL envs then stay seeded as ``make_env`` left them, as in TorchRL's
             collectors. Env i of the job gets the i-th seed of TorchRL's chain of seeds, however the
-            envs are divided among workers. A vector env with a single seed for all its envs is
-            therefore refused, except gymnasium's native CartPole, whose envs are seeded one by one,
-            and EnvPools, which cause a warning.
+            envs are divided among workers. With ``seed``, vector envs that take one seed for all
+            their envs are therefore refused. Gymnasium's native CartPole is accepted, because its
+            envs are seeded one by one. EnvPools only cause a warning.
         min_workers: iteration raises if fewer workers are alive.
         worker_timeout_s: a worker whose rollout takes longer (it hangs, or is paused) counts as
-            lost until it answers. Other workers collect its frames, its late rows are dropped (with
-            ``replay_buffer`` they are in the buffer, beyond ``total_frames``), and it begins new
-            episodes. Default: no limit.
-        replace_lost: under ``local_cluster``, replace a worker whose process died. Its envs then
-            run in new processes that this one forks, in new episodes. A worker gets at most three
-            successors. The other workers collect meanwhile.
+            lost until it answers. Other workers collect its frames. When it answers, its late rows
+            are dropped, and it begins new episodes. With ``replay_buffer``, the late rows are in
+            the buffer, in addition to ``total_frames``. Default: no limit.
+        replace_lost: under ``local_cluster``, replace a worker whose process died. This process
+            forks new processes for the worker's envs, which begin new episodes. A worker gets at
+            most three successors. The other workers collect meanwhile.
         timeout_s: limit of the wait for each batch, and of other calls. Default: the session's
             ``timeout_s``. Building the workers may take the longer of the two.
         categorical_action_encoding: as in TorchRL's ``GymEnv``; for gymnasium envs.
-        init_random_frames: actions are random until this many frames have been collected, including
-            those of a resumed job and rows in ``replay_buffer``. Until then, the policy's other
-            outputs are zero.
+        init_random_frames: actions are random until this many frames have been collected. Frames
+            from before a resume, and rows in ``replay_buffer``, count, too. Until then, the
+            policy's other outputs are zero.
         create_env_kwargs: keyword arguments for ``make_env``; a list has one dict for each worker.
         reset_at_each_iter: each rollout begins new episodes.
         max_frames_per_traj: episodes are truncated after this many steps, and rows have
@@ -177,9 +178,9 @@ class RPCBatchedCollector(BaseCollector):
         preemptive_threshold: once this fraction of the workers is ready, the others stop; short for
             ``readiness=Preempt(...)``.
         device, storing_device: the device of batches. The workers themselves run on the CPU.
-        compile_policy, cudagraph_policy: as in TorchRL's collectors, true or the arguments of
-            ``torch.compile`` (and ``warmup``) and ``CudaGraphModule``. They have an effect in every
-            process that runs the policy.
+        compile_policy, cudagraph_policy: as in TorchRL's collectors: True, or the arguments of
+            ``torch.compile`` (and ``warmup``) or of ``CudaGraphModule``. They have an effect in
+            every process that runs the policy.
         **torchrl: arguments of TorchRL's collectors that have no meaning here. A value that would
             change something is refused, and the error says why
             (``torchrl_dist/collect/learner/arguments.py``).
@@ -357,7 +358,7 @@ class RPCBatchedCollector(BaseCollector):
         if self.frames_per_batch > self.requested_frames_per_batch:
             warnings.warn(
                 f"frames_per_batch={asked} is not a multiple of {rollouts} rollouts x "
-                f"{first.num_envs} envs: batches will have {self.frames_per_batch}",
+                f"{first.num_envs} envs, so batches are larger: {self.frames_per_batch}",
                 stacklevel=4,
             )
 
@@ -414,7 +415,8 @@ class RPCBatchedCollector(BaseCollector):
             self.min_workers,
             self.worker_timeout_s,
             random_frames,
-            # Several learners must stop after the same update: see DistributedLoss.ranks.
+            # A stop request does not end the iteration of several learners, because they must stop
+            # after the same update: see DistributedLoss.ranks.
             stopped=(lambda: session.stop_requested)
             if session is not None and len(session.of_role(session.role)) == 1
             else None,
@@ -476,7 +478,7 @@ class RPCBatchedCollector(BaseCollector):
                 ...}`` by worker index, where workers left out keep their weights; or ``{"policy":
                 ...}``. Default: the policy given to the collector.
             weights, policy: other names of ``policy_or_weights``.
-            worker_ids: the workers that get the weights; default: all.
+            worker_ids: indices of the workers that get the weights; default: all.
             model_id: ``"policy"``, the only model here.
             weights_dict: ``{"policy": ...}``.
 
@@ -661,8 +663,8 @@ class RPCBatchedCollector(BaseCollector):
         called.
 
         Raises:
-            ConfigurationError: there is no ``replay_buffer``, or the env was already made, in a
-                different thread from the one that would step it.
+            ConfigurationError: there is no ``replay_buffer``, or the caller's thread made the env,
+                so that no other thread may step it.
             Exception: the exception with which collection in the background ended.
         """
         if self.replay_buffer is None:
@@ -838,8 +840,9 @@ class RPCBatchedCollector(BaseCollector):
 
         Args:
             index: index into the job's envs in their order, as for a tensor ``[envs]``: a number,
-                several, a slice or a mask. Only these envs begin anew, and only their unfinished
-                trajectories are dropped. Not for vector envs that reset their envs themselves.
+                several, a slice or a mask. Only these envs begin new episodes, and only their
+                unfinished trajectories are dropped. Not for vector envs that reset their envs
+                themselves.
 
         Raises:
             ConfigurationError: there are no such envs.

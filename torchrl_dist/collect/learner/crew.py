@@ -1,8 +1,8 @@
 """The workers as the learner sees them: requests, deliveries and losses.
 
-If the policy lag allows it, a worker has two requests at a time. Otherwise it would idle while its
-answer and the next request are on their way. Answers arrive in threads of the transport. One
-condition guards all state, and the caller of :meth:`Crew.gather` sleeps on it.
+If the policy lag allows it, a worker has two requests at a time. With one request, it would idle
+while its answer and the next request are on their way. Answers arrive in threads of the transport.
+One condition guards all state, and the caller of :meth:`Crew.gather` waits for it.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Worker:
     busy_since: float = 0.0  # on awake(), when the first request in flight began
     given_up: int = 0  # requests in flight whose answers will be dropped
     callers: CallersHandle | None = None  # set if its envs live in the caller's thread
-    has_gap: bool = False  # rows of its running episodes were dropped, so it must begin new ones
+    has_gap: bool = False  # rows were dropped, so it must begin new episodes
     failure: BaseException | None = None
     lost: bool = False
     weights: PackedWeights | None = None  # the newest weights that it must get
@@ -241,7 +241,7 @@ class Crew:
             if self._replacing:
                 names += f"{', ' * bool(names)}{self._replacing} workers that are being replaced"
             if others := held_up():  # calls of policies in this process
-                names += f" (behind {others})"
+                names += f" (held up by {others})"
             raise DeadlineError(
                 f"no batch within {timeout_s:g} s; waiting for {names or 'no worker'}. "
                 "Iterate again to continue waiting, or raise timeout_s"
@@ -298,8 +298,8 @@ class Crew:
         return taken
 
     def _cut_short(self, least_part: float | None, missing: set[int]) -> None:
-        """Tell missing workers to stop after ``least_part`` of the rollout, or now if they have
-        made that part."""
+        """Tell the workers ``missing`` to stop after ``least_part`` of the rollout, or now if they
+        have made that part."""
         if least_part is None:
             return
         for worker in self.workers:
@@ -365,7 +365,7 @@ class Crew:
                 at_random=self.budget.frames_before(round_, share) < self._random_frames,
                 timeout_s=_ROLLOUT_LIMIT_S,
             )
-        except ConfigurationError as error:  # the call for the next batch raises this
+        except ConfigurationError as error:  # gather() raises this
             worker.failure = error
             return False
         worker.requests += 1
@@ -466,7 +466,7 @@ class Crew:
         new, error = None, None
         try:
             new = self._replacer.replace(lost, _BUILD_S)
-        except Exception as e:  # the wait for the next batch raises this error
+        except Exception as e:  # gather() raises this
             error = e
         with self._cond:
             self._replacing -= 1
@@ -488,8 +488,8 @@ class Crew:
 
     @contextlib.contextmanager
     def idle(self, timeout_s: float) -> Iterator[None]:
-        """Wait until no rollout is under way. No rollout begins inside the block. Those that have
-        arrived are kept.
+        """Wait until no rollout is under way. No rollout begins inside the block. Rollouts that
+        have arrived are kept.
 
         Raises:
             DeadlineError: rollouts did not end within ``timeout_s``.
@@ -518,7 +518,7 @@ class Crew:
         alive = [w for w in self.workers if not w.lost and w.failure is None]
         futures = [w.handle.submit(method, *args, timeout_s=timeout_s) for w in alive]
         results = []
-        for future in futures:  # all workers have one deadline, counted from the same moment
+        for future in futures:
             try:
                 results.append(result_of(future, timeout_s + 1))
             except PeerLostError:
@@ -559,10 +559,10 @@ class Crew:
         ``limit_s``. Idempotent.
 
         Returns:
-            what the envs raised while they were closed.
+            the errors that envs raised while they were closed.
 
         Raises:
-            ConfigurationError: the envs live in another thread, and no rollout is under way there.
+            ConfigurationError: only another thread may close the envs, and it makes no rollout.
         """
         for worker in self.workers if not self._closed else ():
             if worker.callers is not None:

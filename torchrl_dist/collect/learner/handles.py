@@ -22,8 +22,9 @@ from torchrl_dist.runtime.chores import CHORES
 from torchrl_dist.stopping import Stopped
 
 _INTERRUPTS = (KeyboardInterrupt, Stopped)
-_ANSWERS_LATE_S = 1.0  # in which a node worker reports which env processes are late
-# How long to wait until a rank's main thread serves calls. Usually it soon does.
+# How long after a call's limit a node worker may report which env processes are late.
+_ANSWERS_LATE_S = 1.0
+# How long to wait until a rank's main thread serves calls.
 _SERVES_SOON_S = 5.0
 
 

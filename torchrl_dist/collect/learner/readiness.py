@@ -49,8 +49,8 @@ class Readiness(ABC):
 
         Args:
             arrived: workers with a rollout that is ready, in the order of arrival.
-            expected: living workers that were asked for this batch; includes ``arrived``
-                (and some that died after their rollout had arrived).
+            expected: workers that were asked for this batch, without those that died before their
+                rollout had arrived. Includes ``arrived``.
             waited_s: seconds since the start of the call for this batch.
         """
 
@@ -106,10 +106,10 @@ class FirstReady(Readiness):
 class Quorum(Readiness):
     """A batch is one rollout of every worker, or of those that have delivered by ``timeout_s``.
 
-    If fewer than ``min_workers`` have delivered by then, the batch waits for that many living
-    workers. A late rollout stays whole and belongs to a later batch, where it lags by one update
-    more (see ``policy_version``). All rollouts of a batch have the same length. Rollouts get
-    shorter near ``total_frames``, so batches may have fewer rollouts there.
+    If fewer than ``min_workers`` have delivered by then, the batch waits until that many, or all
+    that are alive, have delivered. A late rollout stays whole and belongs to a later batch, where
+    it lags by one update more (see ``policy_version``). All rollouts of a batch have the same
+    length. Rollouts get shorter near ``total_frames``, so batches may have fewer rollouts there.
 
     Args:
         min_workers: at least 1.

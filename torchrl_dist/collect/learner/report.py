@@ -12,13 +12,13 @@ from torchrl_dist.collect.worker.worker import RolloutStats
 class CollectReport:
     """The statistics of a batch. With ``replay_buffer=``, the collector yields these.
 
-    Counts cover all workers of the collector. Keys of the mappings are worker indices. A worker's
-    share of the frames and the lengths of its episodes show a bias toward fast workers or short
-    episodes.
+    Counts cover all workers of the collector. Keys of the mappings are worker indices. If fast
+    workers or short episodes dominate the data, ``shares`` and ``episode_lengths_by_worker`` show
+    it.
 
     Attributes:
         frames: env steps in this batch.
-        total_frames: env steps so far, including those before a resumed checkpoint.
+        total_frames: env steps so far, including those before the job was resumed.
         frames_by_worker: ``frames`` by worker.
         total_frames_by_worker: ``total_frames`` by worker.
         episode_returns: sums of rewards of the episodes that ended in this batch.

@@ -31,10 +31,10 @@ from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError
 from torchrl_dist.runtime import Peer, Remote, Session
 from torchrl_dist.runtime.awake import result_of
 
-# Seconds of steps in one message. Its sender and receiver together use three milliseconds of CPU
-# for it, less than a percent of this if each process has a core.
+# One message holds about this many seconds of steps. Its sender and receiver together use three
+# milliseconds of CPU for it, less than a percent of this time if each process has a core.
 MESSAGE_S = 0.5
-# If more processes than this share a core, messages take proportionally longer to fill.
+# If more processes than this share a core, a message holds proportionally more seconds.
 _PROCESSES_PER_CORE = 4
 MESSAGE_BYTES = 8 << 20
 _WARN_AT_CALLER = 5  # frames between a warning here and the code that builds the collector
@@ -83,9 +83,9 @@ def start_workers(
 
     registrations = dump_registrations()
     infos: list[WorkerInfo] = []
-    # With a session, a separate thread steps the envs, because other processes wait for this one,
-    # and a step that hangs in the caller's thread would make it miss their deadlines. Only an env
-    # that the caller made stays in the caller's thread.
+    # With a session, a separate thread steps the envs. Other processes may wait for the caller's
+    # thread, and a step that hangs there would exceed their deadlines. Only an env that the caller
+    # made stays in the caller's thread.
     first = configs[0]
     callers = len(configs) == 1 and (session is None or isinstance(first.make_env, GivenEnv))
     builds: list[Future[Worker]] = [Future() for _ in configs]
@@ -183,7 +183,7 @@ def steps_per_message(step_s: float, step_bytes: float, message_s: float = MESSA
 # The most successors of one worker. After these, another would probably die, too.
 _MOST_REPLACED = 3
 _SEED_STRIDE = 1_000_003
-# Of the 32 bits of a run's trajectory ids, those above these bits count a worker's successors.
+# A run has 32 bits for trajectory ids. Those above the lowest 30 count a worker's successors.
 _ID_BITS = 30
 
 
@@ -203,8 +203,8 @@ class Replacer:
     ) -> None:
         if session is None or session.world.launcher != "local":
             raise ConfigurationError(
-                "replace_lost=True: workers can be replaced under local_cluster; other launchers "
-                "start processes themselves (torchrun --max-restarts restarts the job)"
+                "replace_lost=True: workers can be replaced only under local_cluster; other "
+                "launchers start processes themselves (torchrun --max-restarts restarts the job)"
             )
         self.configs = configs
         self.trajectory_base = 0

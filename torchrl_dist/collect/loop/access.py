@@ -26,7 +26,7 @@ def visit(envs: Any, index: int | None, what: str, name: str, args: tuple, kwarg
 
     Raises:
         ConfigurationError: ``index`` is given, but the envs cannot be accessed one by one.
-        AttributeError: there is no such name.
+        AttributeError: an env has no attribute of this name.
     """
     if isinstance(envs, SyncVectorEnv):
         envs = envs.envs
@@ -40,7 +40,7 @@ def visit(envs: Any, index: int | None, what: str, name: str, args: tuple, kwarg
         )
     if isinstance(envs, AsyncVectorEnv):
         if what == "set":
-            # without this, the list would be divided among the envs
+            # AsyncVectorEnv would divide a value that is a list among the envs
             envs.set_attr(name, [args[0]] * envs.num_envs)
             return [None] * envs.num_envs
         return list(envs.call(name, *args, **kwargs) if what == "call" else envs.get_attr(name))

@@ -1,9 +1,10 @@
 """Step several gymnasium envs together, and hide how each kind of vector env resets its envs.
 
-A driver's ``step`` writes two observations per env: the true next observation, even at the end of
-an episode, and the next input of the policy, which after a reset is the first observation of the
-new episode. Each call makes one transition per env. With next-step autoreset, however, a call may
-only reset an env: ``valid`` is then false for this env, and the rollout drops the step.
+A driver's ``step`` writes two observations per env. The first is the true next observation, even at
+the end of an episode. The second is the policy's next input; after a reset, this is the first
+observation of the new episode. Each call makes one transition per env. With next-step autoreset,
+however, a call may only reset an env: ``valid`` is then false for this env, and the rollout drops
+the step.
 """
 
 from __future__ import annotations
@@ -231,10 +232,11 @@ class _VectorDriver:
 
 
 class MaskedResetDriver(_VectorDriver):
-    """Reset by mask before the next step, instead of automatically.
+    """Reset ended envs by a mask before the next step, instead of automatically.
 
-    For envs with DISABLED autoreset, and for gymnasium's Sync/AsyncVectorEnv in next-step mode
-    without a wrapper. A wrapper might reset all envs on a masked reset, or not notice it.
+    Used for envs with autoreset mode DISABLED, and for gymnasium's SyncVectorEnv and AsyncVectorEnv
+    in next-step mode. These must not be wrapped, because a wrapper might reset all envs on a masked
+    reset, or miss it.
     """
 
     def reset_some(self, envs: Sequence[int], current: Arrays) -> None:
@@ -255,7 +257,8 @@ class MaskedResetDriver(_VectorDriver):
 
 
 class SameStepDriver(_VectorDriver):
-    """The env resets in the step that ends an episode, whose last observation is in ``info``."""
+    """The env resets in the step that ends an episode, and returns the episode's last observation
+    in ``info``."""
 
     _warned = False
 
@@ -298,7 +301,8 @@ def _index(tree: Any, i: int) -> Any:
 
 
 class NextStepDriver(_VectorDriver):
-    """Any other env with next-step autoreset. Steps that only reset an env are not ``valid``."""
+    """A vector env with next-step autoreset that cannot be reset by mask. Steps that only reset an
+    env are not ``valid``."""
 
     def __init__(self, env: Any) -> None:
         super().__init__(env)
@@ -346,9 +350,9 @@ class EnvPoolDriver(NextStepDriver):
         if in_vain:
             warnings.warn(
                 "an EnvPool cannot be seeded once it is made, so its episodes continue with seed "
-                f"{self.env.config['seed']}. For seeds that differ per worker and follow from the "
-                "collector's, let make_env pass seed=np.random.randint(2**31) to envpool.make; "
-                "NumPy is seeded before make_env is called",
+                f"{self.env.config['seed']}. To derive each worker's seed from the collector's, "
+                "let make_env pass seed=np.random.randint(2**31) to envpool.make; NumPy is seeded "
+                "before make_env is called",
                 stacklevel=2,
             )
         super().reset(None, current)
@@ -357,8 +361,8 @@ class EnvPoolDriver(NextStepDriver):
 class CartPoleDriver(_VectorDriver):
     """Gymnasium's native vector CartPole, reset in the step that ends an episode.
 
-    The env itself resets only in the next step, which is then not a transition. The state is plain
-    arrays, so this driver can reset in the same step.
+    The env itself resets only in the next step, which is then not a transition. The env's state is
+    in plain arrays, so this driver can reset it in the same step.
     """
 
     ATTRIBUTES = ("state", "steps", "prev_done", "low", "high")
@@ -408,8 +412,8 @@ class CartPoleDriver(_VectorDriver):
 
 
 def _of_chain(env: Any, name: str) -> Any:
-    """Return an attribute of an env or of an env that it wraps. Wrappers of single envs do not pass
-    attributes on."""
+    """Return an attribute of an env or of an env that it wraps. (``gymnasium.Wrapper`` does not
+    pass attributes on.)"""
     return getattr(env, name) if isinstance(env, VectorEnv) else env.get_wrapper_attr(name)
 
 
@@ -426,7 +430,7 @@ def _of_isaac_lab(env: Any) -> bool:
 
 
 def is_vector_env(env: Any) -> bool:
-    """Whether this is a vector env, by gymnasium's class or, like Isaac Lab's, by its
+    """Whether this is a vector env: a ``VectorEnv`` or, like Isaac Lab's, an env with the same
     attributes."""
     if isinstance(env, VectorEnv):
         return True
@@ -440,7 +444,7 @@ def is_vector_env(env: Any) -> bool:
 
 
 def require_different(envs: Iterable[Any]) -> None:
-    """Refuse envs of which two are the same object, even in different wrappers.
+    """Require that no two envs are the same object, even in different wrappers.
 
     Raises:
         ConfigurationError: two are the same.
@@ -460,7 +464,7 @@ def vector_driver(env: Any) -> EnvDriver:
     """Return the driver for a vector env, by its declared autoreset mode (default: next-step).
 
     Raises:
-        ConfigurationError: it contains one env twice, or it is of an unknown class and does not
+        ConfigurationError: the env contains one env twice, or is of an unknown class and does not
             declare a mode.
     """
     if type(env) is CartPoleVectorEnv and all(
@@ -493,7 +497,7 @@ def make_driver(first: Any, make_env: str | Callable[[], Any], num_envs: int) ->
     """Return a driver for the env that ``make_env`` names or has just returned (``first``).
 
     Raises:
-        ConfigurationError: it is not a gymnasium env, or is a vector env whose size is not
+        ConfigurationError: this is not a gymnasium env, or is a vector env whose size is not
             ``num_envs``.
     """
     if isinstance(first, str):

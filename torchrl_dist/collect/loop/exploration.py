@@ -4,7 +4,8 @@ Calls under the same type run concurrently. A call under another type waits unti
 A policy that hangs therefore delays only calls under another type, which fail after a minute.
 
 Ctrl-C may interrupt between any two instructions, even inside a context manager. Therefore every
-change is recorded before it is made, and may be undone repeatedly, as :meth:`Exploring.call` does.
+change is recorded before it is made. Undoing a change twice does no harm, and
+:meth:`Exploring.call` may do so.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class _UnderWay:
 
     Attributes:
         calls: in the order in which they began; all under one type, except for calls inside others.
-        waits: the calls that wait for those.
-        outside: the type to restore after all calls, if ``is_set``.
+        waits: the calls that wait until ``calls`` have ended.
+        outside: if ``is_set``, the type from before the first call, to restore after the last.
     """
 
     def __init__(self) -> None:
@@ -72,7 +73,7 @@ class _UnderWay:
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
         self.waits: list[_Call] = []
-        # After a fork: a thread of the parent may have held the lock or set the type.
+        # After a fork: a thread of the parent may have held tensordict's lock or set the type.
         kept = getattr(probabilistic, "_interaction_type", None)
         if kept is not None and hasattr(kept, "_lock"):
             kept._lock = threading.Lock()
@@ -120,7 +121,8 @@ class _UnderWay:
             self.changed.notify_all()
 
     def _fits(self, call: _Call) -> bool:
-        """Whether a call may run now: under the type of the others, or inside one of its thread."""
+        """Whether a call may run now, because no call of another type runs, or because its own
+        thread is inside a call."""
         return (
             not self.calls
             or self.calls[0].type is call.type

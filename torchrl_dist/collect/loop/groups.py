@@ -18,8 +18,8 @@ from torchrl_dist.collect.loop.rollout import GymnasiumRollout, Values, make_rol
 from torchrl_dist.collect.loop.spaces import Key
 from torchrl_dist.errors import ConfigurationError
 
-# At the deadline, the answer is an error. Without any answer, the worker raises this many seconds
-# later.
+# At the deadline, the learner answers with an error. If no answer comes at all, the worker raises
+# an error this many seconds later.
 _LATE_S = 5.0
 
 
@@ -42,7 +42,7 @@ class Inference:
 
     Attributes:
         inputs: keys of the observations that the policy reads; only these are sent.
-        groups: number of groups in which the envs of a worker, or of an env process, are stepped.
+        groups: number of groups into which a worker, or an env process, divides its envs.
         timeout_s: limit of the wait for actions.
     """
 
@@ -63,7 +63,7 @@ class GroupedRollout:
         self._inference = inference
         self.num_envs = sum(group.num_envs for group in groups)
         self.steps = groups[0].steps
-        self.policy_version = 0  # unused, because the learner stamps the version
+        self.policy_version = 0  # unused, because the learner's answers contain the version
         self.at_random = False  # never set
 
     def call_policy_once(self) -> None:

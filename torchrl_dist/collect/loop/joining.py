@@ -28,8 +28,8 @@ _TRAJECTORY = ("collector", "traj_ids")
 
 
 def ends_of(following: TensorDictBase) -> Tensor:
-    """Return where an episode ends, bool ``[N, T]``: where any done entry of ``following [N, T]``
-    is true, including those of agents. TorchRL's collectors count trajectories by the same rule."""
+    """Return at which steps an episode ends, bool ``[N, T]``: those where any done entry of
+    ``following [N, T]`` is true, even one of an agent. TorchRL's collectors use the same rule."""
     return _joined(following, "done").any(-1)
 
 
@@ -50,7 +50,7 @@ def _joined(following: TensorDictBase, name: str) -> Tensor:
 
 
 def truncate_last(rollout: TensorDict) -> None:
-    """Mark the last step of each env as truncated and done, in place, unless it is already done."""
+    """Mark each env's last step as truncated and done, in place, unless that step is done."""
     _have_truncated(rollout)
     following = rollout.get("next")
     for key in [key for key in following.keys(True, True) if _last(key) == "done"]:
@@ -78,7 +78,8 @@ def set_truncated(rollout: TensorDict) -> None:
 
 
 def _put_back(td: TensorDictBase, changed: Mapping[Key, Tensor]) -> None:
-    """Set changed tensors again, because a lazy stack returns copies."""
+    """Set tensors that were changed in place. This is needed because a lazy stack returns
+    copies."""
     for key, value in changed.items():
         td.set(key, value)
 
@@ -137,9 +138,9 @@ def join(
     """Concatenate rollouts along the envs or another dimension, or stack them.
 
     Args:
-        masked: add a bool ``[N, T]`` at ``("collector", "mask")``. Rollouts may then differ in T;
-            they are padded to the longest with zeros, and with -1 as trajectory id.
-        dim: the dimension, 0 for the envs; or ``"stack"``.
+        masked: add a bool ``[N, T]`` at ``("collector", "mask")``. Rollouts may then differ in T.
+            Shorter ones are padded with zeros, and their trajectory ids with -1.
+        dim: the dimension to concatenate along (0: the envs), or ``"stack"``.
     """
     if masked:
         rollouts = _padded(rollouts)

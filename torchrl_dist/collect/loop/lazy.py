@@ -28,7 +28,7 @@ def initialize(
         options: arguments of :func:`~torchrl_dist.collect.loop.rollout.make_rollout`.
 
     Raises:
-        ConfigurationError: the call failed.
+        ConfigurationError: building the env, or the call, failed.
     """
     named = chain(policy.named_parameters(), policy.named_buffers())
     names = {name for name, tensor in named if is_lazy(tensor)}

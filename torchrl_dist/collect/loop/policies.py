@@ -3,8 +3,8 @@
 ``TensorDictModule.__call__`` costs more than a small network. The call dispatches arguments and, if
 pandas is not installed, searches the disk for pandas for every tensor that it writes
 (``TensorDictBase.from_any``, tensordict 0.14.3). :func:`act` therefore does the work of a few known
-classes itself, but only for these exact classes, not for subclasses, and only if their methods were
-not replaced and there are no hooks. The modules inside them, and all other policies, are called as
+classes itself. It does so only for exactly these classes, not for subclasses, and only if no method
+was replaced and no hook is set. The modules inside them, and all other policies, are called as
 usual.
 """
 
@@ -86,15 +86,16 @@ _AS_IMPORTED = {
 
 
 def known_classes() -> frozenset[type]:
-    """Return the classes whose methods were not replaced since their import; none if modules skip
-    existing keys (``skip_existing``). Call once per rollout."""
+    """Return the known classes whose methods were not replaced since their import. If modules skip
+    existing keys (``skip_existing``), return an empty set. Call once per rollout."""
     if skip_existing() or not inspect.isfunction(_q_values):
         return frozenset()
     return frozenset(kind for kind, methods in _AS_IMPORTED.items() if methods == _methods(kind))
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a call of this object does what its class does: nothing set on it changes that."""
+    """Whether a call of this module does what its class defines: no hook is set on the module, and
+    no method is replaced."""
     own = module.__dict__
     return not (
         own.get("_forward_hooks")
@@ -189,8 +190,8 @@ def _writes_its_outputs(module: TensorDictModule) -> bool:
 
 
 def _parts(module: TensorDictSequential, kind: type) -> Iterable[nn.Module] | None:
-    """Return the parts that the module calls one after another, or None if it does anything
-    else."""
+    """Return the parts that the module calls one after another, or None if it does more than
+    that."""
     if (
         module.inplace not in (None, True)
         or module.partial_tolerant
@@ -240,7 +241,7 @@ def _call_with_tensordict(policy: Policy, values: Values, n: int) -> Values:
             raise UnfitPolicyError(f"{_EXPECTED}; this one raised {error!r}") from error
         raise
     values.clear()
-    values.update(flat(td))  # even if it returns another TensorDict, because TorchRL reads both
+    values.update(flat(td))  # even if ``out`` is another TensorDict, because TorchRL reads both
     if out is td or out is None:
         return values
     if isinstance(out, dict):
@@ -319,7 +320,7 @@ def _name(policy: Policy) -> str:
 
 
 def cpu_copy(policy: nn.Module, *, travels: bool) -> nn.Module:
-    """Return a copy on the CPU. The learner may change or move the original.
+    """Return a copy on the CPU, because the learner may change or move the original.
 
     Args:
         travels: whether the copy will be pickled for another process.
@@ -400,8 +401,8 @@ def on_tensordicts(
     ``"output1"``, ``"output2"``, ...
 
     Raises:
-        ConfigurationError: it is not callable.
-        UnfitPolicyError: it can be called neither with a TensorDict nor with these observations.
+        ConfigurationError: the policy is not callable.
+        UnfitPolicyError: the policy takes neither a TensorDict nor these observations.
     """
     if not callable(policy):
         raise ConfigurationError(
@@ -428,7 +429,7 @@ def on_tensordicts(
             raise UnfitPolicyError(
                 "Arguments to policy.forward are incompatible with entries in the observations: it "
                 f"takes {list(signature.parameters)}, the env gives {sorted(observed, key=str)}; "
-                f"nor can it be called with one TensorDict. {_EXPECTED}"
+                f"the policy does not take one TensorDict either. {_EXPECTED}"
             ) from error
         return policy
     return _OnTensors(policy, takes, action_keys or ["action"])

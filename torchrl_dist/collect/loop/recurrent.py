@@ -21,8 +21,8 @@ def carried_state(policy: Any, num_envs: int) -> dict[Key, Tensor]:
 
     The state is all that the policy reads at a ``key`` and writes at ``("next", key)``, as
     TorchRL's LSTMModule and GRUModule do. If the policy reads ``"is_init"``, as Ornstein-Uhlenbeck
-    noise does, the state contains that, too: bool ``[num_envs, 1]``, true. The state of a policy
-    without memory is empty.
+    noise does, the state also has this key, with True for every env (bool ``[num_envs, 1]``). For
+    other policies, the state is empty.
 
     Raises:
         ConfigurationError: no module of the policy defines the state of a new episode.

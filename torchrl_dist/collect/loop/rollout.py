@@ -56,13 +56,13 @@ from torchrl_dist.collect.loop.spaces import (
 from torchrl_dist.errors import ConfigurationError
 
 _DONE_KEYS = ("done", "terminated", "truncated")
-# With next-step autoreset, some envs get ahead of others. Among envs that are alike, the lead grows
-# only slowly, like a random walk, and needs no warning.
+# With next-step autoreset, envs that reset less often get ahead of others. Among envs that are
+# alike, the lead grows slowly, like a random walk, and needs no warning.
 _WARN_ROLLOUTS_AHEAD = 4
 _MAX_ROLLOUTS_AHEAD = 200
 _CHUNK = 256  # steps whose views of the blocks are made together
 _DRAWS = 64  # random actions of an env that are drawn together
-_DRAWN = 8  # TorchRL's random actions that are checked
+_DRAWN = 8  # random actions drawn by TorchRL that are checked
 
 
 def never(_: int) -> bool:
@@ -76,7 +76,7 @@ class RolloutStopped(Exception):
 class Rollout(Protocol):
     """N envs and a policy that make rollouts on request.
 
-    Every transition has the ``policy_version`` that the policy had when it was made. With
+    Every transition contains the value of ``policy_version`` at the time of its step. With
     ``at_random`` the next rollout uses random actions, and all other outputs of the policy are
     zero.
     """
@@ -118,7 +118,7 @@ class Rollout(Protocol):
 
     @property
     def specs(self) -> dict[str, str]:
-        """The specs or spaces that must be equal in all workers, as text by name."""
+        """By name, the text of each spec or space that must be equal in all workers."""
 
     @property
     def target(self) -> Any:
@@ -187,7 +187,7 @@ class Episodes:
     def advance(
         self, reward: np.ndarray, done: np.ndarray
     ) -> tuple[np.ndarray, list[float], list[int]]:
-        """Take in a rollout, ``reward [N, T]`` and ``done [N, T]``.
+        """Count a rollout, given its ``reward [N, T]`` and ``done [N, T]``.
 
         Returns:
             trajectory ids ``[N, T]``, and the returns and lengths of the episodes that ended.
@@ -208,7 +208,7 @@ class Episodes:
         ended = ends[lasts]
         going_on = starts % steps == 0
         numbers = self._take(int(ended.sum()))
-        before = (np.cumsum(done) - ends).reshape(n, steps)  # ends before each step, in its env
+        before = (np.cumsum(done) - ends).reshape(n, steps)  # number of ends before each step
         anew = before > before[:, :1]
         ids[anew] = numbers[before[anew] - 1]
         self._current[env[ended]] = numbers  # if an env has several ends, the last one counts
@@ -243,7 +243,8 @@ class _Given:
         self._observations = [np.empty((steps + 1, n, *leaf.shape), leaf.dtype) for leaf in leaves]
         for block, now in zip(self._observations, first, strict=True):
             block[0] = now
-        # A root is never done, because its observation is from a reset or from inside an episode.
+        # Done flags at the root are false, because its observation is from a reset or from inside
+        # an episode.
         ends = [np.zeros((steps, n, 1), bool) for _ in _DONE_KEYS]
         self._blocks = [torch.from_numpy(array) for array in (*self._observations, *ends)]
         self._steps: list[tuple[Tensor, ...]] = []
@@ -265,10 +266,9 @@ class _Given:
         return [block[t + 1] for block in self._observations]
 
     def share_changes(self, following: Sequence[np.ndarray], done: np.ndarray) -> None:
-        """Copy the policy's in-place changes to the previous step's ("next", ...) observations.
+        """Copy the policy's in-place changes of observations to ("next", ...) of the step before.
 
-        In TorchRL, these are the same tensor as this step's observations, unless an env was reset
-        between the two steps.
+        In TorchRL, both are the same tensor, unless an env was reset between the two steps.
         """
         _, steps = self._size
         for block, after in zip(self._blocks, following, strict=False):
@@ -344,7 +344,7 @@ class _Made:
 
     @staticmethod
     def _write(place: Tensor, key: Key, value: Tensor) -> None:
-        # copy_ would accept others
+        # copy_ would convert the dtype and broadcast
         if value.dtype is not place.dtype or value.shape != place.shape:
             raise ConfigurationError(
                 f"the policy wrote {key!r} as {value.dtype} {list(value.shape)}, and as "
@@ -366,7 +366,7 @@ class _Followed:
 
     Attributes:
         observations: ``[N, T, ...]`` for each leaf, before any reset.
-        valid: bool ``[N, T]``, False where a step only reset its env; None if no step does so.
+        valid: bool ``[N, T]``, False where a step only reset its env; None if no step only resets.
     """
 
     def __init__(self, leaves: Sequence[ObservationLeaf], driver: EnvDriver, steps: int) -> None:
@@ -378,16 +378,15 @@ class _Followed:
         self._terminated = np.empty((n, steps, 1), bool)
         self._truncated = np.empty((n, steps, 1), bool)
         self.valid = None if driver.valid is None else np.empty((n, steps), bool)
-        # [T, N, ...], so that a step is a plain index, which takes half the time of one with a
-        # slice.
+        # [T, N, ...], because a plain index of a step takes half the time of one with a slice.
         self._nexts = [array.swapaxes(0, 1) for array in self.observations]
         self._rewards = self._reward[:, :, 0].T
         self._ends = self._terminated[:, :, 0].T
         self._cuts = self._truncated[:, :, 0].T
 
     def record(self, t: int, actions: Any, current: Sequence[np.ndarray]) -> np.ndarray:
-        """Step the envs, and write the next root's observations into ``current``. Return which envs
-        begin an episode there, bool ``[N]``."""
+        """Step the envs, and write the observations of the next step's root into ``current``.
+        Return which envs begin an episode in the next step, bool ``[N]``."""
         self._rewards[t], done, cut = self._driver.step(
             actions, [array[t] for array in self._nexts], current
         )
@@ -504,7 +503,7 @@ class GymnasiumRollout(_Loop):
         self._rngs = [np.random.default_rng() for _ in range(n)]
         self._draws: list[Tensor] = []
         if type(policy) is RandomPolicy and getattr(policy, "action_spec", None) is None:
-            policy = None  # TorchRL's collectors give it the env's action spec
+            policy = None  # draws from the env's action space, as in TorchRL's collectors
         if isinstance(policy, nn.Module):
             _set_specs(policy, driver.single_action_space, categorical_action_encoding)
         self._new_state = carried_state(policy, n)
@@ -566,9 +565,10 @@ class GymnasiumRollout(_Loop):
     def _carry_on(self, out: Values, carried: Sequence[Key], begins: np.ndarray) -> None:
         """Pass the policy's state and its other outputs to its next step.
 
-        Where an episode ``begins``, the state is a new one and all else is zero. TorchRL does the
-        same if only some envs are reset, but keeps the old values if all are reset. Here they are
-        never kept, so that rows do not depend on how envs are divided among workers.
+        Where an episode ``begins``, the state is that of a new episode, and all other outputs are
+        zero. TorchRL does the same if only some envs are reset, but keeps the old values if all are
+        reset. Here they are never kept, so that rows do not depend on how envs are divided among
+        workers.
         """
         self._others = {key: out[key] for key in carried}
         which = begins.tobytes()
@@ -696,16 +696,17 @@ class GymnasiumRollout(_Loop):
         self._current = [now.copy() for now in self._current]
         given.share_changes(followed.observations, followed.done)
         data = given.recorded(made.overwritten) | followed.observed() | made.recorded()
-        if IS_INIT in self._state:  # as with InitTracker, false in "next", where no episode begins
+        if IS_INIT in self._state:  # false in "next", as with InitTracker
             data["next", IS_INIT] = torch.zeros(n, steps, 1, dtype=torch.bool)
         data |= followed.ended()
-        if "policy_version" not in data:  # else the learner's inference has stamped it
+        if "policy_version" not in data:  # the answers of the learner's inference contain it
             data["policy_version"] = torch.full((n, steps), self.policy_version)
         rollout = nested(data, [n, steps], names=[None, "time"])
         return (rollout if t + 1 == steps else rollout[:, : t + 1]), followed.valid
 
     def _checked(self, out: Values) -> Values:
-        """Return the policy's outputs if they can be recorded; called once per rollout."""
+        """Return the policy's outputs, or raise if they cannot be recorded. Called once per
+        rollout."""
         action = out.get("action")
         expected = (self.num_envs, *self._codec.shape)
         if not isinstance(action, Tensor) or tuple(action.shape) != expected:
@@ -725,10 +726,9 @@ class GymnasiumRollout(_Loop):
         return out
 
     def _run_ragged(self, steps: int, enough: Callable[[int], bool]) -> TensorDict:
-        """Drop steps that only reset an env, and continue until each env has its transitions.
+        """Drop steps that only reset an env, and continue until each env has ``steps`` transitions.
 
-        Envs that reset less often get ahead. Their transitions beyond ``steps`` are not lost but
-        begin the next rollout.
+        Envs that reset less often get ahead. Their further transitions begin the next rollout.
         """
         have = [0 if part is None else part.shape[0] for part in self._surplus]
         while (ahead := min(have)) < steps and not enough(ahead):
@@ -936,7 +936,7 @@ def make_rollout(
         if has_start(observed) or has_start(taken):
             driver.close()
             raise ConfigurationError(
-                f"{error}. TorchRL's GymWrapper, which steps such spaces, does not accept a "
+                f"{error}. TorchRL's GymWrapper, which steps such envs, does not accept a "
                 "Discrete space that starts at another number than 0; let the space start at 0"
             ) from None
         env = _wrapped(driver.envs, categorical_action_encoding, error, at_random=policy is None)
@@ -944,8 +944,8 @@ def make_rollout(
 
 
 def _require_random_actions(env: GymWrapper, space: Any) -> None:
-    """Refuse a space if TorchRL draws random actions outside it, as it does for texts. In a space
-    with one bound, TorchRL may draw infinity."""
+    """Refuse a space if TorchRL draws random actions outside it. Examples are Text spaces, and a
+    Box with one bound, where TorchRL may draw infinity."""
     with torch.random.fork_rng(devices=[]):
         for _ in range(_DRAWN):
             drawn = env.full_action_spec.rand()
@@ -959,8 +959,8 @@ def _require_random_actions(env: GymWrapper, space: Any) -> None:
 
 
 def _different(make_env: Callable[[], Any], first: EnvBase) -> Callable[[], EnvBase]:
-    """Wrap ``make_env``, which has already made the env ``first``, to refuse an env that it returns
-    twice."""
+    """Wrap ``make_env``, so that returning the same env twice raises. ``first`` is an env that it
+    has already returned."""
     made = [first]
 
     def make() -> EnvBase:

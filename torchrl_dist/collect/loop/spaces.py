@@ -4,8 +4,8 @@ The reference is ``convert_*_spec`` in ``torchrl/envs/libs/gym.py``:
 
 - Discrete spaces are one-hot, unless categorical encoding is requested.
 - A scalar Box becomes ``[1]``.
-- The leaves of a Dict are at the root of the TensorDict. Its key ``"state"`` becomes
-  ``"observation"`` if there is no such key.
+- The leaves of a Dict are at the root of the TensorDict. The Dict's key ``"state"`` becomes
+  ``"observation"``, unless the Dict has a key ``"observation"``.
 - A single image with three colours is ``"pixels"``.
 """
 
@@ -45,8 +45,8 @@ class ObservationLeaf:
 
     Attributes:
         key: its key in the TensorDict.
-        path: keys that lead to it in the env's observation (a nested dict); empty if that is not a
-            dict.
+        path: keys that lead to it in the env's observation (a nested dict); empty if the
+            observation is not a dict.
         shape: shape per env.
         one_hot: number of classes if integers must be written one-hot, else 0.
         start: the first value, or values, of a (Multi)Discrete space; None for 0. In the
@@ -109,8 +109,8 @@ class ObservationLeaf:
 
 
 def has_start(space: spaces.Space) -> bool:
-    """Whether the space is, or has inside, a (Multi)Discrete space that starts at another number
-    than 0. TorchRL's ``GymWrapper`` ignores the start."""
+    """Whether the space is, or contains, a (Multi)Discrete space that does not start at 0.
+    TorchRL's ``GymWrapper`` ignores the start."""
     if isinstance(space, spaces.Dict | spaces.Tuple):
         parts = space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces
         return any(map(has_start, parts))
@@ -128,8 +128,8 @@ def observation_leaves(space: spaces.Space, categorical: bool) -> tuple[Observat
 
     Raises:
         UnknownSpaceError: the space is not supported here.
-        ConfigurationError: it is an empty Dict, or has a part with a name that rollouts use for
-            something else.
+        ConfigurationError: the space is an empty Dict, or has a part with a name that rollouts use
+            for something else.
     """
     if isinstance(space, spaces.Dict):
         leaves = tuple(_dict_leaves(space, (), (), categorical))
@@ -350,8 +350,8 @@ def _float_box(space: spaces.Box) -> _Draw:
 
 
 def _integer_box(space: spaces.Box) -> _Draw:
-    """Return a function like that of :func:`_float_box`, with each draw rounded down. Between two
-    bounds, the bounds themselves are drawn, too."""
+    """Return a function like that of :func:`_float_box`, with each draw rounded down. Draws between
+    two bounds include both bounds."""
     below, above, dtype = space.bounded_below, space.bounded_above, space.dtype
     both = below & above
     low = np.where(below, space.low, 0).astype(dtype)

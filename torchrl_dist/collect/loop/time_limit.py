@@ -17,8 +17,8 @@ def make_limited(make_env: str | Callable[[], Any], steps: int) -> Any:
     """Return the env that ``make_env`` names or makes, with episodes truncated after ``steps``.
 
     Raises:
-        ConfigurationError: it is a vector env, which cannot be limited from outside, or a TorchRL
-            env that already counts steps.
+        ConfigurationError: the env is a vector env, which cannot be limited from outside, or a
+            TorchRL env that already counts steps.
     """
     env = gymnasium.make(make_env) if isinstance(make_env, str) else make_env()
     if isinstance(env, EnvBase):

@@ -1,4 +1,4 @@
-"""Assemble whole trajectories from batches that may end inside them. Pure bookkeeping."""
+"""Assemble whole trajectories from batches that may contain only parts of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TrajectoryAssembler:
         done = ends_of(batch.get("next"))
         starts = [(0, row) for row in range(len(batch))]
         starts += [(t + 1, row) for row, t in (ids[:, 1:] != ids[:, :-1]).nonzero().tolist()]
-        end_of: dict[int, int] = {}  # for each row, where its current part ends
+        end_of: dict[int, int] = {}  # by row, where the part after this one begins
         ends = []
         for start, row in sorted(starts, reverse=True):
             ends.append(end_of.get(row, ids.shape[1]))

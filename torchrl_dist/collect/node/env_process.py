@@ -63,7 +63,8 @@ class Message(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """An exception of a call. The node worker may be unable to unpickle its ``cause``."""
+    """The exception that a call raised. ``cause`` is its pickle, which the node worker may be
+    unable to unpickle."""
 
     summary: str
     trace: str
@@ -71,7 +72,7 @@ class Failure(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The answer to the message with that number.
+    """The answer to the message with the same number.
 
     The content is the call's result, or a ``Failure``, which the node worker converts to a
     RemoteError. The content is pickled separately, so that the number can be read even if the
@@ -240,8 +241,8 @@ class _Part:
         anew: bool,
         at_random: bool,
     ) -> tuple[TensorDictBase | None, RolloutStats]:
-        """See ``RolloutWorker.collect``. Rows that fit are written into the block at the address
-        and not returned."""
+        """See ``RolloutWorker.collect``. Rows that fit into the block at the address ``rows`` are
+        written there, and not returned."""
         packed: Any = weights  # an address of shared weights, as _Watched expects
         data, stats = self.worker.collect(steps, num_envs, packed, request, anew, at_random)
         if data is None or rows is None:

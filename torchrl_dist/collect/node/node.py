@@ -57,7 +57,7 @@ _GLANCE_S = 1.0  # how often to check for deaths that no connection reports
 # The step limit is at least this long, because a process that waits for a replay buffer increases
 # its count only every half second.
 _LEAST_LIMIT_S = 2.0
-# The part of the time for closing after which processes are killed, so that all is closed in time.
+# Processes are killed after this part of the time for closing, so that all is closed in time.
 _PATIENCE = 0.8
 
 
@@ -87,7 +87,8 @@ class _Calls:
     """Calls of a method in several processes, such as those that make one rollout.
 
     Attributes:
-        order, block: of a rollout: what was requested, and the number of the block with its rows.
+        order: what was requested, if the calls make a rollout.
+        block: number of the block with the rollout's rows.
         pending: index of each process that has not answered -> number of the awaited answer.
         answers: results, or RemoteErrors, by index of the process, in the order of their arrival.
         failure: why a process was not replaced.
@@ -240,7 +241,7 @@ class NodeWorker:
                     f"{method}: env processes {[process.index for process in missing]} did not "
                     f"answer within {self.config.call_timeout_s:g} s"
                 )
-            # otherwise this worker is being closed
+            # If a process is not ready here, this worker is being closed.
             if all(process.ready for process in missing):
                 answers |= self._ask(missing, until, method, *args)
         _raise_first(answers)
@@ -282,8 +283,8 @@ class NodeWorker:
         self._pool.words[CUT_REQUEST] = request
 
     def expect(self, request: int | None, **options: Any) -> None:
-        """Note that this rollout was requested, because processes may begin it during the one
-        before. Any thread may call this."""
+        """Note that this rollout was requested, because processes may begin it during the previous
+        one. Any thread may call this."""
         if request is not None:
             self._expected[request] = self._order(request, **options)
             self._waker.wake()
@@ -296,7 +297,7 @@ class NodeWorker:
         self, request: int | None = None, **options: Any
     ) -> tuple[TensorDict | PackedRows | None, RolloutStats]:
         """See ``RolloutWorker.collect``. If a process ended, its rows are missing and the
-        statistics name it. The rows stay valid until the call after the next one.
+        statistics name it. ``PackedRows`` stay valid until the call after the next one.
 
         Raises:
             RemoteError: an env raised.
@@ -333,8 +334,7 @@ class NodeWorker:
                 self._begin(order)
 
     def _begin(self, order: _Order) -> _Calls:
-        """Let all processes that are ready make that rollout, after the rollouts requested
-        earlier."""
+        """Let all processes that are ready make this rollout, after those requested earlier."""
         if order.request is None:
             number = self._unnumbered = self._unnumbered + 1
         else:
@@ -365,7 +365,7 @@ class NodeWorker:
         return rollout
 
     def _finish(self, calls: _Calls, until: float = math.inf) -> None:
-        """Read and relay messages until every process has answered that call or has ended, at most
+        """Read and relay messages until every process has answered its call or has ended, at most
         until ``until`` (on ``awake()``)."""
         limit_s, relay = self.config.step_timeout_s, self._relay
         if calls.order is None:
@@ -396,8 +396,8 @@ class NodeWorker:
         """Wait until all processes are idle, because they answer calls only between rollouts."""
         for rollout in self._under_way:
             self._finish(rollout, until)
-        # Read abandoned answers, because a process that cannot send one would not read its next
-        # call.
+        # Read answers that no call waits for. A process that cannot send such an answer would not
+        # read its next call.
         for key, _ in self._selector.select(0):
             if isinstance(key.data, EnvProcess):
                 self._take_answer(key.data)

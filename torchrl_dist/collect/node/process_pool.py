@@ -129,7 +129,7 @@ class ProcessPool:
             RemoteError: a process could not build its envs.
             PeerLostError, DeadlineError: a process died, or took too long.
         """
-        # first, because a process forked meanwhile would inherit all socket ends
+        # before the pairs are made: a process forked during this wait would inherit their ends
         self._server.wait_up()
         pairs = [self._pair() for _ in range(self._count)]
         self.processes = [EnvProcess(index, ours) for index, (ours, _) in enumerate(pairs)]
@@ -170,7 +170,7 @@ class ProcessPool:
         ours, theirs = socket.socketpair(socket.AF_UNIX)
         for end in (ours, theirs):
             end.setblocking(True)  # even if socket.setdefaulttimeout() was called
-        # in case the process is paused inside a message
+        # so that a process that is paused inside a message does not block this one for longer
         if (limit_s := self._step_timeout_s) is not None:
             limit = struct.pack("ll", int(limit_s), int(limit_s % 1 * 1e6))
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
@@ -182,8 +182,8 @@ class ProcessPool:
     def send(self, process: EnvProcess, method: str, *args: Any, **kwargs: Any) -> int:
         """Tell a process that is ready to call a method, and return the number of its answer.
 
-        Does not wait for the answer. Earlier answers that are still unread, after a deadline,
-        arrive before it.
+        Does not wait for the answer. Answers to earlier calls that missed their deadline arrive
+        before it.
         """
         call = cloudpickle.dumps((args, kwargs))
         process.sent += 1
@@ -191,12 +191,12 @@ class ProcessPool:
         return process.sent
 
     def receive(self, process: EnvProcess) -> Answer | None:
-        """Block for the next message of a process. Return its answer, or None if it was a question
-        to the learner, which is passed on. If the call raised, the answer's content is a
-        RemoteError.
+        """Block for the next message of a process. Return it if it is an answer; if the call
+        raised, its content is a RemoteError. Pass a question on to the learner, and return None.
 
         Raises:
-            EOFError: the process died, or stopped inside an answer, which the message says then.
+            EOFError: the process died, or was paused in the middle of an answer. Only in the second
+                case, the error has a message.
         """
         try:
             message = process.connection.recv_bytes()
@@ -236,8 +236,8 @@ class ProcessPool:
     def has_ended(self, process: EnvProcess) -> bool:
         """Whether a process has ended and left nothing to read.
 
-        The connection alone may not show this: another thread may have forked while both sockets
-        were open here.
+        The connection alone may not show this: another thread may have forked a child while both
+        sockets were open here, and the child keeps them open.
         """
         return (
             self.children.states[process.index].exit is not None
@@ -267,7 +267,7 @@ class ProcessPool:
         if process.ready:
             self._selector.unregister(process.connection)
             process.ready = False
-        if self.stopped:  # it may be running its last functions
+        if self.stopped:  # the process may be running its exit functions
             return
         if not self._started:
             raise self._failed_start(process.index)
@@ -294,8 +294,8 @@ class ProcessPool:
     def welcome(
         self, wanted: Sequence[EnvProcess], until: float = math.inf, *, all_of_them: bool = False
     ) -> None:
-        """Add successors that are ready by now. Block until one or all of the wanted processes are
-        ready, at most until ``until`` (on ``awake()``).
+        """Add successors that are ready by now. Block until one of the wanted processes is ready
+        (with ``all_of_them``, all), at most until ``until`` (on ``awake()``).
 
         Raises:
             RemoteError: a process could not build its envs.
@@ -325,7 +325,7 @@ class ProcessPool:
                 relay.deliver()
             relay.flush(most=1)
         for process in newcomers:
-            if process.connection.closed:  # replace() raised an error for this process
+            if process.connection.closed:  # replace() raised before it forked a successor
                 self.replace(process, "")
             elif process.connection in readable:
                 try:

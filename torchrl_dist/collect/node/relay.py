@@ -38,15 +38,15 @@ QUESTION = -1  # sent instead of a message's number, to mark a question
 # Two, so that questions need not wait for the answer to the previous message.
 _MAX_IN_FLIGHT = 2
 
-# A question may wait at most this part of the time that a process needs to step its other envs. The
-# wait is shorter if it and the message would together take more than half of that time.
+# A question may wait at most this part of the time that a process needs to step its other envs. It
+# waits less if the wait and the message would together take more than half of that time.
 _WAITING_PART = 1 / 3
 _SMOOTHING = 0.1
 
 
 class Array(NamedTuple):
-    """An array ``[n, ...]`` as it is sent, because NumPy's own pickling takes five times as
-    long."""
+    """An array ``[n, ...]`` in the form in which it is sent. NumPy's own pickling would take five
+    times as long."""
 
     key: Key
     dtype: str
@@ -207,7 +207,7 @@ class Relay:
         return self._waker.fileno()
 
     def ask(self, connection: Connection, question: Question) -> None:
-        """Queue a question for a later ``flush``. Its answer goes to the connection, if open."""
+        """Queue a question for a later ``flush``. Its answer is sent to the connection."""
         now_s = time.monotonic()
         self._window.note_question(connection, now_s)
         if not self._waiting:
@@ -273,8 +273,8 @@ def _tell(connection: Connection, number: int, content: list[Array] | BaseExcept
 
 
 def send(connection: Connection, message: bytes) -> None:
-    """Send a message to an env process. If that fails, because the process has ended or is paused,
-    or was replaced, close the connection for both ends, which the pool notices."""
+    """Send a message to an env process. If that fails (the process has ended, is paused or was
+    replaced), shut the connection down for both ends. The pool then notices this."""
     try:
         connection.send_bytes(message)
     except OSError:

@@ -17,7 +17,8 @@ class Waker:
         now_and_in_children(self, Waker._renew)
 
     def _renew(self) -> None:
-        self._lock = threading.Lock()  # because a new file may get the closed file's number
+        # Without the lock, ``wake`` could write to a new file with the closed one's number.
+        self._lock = threading.Lock()
 
     def fileno(self) -> int:
         return self._event

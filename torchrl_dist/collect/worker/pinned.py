@@ -38,7 +38,7 @@ class EnvThread(Protocol):
         """Run a call in this thread after those that were submitted earlier. Does not block."""
 
     def close(self) -> None:
-        """Release the thread. Calls that were submitted before still run."""
+        """Release the thread. Calls that were submitted earlier still run."""
 
 
 class OwnThread:
@@ -71,7 +71,7 @@ def run_on_cpu(call: Callable[[], Any]) -> Any:
 
 
 def settle(future: Future, call: Callable[[], Any]) -> None:
-    """Set the call's result or exception."""
+    """Make the call, and set its result or exception in the future."""
     try:
         result = call()
     except BaseException as error:
@@ -90,8 +90,8 @@ class PinnedWorker:
     """A :class:`RolloutWorker`, or a node worker, in an :class:`EnvThread`.
 
     The constructor calls ``make(config)`` in that thread, and blocks. All methods except ``cut``
-    return a future. Calls run one by one in their order, and rollouts in the order of their
-    requests.
+    return a future. Calls run one by one in their order, and rollouts in the order of their request
+    numbers.
 
     Raises:
         Exception: ``make`` raised it.

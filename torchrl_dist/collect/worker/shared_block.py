@@ -27,7 +27,7 @@ from torchrl_dist.tensors import DTYPES, NAMES, is_plain
 from torchrl_dist.weights import PackedWeights, every_name, find_target, untied
 
 _ALIGN_BYTES = 64
-_PLACES = 2  # how many versions of the weights are in memory
+_PLACES = 2  # how many versions of the weights are in memory at once
 
 
 class SharedBlock:
@@ -156,8 +156,7 @@ class BlockRows:
 class PackedRows:
     """Rows ``[n, t]`` as one tensor.
 
-    Sending even the smallest tensor to another process costs some 30 us, and tensors of several
-    dtypes in one block would be copied one by one.
+    Sending a tensor to another process costs at least some 30 us, however small it is.
 
     Attributes:
         layout: layout of the block. The rows may fill only its first envs and steps.
@@ -205,7 +204,7 @@ class SharedWeights:
         self._made = 0
 
     def write(self, packed: PackedWeights) -> None:
-        """Write new weights over the oldest ones, which no process may still use."""
+        """Write new weights over the oldest ones, which the caller must know to be unused."""
         address, block = self._places.popleft() if len(self._places) == _PLACES else (None, None)
         layout = (packed.entries, packed.aliases)
         if address is None or block is None or (address.entries, address.aliases) != layout:
@@ -225,8 +224,8 @@ class SharedWeights:
 
 @dataclass(frozen=True)
 class WeightsAddress:
-    """What a process needs to use weights. ``block`` is unique among the creator's blocks, whereas
-    paths may repeat."""
+    """What a process needs to use weights. ``block`` is unique among the creator's blocks; ``path``
+    may be used again."""
 
     version: int
     entries: tuple
@@ -244,8 +243,8 @@ class _Place:
 
 
 class WeightsView:
-    """The side of a process that uses the weights. Parameters of its module become views of
-    them."""
+    """The side of a process that uses the weights. Parameters of its module become views of the
+    shared memory."""
 
     def __init__(self) -> None:
         self._used = -1
@@ -254,8 +253,7 @@ class WeightsView:
     def take(self, address: WeightsAddress, module: nn.Module) -> None:
         """Make the module, or the part of it that the weights fit, use these weights.
 
-        Parameters share the memory, so later updates cost this process nothing. Buffers are
-        copied, because a module may write to its buffers.
+        Buffers are copied, because a module may write to its buffers.
 
         Raises:
             ConfigurationError: the weights do not fit the module or any part of it.

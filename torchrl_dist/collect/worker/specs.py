@@ -11,7 +11,7 @@ def require_equal_specs(specs: Mapping[str, Mapping[str, str]]) -> None:
     """Compare each worker's specs with the first one's.
 
     Args:
-        specs: by worker name: name of a spec -> its description.
+        specs: for each worker's name, its specs: name -> description.
 
     Raises:
         ConfigurationError: two workers differ. The message has their names and both descriptions.

@@ -57,7 +57,8 @@ from torchrl_dist.weights import PackedWeights, unpack
 Postproc = Callable[[TensorDictBase], TensorDictBase]
 Hooks = tuple[Callable[[], Any] | None, Callable[[TensorDictBase], Any] | None]
 
-# The duration of a step is measured for about this many seconds, and at most this many steps.
+# To measure the duration of a step, envs are stepped for about this long, but at most this many
+# steps at a time.
 _MEASURED_S = 0.02
 _MOST_MEASURED = 64
 
@@ -72,8 +73,10 @@ class WorkerOptions:
         env_processes: 0, or the number of processes in which the worker's envs run.
         step_timeout_s: an env process that makes no step for this many seconds is replaced.
         compilation: how the policy is compiled.
-        reset_at_each_iter, max_frames_per_traj, set_truncated: as TorchRL's; 0: no limit.
-        hooks: two functions: one is called before each rollout, the other after it with its rows.
+        reset_at_each_iter, set_truncated: as in TorchRL's collectors.
+        max_frames_per_traj: as in TorchRL's collectors; 0: no limit.
+        hooks: two functions, or None. The first is called before each rollout, the second after
+            it with its rows.
     """
 
     num_workers: int = 1
@@ -97,23 +100,22 @@ class WorkerConfig(WorkerOptions):
     """Everything that a worker is built from. Sent by cloudpickle, so callables may be lambdas.
 
     Attributes:
-        policy: used directly, without a copy. If there is no factory either, None gives random
-            actions.
+        policy: used directly, without a copy. Without a policy and a factory, actions are random.
         policy_factory: ``(worker_index, num_workers) -> module``, called on the worker.
-        frames_per_rollout: T is this divided by the number of envs, rounded up. None: a step is
-            timed, and T is 1 until ``set_steps``.
-        seed: the job's seed; the envs of all workers take consecutive seeds of TorchRL's chain.
+        frames_per_rollout: T is this divided by the number of envs, rounded up. None:
+            ``describe`` times a step, and T is 1 until ``set_steps`` is called.
+        seed: the job's seed. The envs of all workers get consecutive seeds of TorchRL's chain.
         seed_given: whether the user gave the seed. If so, each env must get its own seed.
         keep_env_seeds: TorchRL envs stay seeded as ``make_env`` left them.
         own_process: the worker may seed this process's global random generators.
         packed: rows are returned as ``PackedRows``, to be sent to another process.
-        call_timeout_s: limit of calls to env processes between rollouts. They may take this long to
-            start, or two minutes if that is longer.
+        call_timeout_s: limit of calls to env processes between rollouts. Env processes may take
+            this long to start, or two minutes if that is longer.
         inference: how to get actions, if the policy stays at the learner.
-        stamp_version: None: rows have the version of the policy that made them; True: also under
-            ``"next"``, as in TorchRL; False: they have no version.
+        stamp_version: None: rows contain the version of the policy that made them. True: rows
+            also contain it under ``"next"``, as in TorchRL. False: rows contain no version.
         whole_trajectories: the replay buffer gets complete trajectories, one after another.
-        shown_index: in an env process, the index of its worker, for data and statistics.
+        shown_index: in an env process, the index of its node worker, for data and statistics.
         registrations: gymnasium environments to register in the worker's process.
     """
 
@@ -182,7 +184,7 @@ class RolloutStats:
         data_bytes: size of the rollout.
         num_envs: number of envs that made the steps.
         numbered: how many trajectories the worker has numbered.
-        replaced: how env processes ended, for those whose parts of the rollout are missing.
+        replaced: for each env process whose part of the rollout is missing, how it ended.
     """
 
     worker_index: int
@@ -266,7 +268,7 @@ class RolloutWorker:
         self._postproc = config.postproc
         if config.postproc_factory is not None:
             self._postproc = config.postproc_factory(self.policy)
-        # T depends on the number of envs, and only a vector env itself knows its number.
+        # T depends on the number of envs. Only a vector env itself knows how many envs it has.
         self._rollout: Rollout
         if config.inference is not None:
             self._rollout = make_grouped_rollout(
@@ -345,7 +347,7 @@ class RolloutWorker:
         """Use newer weights from the next step on. Versions older than the current are ignored.
 
         Raises:
-            ConfigurationError: there is no module that they fit.
+            ConfigurationError: the weights fit no module of the policy.
         """
         with self._lock:
             self._take_weights(packed)
@@ -479,7 +481,7 @@ class RolloutWorker:
             request: its number, for :meth:`cut`.
             anew: begin new episodes first.
             at_random: use random actions; the policy's other outputs are zero.
-            until: a time on ``awake()``; None: no limit.
+            until: the deadline on the clock ``awake()``; None: no limit.
 
         Raises:
             DeadlineError: ``until`` has passed before the last step. The next call continues this
@@ -487,7 +489,7 @@ class RolloutWorker:
 
         Returns:
             the rows (``None`` if they went to the replay buffer or the worker was closed), and the
-            statistics. After a ``cut`` there are fewer than ``steps`` steps, and the last ones are
+            statistics. If a ``cut`` ended the rollout early, each env's last step is marked as
             truncated.
         """
         with self._lock:
@@ -499,7 +501,7 @@ class RolloutWorker:
                         weights, anew, at_random, until, self._watch(request),
                     )  # fmt: skip
                 except RolloutStopped:
-                    self._shut()  # closed here, because close() may have stopped waiting for it
+                    self._shut()  # here, because close() may have stopped waiting for the rollout
             return None, RolloutStats(self._shown_index, 0)
 
     def _collect(
@@ -614,8 +616,8 @@ class RolloutWorker:
         return self._told_to_stop
 
     def _watch(self, request: int | None) -> Callable[[int], bool]:
-        """Return a function that takes the number of steps done and says whether to end the
-        rollout, for a call after every step. A rollout without a request number is never cut."""
+        """Return a function to call after every step: it takes the number of steps done, and
+        returns whether the rollout ends. A rollout without a request number is never cut."""
         if request is None:
             return never
 
@@ -676,7 +678,8 @@ class RolloutWorker:
         return None, data_bytes
 
     def expect(self, request: int, **options: Any) -> None:
-        """Do nothing. A node worker may begin this rollout during the one before."""
+        """Do nothing. Only a :class:`NodeWorker` uses this: it may begin this rollout during the
+        previous one."""
 
     def stop(self, limit_s: float | None = None) -> None:
         """Let a running rollout end after its current step and close the envs. Any thread may call
@@ -691,9 +694,9 @@ class RolloutWorker:
         Idempotent.
 
         Raises:
-            DeadlineError: the step takes longer than ``step_limit_s``. The envs are closed when it
-                ends.
-            Exception: an env raised it while it was closed.
+            DeadlineError: the step takes longer than ``step_limit_s``. The envs are closed when the
+                step ends.
+            Exception: closing an env raised it.
         """
         if not self._closed:
             self.stop()
@@ -723,5 +726,5 @@ class RolloutWorker:
         if close_env:
             try:
                 rollout.close()
-            except Exception as error:  # close() raises it, even if collect() closes the envs
+            except Exception as error:  # close() raises it, even if collect() called this
                 self._close_error = error
