@@ -89,7 +89,7 @@ class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, Ten
 
     @property
     def _is_full(self) -> bool:
-        # compares slots, because a full ring has fewer rows while some are rewritten
+        # counts used slots, because a full ring has fewer rows while some are rewritten
         return self.shape[0] == self.max_size
 
     @property
