@@ -37,8 +37,8 @@ class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, Ten
     write."""
 
     def _set_up(self, max_size: int) -> None:
-        # The base classes' __init__ would create a length, a revision and a cursor of this process,
-        # in semaphores that a killed process leaves in /dev/shm. Ours belong to all processes.
+        # The base classes' __init__ is not called. It would create a length, revision and cursor
+        # for this process only, in semaphores that a killed process leaves in /dev/shm.
         self.max_size = max_size
         self.ndim = 1
         self.checkpointer = None
@@ -72,7 +72,7 @@ class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, Ten
         raise NotImplementedError
 
     def _empty(self) -> None:
-        pass  # ``ReplayBuffer.empty`` also calls the writer, which has done it
+        pass  # ``ReplayBuffer.empty`` also calls the writer, which empties the storage
 
     def register_save_hook(self, hook: Any) -> None:
         raise ConfigurationError(
@@ -89,13 +89,13 @@ class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, Ten
 
     @property
     def _is_full(self) -> bool:
-        # by the slots in use, because a full ring has fewer rows while some are rewritten
+        # counts used slots, because a full ring has fewer rows while some are rewritten
         return self.shape[0] == self.max_size
 
     @property
     def initialized(self) -> bool:
         """True, because nothing must be set up before processes write. If it were False, TorchRL's
-        ``MultiCollector`` would write a row of no env, and then empty the buffer of all rows."""
+        ``MultiCollector`` would write a dummy row, and then empty the buffer."""
         return True
 
     @initialized.setter
@@ -124,13 +124,13 @@ class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, Ten
     def write_at(self, index: torch.Tensor, data: TensorDictBase) -> torch.Tensor:
         """Replace whole rows at given slots. Their generation advances as in any write.
 
-        A slot that occurs twice keeps the last row.
+        If a slot occurs twice, its last row is written.
 
         Returns:
             The new generations, int64 [n].
         """
         slots = as_slots(index)
-        slots = slots if slots.ndim == 1 else slots.reshape(-1)  # a sampler remembers the tensor
+        slots = slots if slots.ndim == 1 else slots.reshape(-1)  # samplers know this tensor again
         if data.batch_size[0] != slots.numel():
             raise ConfigurationError(
                 f"got {data.batch_size[0]} rows for {slots.numel()} slots, expected one per slot"
@@ -150,9 +150,9 @@ class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, Ten
     def hand_over(self, drawn: Drawn) -> None:
         """Keep drawn rows for the calls that the buffer makes after a draw.
 
-        TorchRL first takes index and weights from the sampler, and then asks the writer for
-        generations and the storage for rows, in the same thread. Looked up only then, these could
-        belong to rows written since the draw.
+        In one thread, TorchRL takes index and weights from the sampler, and then asks the writer
+        for generations and the storage for rows. Without the kept rows, writer and storage might
+        return newer ones.
         """
         self._handed.batches.append(drawn)
 
@@ -165,17 +165,17 @@ class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, Ten
         return None
 
     def get(self, index: Any) -> TensorDictBase:
-        """Return whole rows at the given slots, at once if they were just drawn.
+        """Return whole rows at the given slots. Rows that were just drawn are not read again.
 
-        For an int, a tensor or a list of slots, it waits for rows that are being written, up to the
-        deadline. A slice omits rows that are not published. A key, or a tuple of keys, returns that
-        entry of all rows.
+        With an int, a tensor or a list of slots, this waits until the deadline for rows that are
+        being written. With a slice, it omits unpublished rows. With a key, or a tuple of keys, it
+        returns that entry of all rows.
 
         Raises:
             IndexError: a slot has no row, and no process is writing one. Over hosts, this is a
                 RemoteError.
             KeyError: the rows do not have the key.
-            DeadlineError: a row stayed unfinished.
+            DeadlineError: a row was still being written at the deadline.
         """
         if _names_an_entry(index):
             return self.get(slice(None))[index]
@@ -188,7 +188,7 @@ class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, Ten
         slots = self._slots_named(index)
         if isinstance(index, slice) or index is Ellipsis:
             published = slots[self.generations_of(slots) >= 0]
-            # locked, like TorchRL's memory-mapped storage: ``rb[key] = value`` would be lost
+            # locked, because ``rb[key] = value`` would change only this copy
             return self._rows_at(published.numpy(), wait=False).lock_()
         data = self._rows_at(slots.reshape(-1).numpy())
         if isinstance(index, (int, np.integer)) or getattr(index, "ndim", 1) == 0:
@@ -199,7 +199,7 @@ class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, Ten
         """Return whole rows at slots, int64 [n].
 
         Args:
-            wait: whether to wait for rows that are not published, or to omit them.
+            wait: if True, wait for unpublished rows; otherwise omit them.
         """
         raise NotImplementedError
 
@@ -224,7 +224,7 @@ class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, Ten
         return torch.arange(*span.indices(self.shape[0] or self.max_size), device="cpu")
 
     def _from_the_end(self, index: torch.Tensor) -> torch.Tensor:
-        """Resolve -1, -2, ... to the last slots in use. Other entries do not matter."""
+        """Resolve -1, -2, ... to the last slots in use. The caller ignores other entries."""
         return index + self.shape[0]
 
     # --- batches drawn ahead -----------------------------------------------------------------
@@ -260,7 +260,7 @@ def check_batch(data: Any) -> None:
 
 
 def _single(index: Any) -> Any:
-    """Return the index in a tuple of one, which TorchRL's slice samplers return."""
+    """Return ``i`` for an index ``(i,)``, which TorchRL's slice samplers return."""
     return index[0] if isinstance(index, tuple) and len(index) == 1 else index
 
 

@@ -1,4 +1,4 @@
-"""TorchRL's TensorDict buffer for shared parts, with exact handles and unlocked writes."""
+"""TorchRL's TensorDict buffer for shared parts, with exact priorities and unlocked writes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torchrl_dist.replay.saving.disk import MANIFEST, read_dump
 
 
 class SharedReplayBuffer(TensorDictReplayBuffer):
-    """``TensorDictReplayBuffer`` with exact handles and the same constructor arguments.
+    """``TensorDictReplayBuffer`` with exact priorities and the same constructor arguments.
 
     With a :class:`SharedMemmapStorage` and a :class:`SharedCursorWriter`, it differs as follows:
 
@@ -86,7 +86,8 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
                 ``priority_key`` of the batch is ignored.
 
         Returns:
-            The slots, int64 [n]; -1 for rows that did not fit (an extend longer than the ring).
+            The slots, int64 [n]; -1 for rows that were not kept, because the batch is longer
+            than the ring.
         """
         return self._write(tensordicts, update_priority is not False)
 
@@ -96,7 +97,7 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         Returns:
             Its slot, int64 [].
         """
-        rows = data.unsqueeze(0) if isinstance(data, TensorDictBase) else data  # extend refuses it
+        rows = data.unsqueeze(0) if isinstance(data, TensorDictBase) else data  # _write refuses it
         index = self._write(rows, True)
         return index[0] if index.numel() else index
 
@@ -124,7 +125,7 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without batches drawn ahead, and without the generator of ``set_rng``.
 
-        This buffer returns those batches itself. A copy draws with its own random numbers."""
+        This buffer itself still returns those batches. A copy draws with its own random numbers."""
         _torchrl.initialize(self)
         attributes = self.__dict__
         with self._futures_lock:
@@ -137,7 +138,7 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
 
     def share(self, shared: bool = True) -> SharedReplayBuffer:
         """Do nothing: copies in other processes have the same rows, and need no common lock."""
-        # the base class's constructor calls it, so that the options are checked
+        # the base class's constructor calls this; its own method then checks the options
         return self if "_write_lock" in self.__dict__ else super().share(shared)
 
     def query(
@@ -149,13 +150,14 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         """Return the trajectories that match, the oldest first. Other processes may keep writing.
 
         This copies all rows of the buffer, as a checkpoint does, and omits rows that are being
-        written. If writers took turns and so cut each other's trajectories, the pieces are joined.
+        written. If rows of several writers alternate, this joins the pieces of each trajectory.
 
         Args:
             predicate: built from TorchRL's ``traj``, or a function of a ``Trajectory``. Default:
                 all trajectories.
-            trajectory_key: one number per row, unique in the job. Default: ``("collector",
-                "traj_ids")``, ``"traj_ids"`` or ``"episode"``, whichever the rows have.
+            trajectory_key: key of the ids, one number per row, unique in the job. Default:
+                ``("collector", "traj_ids")``, ``"traj_ids"`` or ``"episode"``, whichever the rows
+                have.
 
         Raises:
             ConfigurationError: the rows have no trajectory ids, or rows of one trajectory are in
@@ -192,12 +194,13 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         self._storage.dumps(path, extra)
 
     def loads(self, path: str | os.PathLike[str]) -> None:
-        """Restore a checkpoint of :meth:`dumps`, or the rows of one of ``TensorDictReplayBuffer``.
+        """Restore a checkpoint of :meth:`dumps`; see the storage's ``loads``.
 
-        A checkpoint of that class must have been written from such a storage. See its ``loads``.
+        If ``TensorDictReplayBuffer`` saved the checkpoint from a shared storage, only its rows are
+        restored.
 
         Raises:
-            CheckpointError: there is no checkpoint, or it is damaged or of other transforms. The
+            CheckpointError: there is no checkpoint, or it is damaged or has other transforms. The
                 buffer is unchanged. The storage's ``loads`` raises further errors.
         """
         _torchrl.initialize(self)
@@ -231,7 +234,7 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         """Return the batch size, the states of sampler and transforms, and the generator.
 
         Raises:
-            CheckpointError: it is damaged.
+            CheckpointError: ``extra`` is damaged.
         """
         batch_size = extra.get("batch_size", self._batch_size)
         sampler, rng = extra.get("sampler") or {}, extra.get("rng")
@@ -301,8 +304,8 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         super()._restore_prefetch_queue_locked(prefetch_state, **how)
 
     def _next_sample(self, batch_size: int | None) -> tuple[TensorDictBase, dict[str, Any]]:
-        # a batch fetched ahead may have timed out at the rate limiter long ago, may have found the
-        # pass of an iteration over, or may hold rows that have been dropped
+        # skip a batch fetched ahead if it timed out at the rate limiter, if it found its pass
+        # over, or if the buffer was emptied after it was drawn
         for _ in range(len(self._prefetch_queue) if self._prefetch else 0):
             with contextlib.suppress(RateLimitError, PassOverError):
                 data, info, drawn_of = ReplayBuffer.sample(self, batch_size)
@@ -325,9 +328,9 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
                 yield self.sample()
 
     def _sample(self, batch_size: int) -> tuple[Any, dict[str, Any]]:
-        """Return a batch, and its columns with the rows that were drawn.
+        """Return ``((batch, info, emptied), info)``; ``emptied`` is the storage's before the draw.
 
-        TorchRL's ``sample`` returns the first of the two, also for batches fetched ahead."""
+        TorchRL's ``sample`` returns the first item, also for batches fetched ahead."""
         drawn_of = self._storage.emptied
         if self._pin_memory or self._sample_unit is not None or len(self._transform or ()):
             data, info = super()._sample(batch_size)
@@ -381,10 +384,10 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
 
         Args:
             index: slots, int64 [n]; entries of -1 are skipped.
-            priority: >= 0, one or [n].
-            generation: int64 [n], ``"index_generation"`` of these rows. Without it, they are
-                matched with recent samples and extends of this process. Slots without a match
-                are updated, whichever row they hold now, and counted
+            priority: >= 0, a single one or [n].
+            generation: int64 [n], ``"index_generation"`` of these rows. Without it, the
+                rows are matched with recent samples and extends of this process. Slots
+                without a match are updated, whichever row they hold now, and counted
                 (``"unverified_updates"``).
         """
         _torchrl.initialize(self)
@@ -398,7 +401,7 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
 
 
 def _per_row(values: torch.Tensor, priority: torch.Tensor) -> torch.Tensor:
-    """Return one handle per priority. TorchRL repeats handles over further batch dimensions."""
+    """Return one value per priority. TorchRL repeats values over further batch dimensions."""
     while values.ndim > priority.ndim:
         values = values[..., 0]
     return values

@@ -1,4 +1,4 @@
-"""The result of a draw, in a directory and over hosts."""
+"""The result of a draw from a directory or over hosts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Drawn:
         mass: the mass of all units that could be drawn, at the time of the first draw.
         lengths: int64 [units], the number of rows of each slice; None if the units are rows.
         shape: slices as TorchRL's sampler describes them, see ``SliceSampler._finalize_index``.
-        scale: float64 [units], factors of the leaves for the weights, see ``hosts.batches``; None
+        scale: float64 [units], factors of the leaves in the weights, see ``hosts.batches``; None
             if they are 1.
     """
 
@@ -76,7 +76,7 @@ class Drawn:
         return self.leaf if self.scale is None else self.leaf * self.scale
 
     def weights(self, beta: float) -> torch.Tensor:
-        """Return importance weights ``(p / min p) ** -beta``, float32 [n], of one buffer with all
+        """Return importance weights ``(p / min p) ** -beta``, float32 [n], as if one buffer had all
         rows. All rows of a slice have the weight of its first row.
 
         Schaul et al. 2016, "Prioritized Experience Replay", section 3.4, with the normalization of

@@ -11,8 +11,8 @@ of the processes:
 - The pass is in the directory, so a restarted job continues it. It is not part of checkpoints.
 
 ``pass.bin`` has three counters, an order of slots, and the versions that these slots had. A draw
-makes one write to memory, to the counter of passed rows. A new order becomes valid when its length
-is stored, which is the last store. So a kill at any point leaves a valid pass.
+stores one number, the count of passed rows. A new order becomes valid by the last store, that of
+its length. A kill at any point therefore leaves a valid pass.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OVER = "the pass of the current iteration over this buffer has no row left; samp
 
 
 Take = Callable[[int], tuple[np.ndarray, np.ndarray]]
-"""A function of a number. Returns slots and versions, int64 [n] each, of at most that many rows."""
+"""``take(count)`` returns slots and versions of at most ``count`` rows, int64 [n] each."""
 
 
 class Passes:
@@ -70,7 +70,7 @@ class Passes:
         """Begin a pass over the rows that are published now.
 
         Args:
-            order: ``order(n)`` returns the order of ``n`` rows, int64 [n]; None: by their slots.
+            order: ``order(n)`` returns the order of ``n`` rows, int64 [n]. None orders by slot.
             number: number of the pass. Default: the next number.
         """
         versions = self._directory.versions
@@ -85,9 +85,9 @@ class Passes:
         self._head[_COUNT] = slots.size
 
     def take(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return slots and versions of the pass's next rows, int64 [n], ``n <= count``.
+        """Return slots and versions of the pass's next ``count`` rows, int64 [n].
 
-        There are fewer than ``count`` at the end of the pass."""
+        At the end of the pass, there are fewer rows."""
         passed = max(0, int(self._head[_PASSED]))
         stop = min(int(self._head[_COUNT]), self._directory.capacity)
         parts = []
@@ -99,7 +99,7 @@ class Passes:
             parts.append((slots[there], versions[there]))
             missing -= parts[-1][0].size
             passed = part.stop
-        while passed < stop:  # so that ``left`` is 0 once only overwritten rows remain
+        while passed < stop:  # skip overwritten rows, so that ``left`` is 0 if no other remain
             part = slice(passed, min(passed + _LOOK_AHEAD, stop))
             there = self._directory.versions[self._slots[part]] == self._versions[part]
             passed += int(there.argmax()) if there.any() else there.size
@@ -127,7 +127,7 @@ def draw_of_pass(directory: ReplayDirectory, passes: Passes, begin: Take) -> Dra
             if number is None:
                 slots, versions = begin(count)
                 number = passes.number
-            else:  # no rows if other processes have begun the next pass
+            else:  # take no row if other processes have begun the next pass
                 slots, versions = passes.take(count if passes.number == number else 0)
         return slots, versions, np.ones(slots.size)
 
@@ -137,7 +137,7 @@ def draw_of_pass(directory: ReplayDirectory, passes: Passes, begin: Take) -> Dra
 def take_of_pass(
     storage: SharedMemmapStorage, passes: Passes, number: int, count: int, order: Any
 ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray], int, int]:
-    """Draw ``count`` rows of the pass with this number, for a host, or fewer at its end.
+    """Draw ``count`` rows of the pass ``number``, or fewer at its end. A host calls this.
 
     The pass begins in this directory with the first rows that are taken.
 
@@ -163,7 +163,7 @@ class PassOverError(RuntimeError):
 
 
 class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
-    """Sample uniformly without replacement, counted over all processes of the node.
+    """Sample uniformly without replacement, among all processes of the node.
 
     It replaces ``SamplerWithoutReplacement``. In a *pass*, each row is drawn at most once, by any
     of the processes. A pass visits the rows that were published when it began. Rows that are
@@ -172,10 +172,10 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
     and ``loads()``. Rows that a process drew count as drawn even if it is killed. The pass is in
     the replay directory, so a restarted job continues it.
 
-    The last batch of a pass is shorter if the rows do not fill it. ``for batch in buffer`` ends
-    with the pass, in each process that iterates over a :class:`SharedReplayBuffer`. TorchRL's class
-    checks before each batch whether rows are left. If another process takes them after the check,
-    the loop continues with the next pass.
+    The last batch of a pass is shorter if the rows do not fill it. With a
+    :class:`SharedReplayBuffer`, ``for batch in buffer`` ends with the pass in every process.
+    TorchRL's buffer checks before each batch whether rows are left. If another process takes them
+    after the check, the loop over TorchRL's buffer continues with the next pass.
 
     Example:
         >>> buffer = TensorDictReplayBuffer(
@@ -192,8 +192,8 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
     Raises:
         ConfigurationError: the storage has a limiter with ``max_times_sampled``, or
             ``drop_last=True`` and the buffer holds fewer rows than a batch.
-        RuntimeError: from ``sample``, if no row is published (with ``drop_last=True``, fewer than a
-            batch), and none is being written.
+        RuntimeError: from ``sample``, if too few rows are published and none is being written. One
+            row suffices, but ``drop_last=True`` needs a full batch.
     """
 
     _knows_rows = True
@@ -246,10 +246,10 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
     def _draw_rows(
         self, storage: SharedMemmapStorage, count: int, stored: bool
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
-        """Return slots, generations, masses and copied rows of one pass, at least one row."""
+        """Return slots, generations, leaves and copied rows of one pass, at least one row."""
         directory, passes = storage.directory, self._passes
         assert passes is not None
-        if count < 1:  # belongs to no pass
+        if count < 1:  # an empty batch belongs to no pass
             if not directory.length:
                 raise NoRowsError(EMPTY)
             nothing = np.empty(count, np.int64)  # raises for a negative count
@@ -260,7 +260,7 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
             draw = draw_of_pass(directory, passes, begin)
             found = storage.read_rows(draw, count, stored=stored)
             size = found[0].size
-            # otherwise all rows, or a part of a full batch, were overwritten
+            # otherwise rows were overwritten while they were copied: draw again
             if size == count or (size and not self.drop_last):
                 return found
 

@@ -13,7 +13,7 @@ from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.row import rows
 from torchrl_dist.replay.saving.snapshot import SavedShard
 
-# the order in which TorchRL looks for them
+# TorchRL looks for the keys in this order
 _USUAL_KEYS: tuple[NestedKey, ...] = (("collector", "traj_ids"), "traj_ids", "episode")
 _END_KEYS = ("done", "terminated", "truncated")
 
@@ -89,11 +89,11 @@ def _check_one_shard(ids: np.ndarray, number: int, seen: dict[float, int]) -> No
 
 
 def _order(ids: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, list[tuple[int, int]]]:
-    """Return an order of rows that are in the order of writing, int64 [n], and its parts.
+    """Order rows by trajectory. Return the row numbers, int64 [n], and the order's parts.
 
-    In each part ``(start, stop)``, neighbouring trajectories have different ids. Writers cut each
-    other's trajectories into pieces. A piece continues the previous piece of the same id, unless an
-    episode ended there.
+    The given rows are in the order of writing. In each part ``(start, stop)``, neighbouring
+    trajectories have different ids. Writers cut each other's trajectories into pieces. A piece
+    continues the previous piece of the same id, unless an episode ended there.
     """
     first = np.flatnonzero(np.append(True, ids[1:] != ids[:-1]))  # rows of pieces
     length = np.diff(np.append(first, ids.size))

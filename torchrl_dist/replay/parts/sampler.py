@@ -51,16 +51,16 @@ _T = TypeVar("_T")
 class RecentGenerations:
     """The generations that recent index tensors of this process referred to.
 
-    TorchRL's ``update_priority`` receives slots without generations. The slots of a batch that
-    was drawn or written here are recognised by the tensor itself, or by its values, because
-    batches are often cloned or sent to another device and back.
+    TorchRL's ``update_priority`` receives slots without generations. This object
+    recognises the slots of a batch that was drawn or written here by the tensor itself, or by its
+    values, because batches are often cloned or sent to another device and back.
 
     The values are copied into rings. If the small tensors of thousands of batches stayed alive,
     they would lie between large ones, and the allocator could not reuse that memory.
 
-    A signal handler that interrupted a use of this object records nothing, and gets an error if it
-    searches. The same holds for another thread if the main thread does not leave, because a handler
-    there may be waiting for a lock of TorchRL's buffer that the other thread holds.
+    In a signal handler that interrupted a use of this object, ``remember`` does nothing, and
+    ``recall`` raises. Both do the same in another thread if the main thread does not end its use:
+    a handler there may be waiting for a lock of TorchRL's buffer that the other thread holds.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class RecentGenerations:
 
     def _renew(self) -> None:
         if not self._lock.acquire(blocking=False):
-            self._clear()  # a thread that does not exist here was changing them
+            self._clear()  # another thread, which the fork did not copy, was changing them
         self._lock = threading.RLock()
         self._main_thread = threading.main_thread().ident  # in a child, the thread that forked
 
@@ -89,7 +89,7 @@ class RecentGenerations:
         try:
             self._alone(_SHORT_PATIENCE_S, self._remember, index, generation, written)
         except DirectoryError:
-            pass  # like a batch that was forgotten
+            pass  # treat the batch like a forgotten one
 
     def _alone(self, patience_s: float, action: Callable[..., _T], *args: Any) -> _T:
         """Return ``action(*args)``, called while no other thread uses this object.
@@ -119,7 +119,7 @@ class RecentGenerations:
         takes = min(_ROWS_PER_BATCH + count, _RECENT_ROWS)
         start = self._next
         at = start % _RECENT_ROWS
-        if at + takes > _RECENT_ROWS:  # contiguous
+        if at + takes > _RECENT_ROWS:  # a batch is contiguous
             start, at = start + _RECENT_ROWS - at, 0
         self._next = start + takes
         while self._batches and self._batches[0].start < self._next - _RECENT_ROWS:
@@ -151,8 +151,8 @@ class RecentGenerations:
         """Return the generations that the index refers to, or None.
 
         If a cloned index matches several draws, the oldest one counts: it is better to drop a
-        priority than to set it on another row. Draws from before this process itself wrote these
-        slots again never count.
+        priority than to set it on another row. Draws before this process's own last write to these
+        slots never count.
 
         Raises:
             DirectoryError: in a signal handler that interrupted a use of this object.
@@ -199,7 +199,7 @@ def _digest(slots: np.ndarray) -> bytes:
 
 
 class SharedSampler(Sampler):
-    """The base of all samplers: the directory of the storage, and the random numbers.
+    """The base of all samplers. It has the storage's directory and the random numbers.
 
     Random numbers come from a generator of the process that the operating system seeds, so ranks
     with equal seeds draw different batches. ``ReplayBuffer.set_rng`` replaces the generator.
@@ -291,7 +291,7 @@ class SharedSampler(Sampler):
             drawn = self.draw(storage, batch_size)
         else:
             drawn = gate.draw(batch_size, lambda: self.draw(storage, batch_size), storage)
-            # fewer at the end of a pass, or with slices that were cut short
+            # a batch has fewer rows at the end of a pass, or if slices end early
             if drawn.index.numel() != batch_size:
                 gate.count_samples(drawn.index.numel() - batch_size)
         storage.hand_over(drawn)
@@ -308,7 +308,7 @@ class SharedSampler(Sampler):
         return self._random.random(count)
 
     def _empty(self) -> None:
-        pass  # the directory is emptied by the writer
+        pass  # the writer empties the directory
 
     # The storage saves priorities with the rows. The rest is this process's state.
 
@@ -327,7 +327,7 @@ class SharedSampler(Sampler):
         self.load_state_dict(json.loads(own_files.read_plain(Path(path, "sampler.json"))))
 
     def __getstate__(self) -> dict[str, Any]:
-        # PrioritizedSampler cannot be spawned, because its trees would be copies; ours are shared
+        # not PrioritizedSampler's, which refuses to copy its trees; here, processes share the tree
         state = Sampler.__getstate__(self)
         for name in self._not_copied:
             state.pop(name, None)
@@ -504,7 +504,7 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
                 directory.commit()
             shared = directory.get_float(Word.ALPHA), directory.get_float(Word.EPS)
             within = bool(words[Word.MAX_WITHIN])
-        if self._copy_of == directory.identity:  # the sampler was right when it was copied
+        if self._copy_of == directory.identity:  # its alpha was right when it was copied
             self._alpha = shared[0]
         if (*shared, within) != (self._alpha, self._eps, self._max_priority_within_buffer):
             raise ConfigurationError(
@@ -591,7 +591,7 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
 
         def draw_more(count: int) -> tuple[np.ndarray, np.ndarray]:
             slots, leaves = directory.tree.draw(self._uniforms(count))
-            while not leaves.all():  # rounding at the edge of a node
+            while not leaves.all():  # rounding can lead to an empty leaf
                 again = np.flatnonzero(leaves == 0)
                 slots[again], leaves[again] = directory.tree.draw(self._uniforms(again.size))
             return slots, leaves
@@ -604,7 +604,7 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
             if limited and not directory.words[Word.AVAILABLE]:
                 raise TooFewDrawsError(EMPTY)
             slots, leaves, minimum, total = directory.tree.sample(self._uniforms(count))
-            if np.count_nonzero(leaves) < count:  # rounding at the edge of a node
+            if np.count_nonzero(leaves) < count:  # rounding can lead to an empty leaf
                 again = np.flatnonzero(leaves == 0)
                 slots[again], leaves[again] = draw_more(again.size)
             if limited:
@@ -641,7 +641,7 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
 
         Args:
             index: slots, int64 [n]; entries of -1 are skipped.
-            priority: >= 0, one or [n], without ``alpha`` and ``eps``.
+            priority: >= 0, a single one or [n], without ``alpha`` and ``eps``.
             storage: the buffer's storage. It is needed until the sampler has been used once.
             generation: int64 [n], ``"index_generation"`` of the sample. Without it, the rows
                 are matched with this process's recent draws and extends. Slots without a match
@@ -658,7 +658,7 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
             ):
                 return  # a process that joins must not reset the shared values
         slots = as_slots(index)
-        slots = slots if slots.ndim == 1 else slots.reshape(-1)  # a tensor may be recognised
+        slots = slots if slots.ndim == 1 else slots.reshape(-1)  # ``recall`` may know this tensor
         stamps = None if generation is None else generation.detach().cpu().reshape(-1)
         self._update(slots, stamps, priorities_for(slots, priority))
 
@@ -706,7 +706,7 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
         self._beta = beta
 
     def _exponents(self) -> str:
-        """Return the exponents as this process knows them, without a call."""
+        """Return the exponents that this process knows, as text, without calling a host."""
         alpha = SharedPrioritizedSampler._alpha_now(self)
         return f"alpha={alpha}, beta={self._beta}, eps={self._eps}"
 

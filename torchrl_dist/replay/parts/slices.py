@@ -87,8 +87,9 @@ class _Columns:
 
     Args:
         directory: a directory that has rows.
-        columns: numbers per slot in shared memory. These are trajectory ids, and steps if rows are
-            ordered by steps or if neighbours must be consecutive steps; with ``ends``, streams.
+        columns: arrays in shared memory, one number per slot. The first has trajectory ids or, with
+            ``ends``, streams: numbers that tell the threads that wrote the rows apart. A second one
+            has steps, if rows are ordered by step or neighbours must be consecutive steps.
         ends: flags per slot. After a row with a flag, another trajectory begins.
     """
 
@@ -125,8 +126,8 @@ class _Columns:
         settled = directory.versions[changed] == versions
         self.versions[changed] = np.where(settled, versions, -1)  # -1: read it again next time
         self._published[changed] = settled & (versions & 1 == 0) & (versions > 0)
-        # Old rows may have been read from slots that were then reserved. Next to new rows of the
-        # same trajectory, these would look consecutive.
+        # Drop slots that were reserved since. Their old rows, next to new rows of the same
+        # trajectory, would look consecutive.
         reserved = min(int(directory.words[Word.CURSOR]) - cursor, capacity)
         for start, stop in slot_ranges(cursor, reserved, capacity):
             self.versions[start:stop] = -1
@@ -141,11 +142,11 @@ class _Columns:
         if len(self._copies) > 1:
             steps = self._copies[1]
             self._follows[touched] &= steps[touched] == steps[before] + 1
-        if self._end_columns is not None:  # 0: its predecessor is unknown
+        if self._end_columns is not None:  # in stream 0, predecessors are unknown
             self._follows[touched] &= (ids[touched] != 0) & ~self._ends[before]
 
     def runs_by_position(self, state: tuple[int, ...], cursor: int) -> _Runs:
-        """Return runs of neighbouring slots. The oldest row of the ring begins one."""
+        """Return runs of neighbouring slots. The oldest row of the ring always begins a run."""
         newest_to_oldest = self._follows[cursor]
         self._follows[cursor] = False
         start = np.flatnonzero(self._published & ~self._follows)
@@ -185,7 +186,7 @@ def _as_boundaries(
 
 
 class _View:
-    """Stands for the storage in ``SliceSampler`` (torchrl 0.14.1), and answers by the runs."""
+    """Stands for the storage in ``SliceSampler`` (torchrl 0.14.1). Each run is a trajectory."""
 
     ndim = 1
 
@@ -199,7 +200,7 @@ class _View:
 
 
 class _Rows:
-    """Drawn rows, whose flags ``SliceSampler`` reads."""
+    """Stands for the storage when ``SliceSampler`` reads the flags of drawn rows."""
 
     def __init__(self, rows: TensorDictBase) -> None:
         self._rows = rows
@@ -255,12 +256,12 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         traj_key: integer or float, one per row. Default: ``("collector", "traj_ids")`` or
             ``"episode"``, whichever the rows have.
         step_key: integer, one per row. It is used only with ``fragmented``.
-        end_key, end_keys: flags, one per row, after which another trajectory begins, for rows
-            without a trajectory id. They are not used together with ``traj_key``. With flags, a
+        end_key, end_keys: flags, one per row, for rows without a trajectory id. After a row with a
+            flag, another trajectory begins. With ``traj_key``, flags are ignored. With flags, a
             slice has rows that one thread of one process wrote consecutively, so each ``extend``
             must hold consecutive steps. Use this sampler in the buffers of all processes, including
             those that only write, because the writer of each row must be recorded from the first
-            row on. Rows that came by RPC are not joined.
+            row on. Rows that came by RPC are never joined to slices.
         cache_values: has no effect. Trajectories are looked up again when rows have changed.
         fragmented, truncated_key, init_key, strict_length, pad_output, span: as in
             ``SliceSampler``.
@@ -404,7 +405,7 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
     ) -> tuple[Drawn | None, float, float]:
         """Draw ``count`` slices of ``slice_len`` rows for a host, or None if no run is long enough.
 
-        Also return the mass of all possible slices and the smallest mass of a row."""
+        Also return the mass of all possible slices and the smallest leaf of a row."""
         directory = self.attach(storage)
         assert self.slice_len is not None
         if count and directory.length:
@@ -449,7 +450,7 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         return slots, replace(slices, mass=mass, minimum=minimum)
 
     def _mass(self, directory: ReplayDirectory, runs: _Runs, length: int) -> tuple[float, float]:
-        """Return the mass of all possible slices, and the smallest mass of a row.
+        """Return the mass of all possible slices, and the smallest leaf of a row.
 
         In TorchRL's law, all runs have the same probability, and so have all slices of a run.
         Called under the lock."""
@@ -529,9 +530,9 @@ class SharedPrioritizedSliceSampler(
     ``p_i = (priority_i + eps) ** alpha`` comes from the tree that all processes share. All rows of
     the slice have the weight ``(p_i / min(p)) ** -beta``, with the minimum over all rows of the
     buffer. A row may begin a slice if its run has ``slice_len`` rows from that row on. With
-    ``span`` (to the right), fewer rows suffice, and with ``strict_length=False`` the first row of a
-    run may always begin one. :class:`SharedSliceSampler` defines a run. ``fragmented=True`` also
-    works.
+    ``span`` (to the right), fewer rows suffice. With ``strict_length=False``, the first row of a
+    run may always begin a slice. :class:`SharedSliceSampler` defines a run. ``fragmented=True``
+    also works.
 
     Priorities belong to rows, so a row within a slice may have a low priority. Late priorities are
     dropped as by :class:`SharedPrioritizedSampler`.
@@ -599,7 +600,7 @@ class SharedPrioritizedSliceSampler(
         length, count = self._adjusted_batch_size(batch_size)
         starts, leaves, minimum = self._draw_starts(directory, runs, length, count)
         left, position, _ = self._may_start(directory, runs, length)[1]
-        # slices that end early have other lengths
+        # slices that end with their run are shorter
         lengths = np.minimum(left[starts], length)
         within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         index = np.repeat(position[starts], lengths) + within
@@ -632,8 +633,8 @@ class SharedPrioritizedSliceSampler(
     def _draw_starts(
         self, directory: ReplayDirectory, runs: _Runs, length: int, count: int
     ) -> tuple[np.ndarray, np.ndarray, float]:
-        """Draw the first slots of slices, int64 [count]. Return them, their masses, and the
-        smallest mass of a row.
+        """Draw the first slots of slices, int64 [count]. Return them, their leaves, and the
+        smallest leaf of a row.
 
         Called under the lock. Draws of rows that may not begin a slice are repeated, so the result
         follows the law of the tree without these rows.

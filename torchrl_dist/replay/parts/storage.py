@@ -47,7 +47,7 @@ _T = TypeVar("_T")
 Draw = Callable[[int, bool], tuple[np.ndarray, np.ndarray, Any]]
 """``draw(n, locked) -> (slots, versions, extra)``.
 
-It returns slots that are published at these versions, at most ``n``, and one extra number per row.
+It returns at most ``n`` slots, the versions of their published rows, and one number more per row.
 With ``locked``, the caller holds the directory's lock."""
 
 
@@ -66,7 +66,7 @@ def check_batch_size(batch_size: int) -> None:
 
 
 class NoRowsError(RuntimeError):
-    """No row is published at this moment, or fewer than ``least``.
+    """Fewer than ``least`` rows are published at this moment.
 
     With ``RateLimiter(min_size_to_sample=least)``, samples wait for the rows."""
 
@@ -95,11 +95,11 @@ class SharedMemmapStorage(RowStorage):
             SLURM's job id. Under another launcher, pass one.
         resume: continue with the rows that an earlier job left in the directory.
         keep: keep the directory when the last process ends. By default, that process removes it
-            at a clean end, and keeps it for a restart if a signal asked a process of a session to
-            stop, or if an exception ended a process.
+            at a clean end. It keeps the directory for a restart if a signal asked a process of a
+            session to stop, or if an exception ended a process.
         timeout_s: longest wait for another process, in seconds.
-        limiter: limits how often rows are sampled and when writes wait; the same in every process.
-            Default: the limiter of the directory, or none.
+        limiter: limits how often rows are sampled and when writes wait. Pass the same in every
+            process. Default: the limiter of the directory, or none.
         gather_threads: number of threads that copy sampled rows if a batch has more than 1 MiB. The
             gain for images depends on free cores and on the memory's bandwidth.
 
@@ -108,10 +108,10 @@ class SharedMemmapStorage(RowStorage):
             ``("next", "pixels")`` (also n-step ones) holds 4 frames, ``{"pixels": 1}`` if each
             value is one frame. Batches stay the same, bit for bit. A process finds repeated frames
             among those that it wrote recently, by their bytes. There is room for 1.07 new frames
-            per row, plus the frames of 3 % of the rows. If rows need more, because episodes are
-            shorter than about 15 steps or frames do not repeat, the oldest rows are dropped early
-            (the counter ``"dropped_rows"``, and a warning), so pass a larger ``max_size`` then. The
-            same in every process. Default: the frames of the directory, or none.
+            per row, plus the frames of 3 % of the rows. Rows need more if episodes are shorter than
+            about 15 steps, or if frames do not repeat. The oldest rows are then dropped early, with
+            a warning, and counted (``"dropped_rows"``): pass a larger ``max_size``. Pass the same
+            frames in every process. Default: the frames of the directory, or none.
 
     Raises:
         DirectoryError: the directory belongs to another job or user, has another capacity, or is on
@@ -252,7 +252,7 @@ class SharedMemmapStorage(RowStorage):
         if not self._closed:
             close_directory(self._directory, clean=clean)
             self._closed = True
-            # otherwise these batches would keep the memory after the buffer's end
+            # otherwise batches drawn ahead would keep the memory after the buffer's end
             _torchrl.forget_drawn_ahead(self)
             self._attached_entities_list = []
 
@@ -389,7 +389,7 @@ class SharedMemmapStorage(RowStorage):
         generation = self._fill(reservation, plan, source, start, priority)
         if plan is not None and not self._warned:
             self._warn_of_dropped_rows()
-        if generation[0] < 0:  # the buffer was emptied meanwhile
+        if generation[0] < 0:  # the buffer was emptied during the write
             return np.full(count, -1, dtype=np.int64), generation
         return reservation.slots(), generation
 
@@ -468,7 +468,7 @@ class SharedMemmapStorage(RowStorage):
     ) -> np.ndarray:
         """Copy rows from ``offset`` on into the reserved slots, and publish them.
 
-        Where a column is None, the slots keep their values."""
+        Where a column of ``source`` is None, the slots keep their values."""
         try:
             done = offset
             if plan is not None:
@@ -524,8 +524,8 @@ class SharedMemmapStorage(RowStorage):
         return self.once_rows_are_published(lambda: self.read_rows(draw, count, stored=stored))
 
     def once_rows_are_published(self, read: Callable[[], _T]) -> _T:
-        """Return the result of ``read``. While ``read`` finds too few rows and others are being
-        written, wait.
+        """Return the result of ``read``. If ``read`` finds too few rows, wait and call it again
+        while rows are being written.
 
         Raises:
             NoRowsError: ``read`` raised it, and no process is writing a row.
@@ -564,7 +564,7 @@ class SharedMemmapStorage(RowStorage):
         slots, versions, extra = draw(count, False)
         columns = gather(slots)
         now = directory.versions[slots]
-        if now.tobytes() == versions.tobytes():  # a tenth of the time of comparing arrays
+        if now.tobytes() == versions.tobytes():  # takes a tenth of the time of comparing arrays
             return slots, versions >> 1, extra, columns
         moved, missing = np.flatnonzero(now != versions), []
         for attempt in range(1, REDRAWS + 2):
@@ -611,7 +611,7 @@ class SharedMemmapStorage(RowStorage):
         """Return the number of rows and their columns [n, ...] at slots >= 0, int64 [n].
 
         Args:
-            wait: whether to wait for rows that are not published, or to omit them.
+            wait: if True, wait for unpublished rows; otherwise omit them.
         """
         self.check_open()
         directory = self._directory

@@ -26,12 +26,12 @@ class SharedCursorWriter(Writer):
     """Round-robin writer whose cursor, length and generations belong to the storage's directory.
 
     It replaces ``TensorDictRoundRobinWriter``. Each process that writes through one gets its own
-    slots, and readers see whole rows only. If a slot was reused, the ``"index_generation"`` of a
-    sample shows that its priority is not for the present row.
+    slots, and readers see whole rows only. If a slot is reused after a sample, the sample's
+    ``"index_generation"`` shows that its priority is not for the present row.
 
-    An extend of more than ``max_size`` rows keeps the last ``max_size``. The index of the others is
-    -1. If the writers of a :class:`RemoteStorage` write to their own shard, only as many rows as
-    this shard can hold are kept, with a warning. The batch itself is not changed.
+    An extend of more than ``max_size`` rows keeps the last ``max_size``. The rows that are not kept
+    get the index -1. If the writers of a :class:`RemoteStorage` write to their own shard, only
+    as many rows as this shard can hold are kept, with a warning. The batch itself is not changed.
 
     Raises:
         ConfigurationError: if the storage is neither a :class:`SharedMemmapStorage` nor a
@@ -57,7 +57,7 @@ class SharedCursorWriter(Writer):
         self._written: deque[torch.Tensor] = deque(maxlen=_MARKS)
 
     def register_storage(self, storage: Storage) -> None:
-        if not callable(getattr(storage, "append", None)):  # as every storage of ours has
+        if not callable(getattr(storage, "append", None)):  # every storage of this package has it
             raise ConfigurationError(
                 f"SharedCursorWriter writes to a SharedMemmapStorage or RemoteStorage, got "
                 f"{type(storage).__name__}; build the buffer with "
@@ -67,7 +67,7 @@ class SharedCursorWriter(Writer):
         self._check_buffers()
 
     def _check_buffers(self) -> None:
-        """Refuse unsupported combinations, on behalf of the buffers that use this writer."""
+        """Raise if a buffer that uses this writer combines unsupported parts."""
         for buffer in _torchrl.buffers_over(self._storage):
             if _torchrl.writer_of(buffer) is self:
                 _torchrl.check_buffer(buffer, self._storage)
@@ -101,7 +101,7 @@ class SharedCursorWriter(Writer):
         if mark is None or not isinstance(mark, torch.Tensor) or mark.ndim != len(data.batch_size):
             return data
         if not {"index_generation", "priority_weight"}.isdisjoint(data.keys()):
-            return data  # a sample
+            return data  # a sample keeps its index
         slots = mark.reshape(len(mark), -1)[:, 0].cpu()
         if any(torch.equal(slots, each) for each in list(self._written)):
             return data.exclude("index")
@@ -116,7 +116,7 @@ class SharedCursorWriter(Writer):
         slots = as_slots(index)
         if slots.ndim == 0:
             data = data.unsqueeze(0)
-        flat = slots if slots.ndim == 1 else slots.reshape(-1)  # the tensor itself is remembered
+        flat = slots if slots.ndim == 1 else slots.reshape(-1)  # samplers know this tensor again
         self._announce(flat, self._storage.write_at(flat, data))
         return slots
 
@@ -126,7 +126,7 @@ class SharedCursorWriter(Writer):
             note_written = getattr(_torchrl.sampler_of(buffer), "note_written", None)
             if note_written is not None:
                 note_written(index, generation)  # publishing has already set the priorities
-            elif not _torchrl.is_being_built(buffer):  # by another thread
+            elif not _torchrl.is_being_built(buffer):  # another thread may be building it
                 buffer.mark_update(index)
 
     def generations_of(self, index: int | torch.Tensor) -> torch.Tensor:
@@ -137,7 +137,7 @@ class SharedCursorWriter(Writer):
         handed = self._storage.handed_generation(index)
         if handed is not None:
             return handed
-        self._check_buffers()  # set_sampler does not announce the other sampler
+        self._check_buffers()  # set_sampler does not tell the writer of the new sampler
         index = torch.as_tensor(index[0] if isinstance(index, tuple) else index)
         return self._storage.generations_of(index.cpu().long()).to(index.device)
 

@@ -1,4 +1,4 @@
-"""A saved buffer on disk, which is complete at every instant.
+"""Checkpoints on disk. A crash leaves the last complete checkpoint valid.
 
 ::
 
@@ -6,13 +6,14 @@
     rows-<unique>/      shard-0/ ...: a file per array of the rows' stored form (``row.stacks``),
                         priority.bin, runs.bin;
                         extra/: tensors of the buffer's transforms and random generator
-    .torchrl_dist-rows  while a checkpoint is written: the folders that were made for it
+    .torchrl_dist-rows  only while a checkpoint is written: its folder, and the earlier one's
 
-A new checkpoint is written to its own folder and synced. Then renaming one file to
-``checkpoint.json`` makes it the valid one, and the earlier folder is removed. After a crash, the
-next checkpoint removes what is left of the interrupted one, because ``.torchrl_dist-rows`` names
-its folder. Only folders that this file or ``checkpoint.json`` names are removed. Numbers are stored
-as in memory, little-endian. Nothing is pickled, and reading runs no code.
+A new checkpoint is written to its own folder and synced. Then one file is renamed to
+``checkpoint.json``, which makes the new checkpoint valid, and the earlier folder is removed. After
+a crash, the next writer removes the folder of the interrupted checkpoint, which
+``.torchrl_dist-rows`` names. A writer removes only folders that ``.torchrl_dist-rows`` or
+``checkpoint.json`` names. Numbers are little-endian, as in memory. Nothing is pickled, and reading
+runs no code.
 """
 
 from __future__ import annotations
@@ -46,15 +47,16 @@ _FOLDER = "rows-"
 _MADE_HERE = ".torchrl_dist-rows"
 _PRIORITY, _RUNS = "priority.bin", "runs.bin"
 _TENSOR = "tensor of the extra folder"
-_MOST = 1 << 28  # bytes of a manifest, which has checksums per column for every 256 KiB or so
+_MOST = 1 << 28  # most bytes of a manifest
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[DumpWriter]:
-    """Write a checkpoint. Unless it is committed, the earlier one stays.
+    """Write a checkpoint. The earlier one stays valid until ``DumpWriter.commit``.
 
     Args:
-        path: folder of the checkpoint, which is made if it does not exist. One writer at a time.
+        path: folder of the checkpoint, which is made if it does not exist. It may have one
+            writer at a time.
 
     Raises:
         CheckpointError: another process is writing there, another user could change the folder, or
@@ -79,7 +81,7 @@ def writing(path: Path) -> Iterator[DumpWriter]:
         ) from error
     except OSError as error:
         raise CheckpointError(
-            f"could not write the checkpoint {path}: {error}; an earlier one there is unchanged. "
+            f"could not write the checkpoint {path}: {error}; an earlier one is unchanged. "
             "Free space, or choose another folder"
         ) from error
 
@@ -102,8 +104,8 @@ class DumpWriter:
             raise
 
     def _note_folders(self) -> None:
-        """Write down the names of the folders before they exist, so that they are found after a
-        crash."""
+        """Store the names of the folders before the new one is made. After a crash, the next writer
+        finds it by its name."""
         made = [self._folder.name] + ([] if self._earlier is None else [self._earlier])
         text = "\n".join(made).encode()
         own_files.atomic_write(
@@ -115,7 +117,8 @@ class DumpWriter:
 
     @contextlib.contextmanager
     def shard(self, number: int, head: Head) -> Iterator[ShardFiles]:
-        """Write the files of one shard: synced at the end of the block, or removed if it raises."""
+        """Yield the files of one shard. They are synced at the end of the block, or removed if the
+        block raises."""
         folder = self._folder / f"shard-{number}"
         folder.mkdir(0o700)
         try:
@@ -128,7 +131,7 @@ class DumpWriter:
             raise
 
     def commit(self, shards: Sequence[dict[str, Any] | None], extra: Mapping[str, Any]) -> None:
-        """Make this the checkpoint.
+        """Make this checkpoint the valid one.
 
         Args:
             shards: :meth:`ShardFiles.entry` of each shard, or None if the shard is missing.
@@ -184,8 +187,8 @@ class DumpWriter:
 
 
 def _files(spec: RowSpec | None, folder: Path) -> dict[Path, ColumnSpec]:
-    """Return the files of rows. If a column has the name of one of the shard's own files, its file
-    gets another."""
+    """Return the files of rows. A column named like ``priority.bin`` or ``runs.bin`` gets
+    the prefix ``=``."""
     return {
         folder / (f"={name}" if name in (_PRIORITY, _RUNS) else name): column
         for name, column in (spec.stored if spec else {}).items()
@@ -193,7 +196,7 @@ def _files(spec: RowSpec | None, folder: Path) -> dict[Path, ColumnSpec]:
 
 
 Ends = tuple[int, ...]
-"""Where the next rows and frames begin, per file, in rows or frames."""
+"""For each file, the number of rows or frames before the next write."""
 
 
 class RowFiles:
@@ -201,12 +204,12 @@ class RowFiles:
     folder may write them.
 
     Attributes:
-        parts: for each file, the length and the CRC-32 of what was written last.
+        parts: for each file, the length and the CRC-32 of the array written last.
 
     Args:
         steps: closing this stack closes the files.
-        flags: for ``os.open``. By default the files must exist, so that those of an abandoned
-            checkpoint are not made again.
+        flags: for ``os.open``. By default the files must exist, so that this process does not
+            make the files of an abandoned checkpoint again.
     """
 
     def __init__(
@@ -227,8 +230,8 @@ class RowFiles:
         self.parts = tuple((len(array), _sum(array)) for array in stored)
 
     def end(self, ends: Ends) -> None:
-        """Keep what is before ``ends``, and sync it. Files may be longer, because a chunk that was
-        written again may be shorter than before."""
+        """Cut the files off at ``ends``, and sync them. A file is longer if its last chunk was
+        written again with fewer rows."""
         for (fd, row_bytes), end in zip(self._files, ends, strict=True):
             os.ftruncate(fd, end * row_bytes)
             os.fsync(fd)
@@ -291,7 +294,7 @@ class ShardFiles:
             "checksums": {
                 "runs": _sum(self._all_runs()),
                 "priority": self._masses_sum,
-                # for each part: the number of rows, a sum per file, the frames per file of frames
+                # for each chunk: number of rows, a checksum per file, frames per file of frames
                 "rows": self._sums,
             },
         }
@@ -300,7 +303,7 @@ class ShardFiles:
 def read_dump(
     path: Path, *, check_rows: bool = True
 ) -> tuple[list[SavedShard | None], dict[str, Any]]:
-    """Return the checkpoint in a folder, ``(shards, extra)``. Its rows are mapped, not read.
+    """Return the checkpoint in a folder, ``(shards, extra)``. Its rows are memory-mapped.
 
     The result stays usable after a new checkpoint has replaced this one.
 

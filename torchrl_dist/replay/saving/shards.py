@@ -28,22 +28,22 @@ Arrays = list[np.ndarray]
 
 
 class Sink(Protocol):
-    """Takes the rows of a shard.
+    """Takes the rows of a shard that is saved.
 
     Attributes:
-        folder: the folder of the rows' files. A process that has the rows may write them there
-            itself with :class:`disk.RowFiles`; the caller then only calls :meth:`append`. If it is
-            None, the rows must be sent.
+        folder: the folder of the rows' files, or None. The shard's process may write the files
+            itself with :class:`disk.RowFiles`; the caller then only calls :meth:`append`. If the
+            folder is None, that process must send the rows.
     """
 
     folder: Path | None
 
     def write(self, stored: Arrays) -> None:
         """Take the rows of the next chunk in their stored form, see ``row.stacks``. If rows changed
-        meanwhile, it is called again for the same chunk, and the last call counts."""
+        during this, ``write`` is called again for the same chunk, and only the last call counts."""
 
     def append(self, chunk: Chunk) -> None:
-        """Take slots and masses of the rows written last."""
+        """Take slots and leaves of the rows written last."""
 
 
 class RestoredRows(NamedTuple):
@@ -55,7 +55,7 @@ class RestoredRows(NamedTuple):
     leaf: np.ndarray
     alpha: float | None
     arrays: Any
-    """The columns; packed on the way to a host."""
+    """The columns, which are packed while they are sent to a host."""
 
 
 class Shard:
@@ -71,8 +71,8 @@ class Shard:
         return Head.of(self._cursor.directory)
 
     def save(self, head: Head, sink: Sink) -> None:
-        """Write to ``sink``, the oldest first, all rows that existed when the head was made and
-        still do."""
+        """Write to ``sink`` the rows that were there at the time of ``head`` and still are, the
+        oldest first."""
         for start, stop in head.chunks():
             sink.append(
                 snapshot.save_chunk(
@@ -81,12 +81,12 @@ class Shard:
             )
 
     def row_spec(self, spec: RowSpec) -> RowSpec:
-        """Return the spec of the shard's rows. Without rows, it is the spec that rows with ``spec``
-        would get."""
+        """Return the spec of the shard's rows. If there are none yet, return the spec that rows
+        with ``spec`` would get."""
         return self._cursor.directory.spec_for(spec)
 
     def make_room(self, spec: RowSpec) -> None:
-        """Make the files of rows, so that a lack of space shows before anything is changed."""
+        """Make the files of rows, so that a full disk raises before any row is changed."""
         self._cursor.directory.create_rows(spec)
 
     def begin_restore(self, head: Head) -> int:
@@ -201,7 +201,7 @@ def restore(shards: Sequence[Shard], capacity: int, saved: Sequence[SavedShard |
     """Replace the contents of the shards, for all processes. Other processes may write meanwhile.
 
     Args:
-        capacity: of each shard.
+        capacity: slots of each shard.
         saved: any number of saved shards of any capacity; see :func:`snapshot.deal`.
 
     Warns:
@@ -270,9 +270,9 @@ def _restore_shard(
 class SavedStorage:
     """The part that storages over one or more directories have in common: saving and restoring.
 
-    A checkpoint can be loaded into a buffer with any number of shards and any capacity. If number
-    and capacity are unchanged, every row gets its slot and generation again. Otherwise see
-    :func:`snapshot.deal`.
+    A checkpoint can be loaded into a buffer with any number of shards and any capacity. If both
+    are unchanged, every row keeps its slot and generation. Otherwise :func:`snapshot.deal` assigns
+    new ones.
     """
 
     max_size: int

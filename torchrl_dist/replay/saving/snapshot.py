@@ -2,16 +2,15 @@
 
 Slots are visited in the order in which the ring will overwrite them. The *position* of a slot is
 its distance ahead of the cursor at the start, ``(slot - cursor) % capacity``, which is 0 for the
-oldest row. Writers reserve slots in the same order. The slots that they have reserved since the
-start are therefore the first positions, and one comparison with the present cursor distinguishes
-old rows from new ones.
+oldest row. Writers reserve slots in the same order, so the n slots that they have reserved since
+the start are those with positions below n.
 
-- Saving: a chunk's rows are copied without the lock, and their versions compared afterwards. Each
-  saved row is whole, with a priority that it had meanwhile. Rows are missing if their slots were
-  reserved since the start, or if they were being written.
-- Restoring: the buffer is emptied and its cursor is set. Then chunk after chunk is claimed, written
-  and published, as all rows are. If a writer has reserved a slot first, its newer row stays. No
-  generation becomes smaller.
+- Saving copies a chunk's rows without the lock, and compares their versions afterwards. Each saved
+  row is whole, with a priority that it had during the save. Slots that were reserved since the
+  start, or are being written, are left out.
+- Restoring empties the buffer and sets its cursor. It then claims, writes and publishes one chunk
+  after another, like any writer. If another writer has reserved a slot first, that writer's row
+  stays. No generation becomes smaller.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from torchrl_dist.replay.row.stacks import Column, Stacks
 from torchrl_dist.tensors import array_of
 
 CHUNK_BYTES = 2**24
-_CHUNK_ROWS = 2**16  # versions and priorities are copied under the lock, this many at a time
+_CHUNK_ROWS = 2**16  # copy at most this many versions and leaves per hold of the lock
 _ATTEMPTS = 3 if ORDERED_LOADS else 0
 _LARGEST_BLOCK = 1024
 
-# columns of runs, int64 [n, 3]. A run has neighbouring slots with equal versions
+# columns of `runs`, int64 [n, 3]. A run is a range of slots with equal versions
 RUN_SLOT, RUN_VERSION, RUN_COUNT = range(3)
 
 _WHOLE_NUMBERS = ("capacity", "cursor", "high", "length", "write_count")  # of a head
@@ -107,8 +106,8 @@ class Head:
         for value in (self.alpha, self.eps, self.max_priority, *limiter):
             if value is not None and not (isinstance(value, int | float) and 0 <= value < math.inf):
                 raise CheckpointError(
-                    f"the checkpoint is damaged: it has {value!r} for a finite number >= 0; use "
-                    "another one"
+                    f"the checkpoint is damaged: it has {value!r}, expected a finite number >= 0; "
+                    "use another one"
                 )
         if (self.alpha is None) != (self.eps is None):
             raise CheckpointError(
@@ -140,8 +139,8 @@ class Head:
     def chunks(
         self, most_bytes: Callable[[], int] = lambda: CHUNK_BYTES
     ) -> Iterator[tuple[int, int]]:
-        """Yield ranges of slots ``(start, stop)`` that cover the ring, the oldest first. Each has
-        at most ``most_bytes()`` bytes, which is called again for each range."""
+        """Yield ranges of slots ``(start, stop)`` that cover the ring, the oldest first.
+        Before each range, ``most_bytes()`` returns the largest size for it."""
         if self.spec is None:
             return
         first = self.cursor % self.capacity
@@ -155,12 +154,12 @@ class Head:
 
 @dataclass(frozen=True)
 class SavedShard:
-    """The rows of one directory, the oldest first, with their slots, versions and masses.
+    """The rows of one directory, the oldest first, with their slots, versions and leaves.
 
     Attributes:
         head: the state of the directory when saving began.
-        runs: int64 [k, 3], slots and versions of the rows; see :attr:`slots`.
-        leaf: float64 [n], mass of each row in the tree.
+        runs: int64 [k, 3], the first slot, the version and the length of each run of slots.
+        leaf: float64 [n], leaf of each row in the sum tree.
         columns: the rows, [n, ...] per column of the spec, as ``tensors.array_of`` returns them.
     """
 
@@ -222,7 +221,7 @@ class SavedShard:
 
     @property
     def overwritten(self) -> int:
-        """How many rows were there when saving began, but are missing."""
+        """How many rows existed when saving began, but were not saved."""
         return max(0, self.head.length - self.leaf.size)
 
 
@@ -230,10 +229,10 @@ class SavedShard:
 
 
 class Chunk(NamedTuple):
-    """Slots and masses of rows that were saved; see :class:`SavedShard`.
+    """Slots and leaves of saved rows; see :class:`SavedShard`.
 
-    ``parts`` has the length and the CRC-32 of each array of their stored form, if another process
-    wrote them to files.
+    If another process wrote the rows to files, ``parts`` has the length and the CRC-32 of each
+    array of their stored form.
     """
 
     runs: np.ndarray
@@ -258,14 +257,14 @@ def save_chunk(
 ) -> Chunk:
     """Save the rows in slots ``start`` to ``stop - 1`` whose tickets are before ``cursor``.
 
-    Blocks for the directory's lock, and holds it to copy versions and masses. It copies rows under
-    the lock only if other processes have changed the chunk again and again.
+    Blocks for the directory's lock, and holds it to copy versions and leaves. It copies rows under
+    the lock only if other processes changed the chunk during every earlier attempt.
 
     Args:
-        alpha: the exponent when saving began. Masses are returned for this exponent.
+        alpha: the exponent when saving began. Leaves are converted to this exponent.
         write: takes the rows in their stored form, see ``row.stacks``. The arrays may be shared
-            memory. If rows changed meanwhile, it is called again with fewer rows; the last call
-            counts.
+            memory. If rows changed during this, ``write`` is called again for the whole chunk, and
+            only the last call counts.
     """
     for _ in range(_ATTEMPTS):
         with directory.lock():
@@ -339,15 +338,15 @@ class Target(NamedTuple):
 def deal(
     shards: Sequence[SavedShard | None], count: int, capacity: int
 ) -> tuple[list[Target], int]:
-    """Decide which rows go where, if ``shards`` are loaded into ``count`` directories of
-    ``capacity``.
+    """Assign the rows of ``shards`` to ``count`` directories with ``capacity`` slots each.
 
-    If number and capacity are those of the saved shards, every row gets its slot and its generation
-    again, and a shard that was not saved (None) is empty. Otherwise rows are dealt in blocks of
-    neighbours, evenly and the oldest first, so that trajectories stay together except at the edges
-    of blocks. Rows then get new slots, and generations larger than all saved ones, so that a slot
-    and generation from before never name another row. If there is not enough room, the newest rows
-    are taken, as told by the distance from their shard's cursor.
+    If ``count`` and ``capacity`` are those of the saved shards, every row keeps its slot and its
+    generation, and a shard that was not saved (None) becomes empty.
+
+    Otherwise blocks of neighbouring rows are dealt evenly, the oldest first. Trajectories stay
+    together except at the edges of blocks. Rows get new slots, and generations larger than all
+    saved ones, so that an old slot and generation never name another row. If there is not enough
+    room, the oldest rows are left out; a row's age is its distance from its shard's cursor.
 
     Returns:
         A target per directory, and the number of rows that were left out.
@@ -414,7 +413,8 @@ def _blocks(shards: Sequence[SavedShard | None], size: int) -> list[tuple[int, i
 
 
 def _dealt_heads(heads: list[Head], count: int, capacity: int, quotas: list[int]) -> list[Head]:
-    """Return the new heads. Write counts are divided evenly; other sums go to the first head."""
+    """Return the new heads. Their write counts are equal shares of the sum; the first head
+    gets all other sums."""
     highest = [head.max_priority for head in heads if head.max_priority is not None]
     with_alpha = next((head for head in heads if head.alpha is not None), heads[0])
     written = sum(head.write_count for head in heads)
@@ -439,8 +439,8 @@ def _dealt_heads(heads: list[Head], count: int, capacity: int, quotas: list[int]
 
 
 def _limiter_of_all(heads: list[Head], *, first: bool) -> list[float] | None:
-    """Return the limiter that all heads have. For the first target, it has the sums of their
-    counts."""
+    """Return the limiter's state if all heads have the same limiter, otherwise None. Only the
+    first target gets the sums of the counts."""
     states = [head.limiter for head in heads if head.limiter is not None]
     if len(states) < len(heads) or any(each[:-2] != states[0][:-2] for each in states):
         return None
@@ -451,7 +451,8 @@ def _limiter_of_all(heads: list[Head], *, first: bool) -> list[float] | None:
 def require_same(own: RowSpec, saved: RowSpec) -> None:
     """Refuse to restore rows of another spec.
 
-    Only the stream column may be missing, and fields for text may have other sizes.
+    Two differences are allowed: the column ``STREAM`` may be missing, and fields for text may have
+    other sizes.
 
     Raises:
         ConfigurationError: the specs differ. The message names every column that differs.
@@ -485,11 +486,11 @@ def _column_text(column: Any) -> str:
 
 
 def with_one_alpha(shards: Sequence[SavedShard | None]) -> list[SavedShard | None]:
-    """Convert all masses to the alpha of the first shard that has one. Shards differ if alpha was
-    changed while they were saved.
+    """Convert all leaves to the alpha of the first shard that has one. The shards' alphas differ if
+    alpha was changed while the shards were saved.
 
     Raises:
-        ConfigurationError: the conversion makes masses too large.
+        ConfigurationError: the conversion makes leaves too large.
     """
     known = [each.head.alpha for each in shards if each is not None and each.head.alpha]
     return [_under(each, known[0]) if each is not None and known else each for each in shards]
@@ -520,7 +521,7 @@ def begin_restore(cursor: SharedCursor, head: Head) -> int:
     if head.alpha is not None:
         assert head.eps is not None
         values[Word.ALPHA] = head.alpha
-        if not directory.words[Word.ALPHA_SET]:  # otherwise processes agreed on both
+        if not directory.words[Word.ALPHA_SET]:  # otherwise the buffer keeps its own
             values |= {Word.EPS: head.eps, Word.MAX_WITHIN: head.max_within, Word.ALPHA_SET: 1}
     return cursor.start_over(head.cursor, head.high, values, head.limiter, head.length)
 
@@ -534,19 +535,19 @@ def restore_rows(
     alpha: float | None,
     arrays: Sequence[np.ndarray],
 ) -> None:
-    """Publish saved rows in the slots from ``slot`` on, except slots that were reserved since.
+    """Publish saved rows in the slots from ``slot`` on, except slots reserved after ``since``.
 
     Blocks while other processes write these slots.
 
     Args:
         since: the result of :func:`begin_restore`.
-        version: the version of all these rows. If the directory has already passed it, a new
-            version is taken.
-        leaf: float64 [n], masses under ``alpha``.
+        version: the version of all these rows. If the directory has already passed it, the rows
+            get a new version.
+        leaf: float64 [n], leaves under ``alpha``.
         arrays: [n, ...] per column of the spec.
 
     Raises:
-        DeadlineError: another process held these slots all the time.
+        DeadlineError: another process held these slots until the deadline.
     """
     frames = cursor.directory.frames
     if frames is not None and leaf.size > frames.largest_write:
