@@ -47,8 +47,8 @@ _ARRAY_BYTES = 2**8  # bytes of an array, in addition to its values
 
 
 Trouble = Callable[[int, Exception], None]
-"""``trouble(shard, error)`` is called if a shard did not answer. It raises, or the others
-continue."""
+"""``trouble(shard, error)`` is called if a shard did not answer. If it
+returns, the call continues with the other shards."""
 
 
 def _raise(shard: int, error: Exception) -> None:
@@ -81,9 +81,9 @@ class _PendingWrite:
 class ReplayClient:
     """One buffer's connection to its hosts. Thread-safe.
 
-    Operations are queued per host, and applied in the order of the queue. If one fails, a later
-    call raises its error. With several hosts, a host that is lost or does not answer is reported
-    once by a warning, and the others continue as long as ``min_shards`` answer.
+    The client queues operations per host, and the host applies them in this order. If an operation
+    fails, a later call raises its error. With several hosts, one warning reports a host that is
+    lost or does not answer. The client continues without it as long as ``min_shards`` answer.
 
     Args:
         links: one per shard.
@@ -152,9 +152,9 @@ class ReplayClient:
     # --- hosts that answer ---------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise an error of an earlier operation, one per call.
+        """Raise the next error of an earlier operation, if there is one.
 
-        Raise also if too few shards answer, or if this process cannot make calls."""
+        Also raise if too few shards answer, or if this process cannot make calls."""
         if self._closed:
             raise ConfigurationError("this buffer was closed in this process; build it again")
         self._check_process()
@@ -197,8 +197,8 @@ class ReplayClient:
     def _each(
         self, step: Callable[[Link, Any], Any], given: Mapping[int, Any], trouble: Trouble
     ) -> dict[int, Any]:
-        """Return ``step(link, value)`` for each shard and value, without the shards that do not
-        answer, for which it calls ``trouble``."""
+        """Return ``step(link, value)`` by shard. For a shard that does not answer, call ``trouble``
+        instead."""
         found = {}
         for shard, value in given.items():
             try:
@@ -227,8 +227,9 @@ class ReplayClient:
         return [found.get(shard) for shard in range(len(futures))]
 
     def ask(self, counts: Sequence[int | None], law: Law | None) -> list[Any]:
-        """Ask the shards. Return a future for each; None for a shard whose count is None or that
-        does not answer."""
+        """Ask the shards for ``counts`` units. Return a future for each shard.
+
+        The future is None if the count is None or the shard does not answer."""
         asked = {
             shard: int(count)
             for shard, count in enumerate(counts)
@@ -532,7 +533,7 @@ class ReplayClient:
         return self._spec
 
     def _is_left_out(self, shard: int, error: BaseException) -> bool:
-        """Return whether the others continue without a shard that has not taken an operation."""
+        """Return whether the client continues without a shard that did not take an operation."""
         if not isinstance(error, (DeadlineError, PeerLostError)) or self.answers_now(shard):
             return False
         self.note_trouble(shard, error)
@@ -585,8 +586,8 @@ class ReplayClient:
             self._put(shard, SetPriorities(slots[part], stamp, priority[part]), priority)
 
     def _find_pending(self, index: torch.Tensor) -> _PendingWrite | None:
-        """Return the write that returned this index, or a view of all its entries, as TorchRL's
-        ``add`` does."""
+        """Return the pending write that returned this index. The index may be a view of all
+        entries, as in TorchRL's ``add``."""
         # no other tensor has this memory while the index is pending
         pending = self._pending.get(index.data_ptr())
         same = pending is not None and pending.index.numel() == index.numel()
@@ -605,8 +606,8 @@ class ReplayClient:
                 raise
 
     def _note_max_priority(self, seen: float | np.ndarray, era: int) -> None:
-        """Note the largest priority, which new rows get in all shards of this era. Not needed for a
-        single host, which knows it."""
+        """Note the largest priority, which new rows get in all shards of this era. A single host
+        knows this priority itself."""
         if len(self.links) == 1 or era < 0:
             return
         known = self._largest.get(era, math.nan)

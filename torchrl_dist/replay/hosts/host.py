@@ -240,7 +240,7 @@ class ReplayHost(Shard):
             words[Word.ERA] = era
 
     def raise_max_priority(self, value: float, era: int) -> None:
-        """Note the largest priority that a client knows, or NaN. Ignored in another era."""
+        """Note the largest priority that a client knows. NaN and other eras are ignored."""
         directory = self._storage.directory
         if not math.isnan(value) and not directory.get_float(Word.MAX_PRIORITY) >= value:
             with directory.lock():
@@ -262,7 +262,7 @@ class ReplayHost(Shard):
             drawn, mass, minimum = self._draw_slices(count, law, law.slices, stored)
         if drawn is not None and directory.gate is None:
             directory.count(Word.DRAWN, drawn.index.numel())
-        # read first, so that the largest priority is of this era or a later one
+        # read the era first, so that the largest priority is of this era or a later one
         era = words[Word.ERA]
         state = HostState(
             directory.length,

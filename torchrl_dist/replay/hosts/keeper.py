@@ -1,4 +1,4 @@
-"""Open, find and release the hosts of this process, which stores rows."""
+"""Open, find and release the hosts of this process."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _hosts: dict[tuple[str, str], KeptHost] = {}
 
 @dataclass(frozen=True)
 class HostAddress:
-    """The address of one host: a handle for calls, and the directory, which processes of its node
-    can use."""
+    """The address of one host: a handle for calls, and the path of its directory for processes of
+    its node."""
 
     host: Remote[Any]
     path: str
@@ -107,7 +107,8 @@ class KeptHost(ReplayHost):
         """Close the directory now. Idempotent.
 
         Returns:
-            Whether the directory should be removed, but another process still uses it.
+            Whether the directory still exists, although it should be removed, because another
+            process uses it.
 
         Raises:
             DeadlineError: a write did not end in time. Nothing has changed, and the call can be
@@ -116,8 +117,7 @@ class KeptHost(ReplayHost):
         return self._release(clean=True)
 
     def give_up(self) -> None:
-        """Do the same as :meth:`release` for a buffer that could not be built. Rows of an earlier
-        job stay."""
+        """Release the host of a buffer that could not be built, but keep rows of an earlier job."""
         self._release(clean=self._released or not self.storage.write_count)
 
     def _release(self, clean: bool) -> bool:
@@ -129,7 +129,7 @@ class KeptHost(ReplayHost):
             try:
                 _close_host(self._key, clean)
             except BaseException:
-                with LOCKS.hosts:  # for the next attempt, or the end of the session
+                with LOCKS.hosts:  # so that the next call, or the end of the session, tries again
                     _hosts.setdefault(self._key, self)
                 raise
             self._released = True
@@ -162,7 +162,7 @@ def open_host(name: str, terms: HostTerms) -> ReplayHost:
             parent = terms.scratch_dir
             named = parent is not None or terms.keep or terms.resume
             prefix = _prefix()
-            # With the host name, because a launcher may present one machine as several nodes.
+            # The host name is needed, because a launcher may present one machine as several nodes.
             folder = prefix + (place if named else f"{job_id}-{place}-{session.me.host}")
             parent = parent or _default_parent()
             if not named:
@@ -204,9 +204,9 @@ def _prefix() -> str:
 def _job_here(world: World) -> str:
     """Return the job id that the job's directories on this machine carry.
 
-    If the job's id is the stamp of a process of another machine, it cannot be checked here, and
-    changes if rank 0 moves. Instead, the stamp of this machine's launcher is returned, because the
-    launcher stays the same process in all restarts."""
+    If the job's id is the stamp of a process of another machine, this machine cannot check the id,
+    and the id changes if rank 0 moves. Return the stamp of this machine's launcher instead, because
+    the launcher stays the same process in all restarts."""
     return (is_stamp(world.job_id) and world.starter) or world.job_id
 
 

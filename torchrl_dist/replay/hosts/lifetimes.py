@@ -39,16 +39,16 @@ now_and_in_children(LOCKS, _Locks.renew)
 class _InUse:
     """The clients or the direct storages of this process in one session.
 
-    Each copy of a buffer that is unpickled here has one. Those to which nothing refers are closed
-    when the next one is opened, because opening blocks for calls anyway, and garbage collection
-    must not block.
+    Each copy of a buffer that this process unpickles has its own client or storage. One to which
+    nothing refers is closed when the next is opened, because opening blocks for calls anyway.
+    Garbage collection does not close it, because garbage collection must not block.
     """
 
     def __init__(self, close: Callable[[Any, bool], None]) -> None:
         self._close = close
         self._alive: weakref.WeakSet[Any] = weakref.WeakSet()
         self.dropped: deque[Callable[..., None]] = deque()
-        """Called with ``clean=``, each closes one to which nothing refers."""
+        """Functions that take ``clean``. Each closes an object to which nothing refers."""
 
     def add(self, user: Any) -> None:
         self._close_dropped(clean=False)  # the host removes the directory

@@ -1,7 +1,7 @@
-"""Merge small operations of a client, because each operation costs bytes, and time of the host.
+"""Merge small operations of a client, because each operation costs bytes and time of the host.
 
-Pure functions. Operations are merged only if they are neighbours, so that their order stays, and
-only if the merged operation has the same effect.
+Only neighbouring operations are merged, so that their order stays, and only if the merged operation
+has the same effect.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def merged(operations: Sequence[Operation], most_rows: int) -> list[tuple[Operat
             or own_kind is None
             or own_kind != kind
             or entries + size > (most_rows if isinstance(operation, Write) else _MOST_ENTRIES)
-            # of two priorities of a row, the later must win; one update might store either
+            # one update with two priorities of a row might store either; the later must win
             or not slots.isdisjoint(own_slots)
         ):
             if run:
@@ -55,8 +55,9 @@ def merged(operations: Sequence[Operation], most_rows: int) -> list[tuple[Operat
 
 
 def _kind(operation: Operation) -> tuple[Hashable, int]:
-    """Return a key, which is equal for operations that may be merged (None: never merged), and the
-    number of entries."""
+    """Return a key and the number of entries.
+
+    Operations with equal keys may be merged. Operations whose key is None are never merged."""
     if isinstance(operation, Write):
         return (operation.spec, operation.priority is None), operation.count
     if isinstance(operation, SetPriorities):
@@ -93,7 +94,7 @@ def _joined(run: list[Operation]) -> Operation:
 
 
 def _concatenated(arrays: list[np.ndarray | None]) -> np.ndarray | None:
-    """Concatenate arrays, or return None if the first is None, because then all are."""
+    """Concatenate arrays. If the first is None, all are None, and the result is None."""
     return None if arrays[0] is None else np.concatenate(cast(list[np.ndarray], arrays))
 
 

@@ -26,8 +26,8 @@ class Write:
         count: number of rows.
         packed: their stored form, see ``row.stacks``.
         priority: float64 [count], without alpha and eps. None: the largest priority seen.
-        parts: for each ``extend``, a number that is unique in the request, to which
-            ``SetWrittenPriorities`` refers, and how many rows it has.
+        parts: for each ``extend``, its number and its count of rows. The number is unique in the
+            request; ``SetWrittenPriorities`` refers to it.
     """
 
     spec: str
@@ -118,7 +118,7 @@ class Request:
         draw: number of rows or slices; 0 for the state only, None for neither.
         law: the law of the draw.
         max_priority: the largest priority that the client knows, or NaN. In a sharded buffer, it
-            may be of a row in another shard.
+            may be the priority of a row in another shard.
         era: era of that priority. In another era, the host ignores it.
     """
 
@@ -134,9 +134,9 @@ class HostState(NamedTuple):
 
     ``mass``: the sum of the masses of all units that can be drawn, 0 if there are none.
     ``minimum``: the smallest mass of a row, inf without rows. ``max_priority``: without alpha; NaN
-    if there is none. ``era``: changes with each emptying and restore of the buffer, is equal in all
-    its shards, and is -1 during an emptying. Largest priorities go from shard to shard only within
-    an era, so that a client cannot bring back one of an earlier era.
+    if there is none. ``era``: a number that changes with each emptying and restore of the buffer.
+    All shards have the same number. It is -1 during an emptying. Clients pass largest priorities
+    from shard to shard only within an era, so that a priority of an earlier era cannot come back.
     """
 
     length: int
@@ -205,7 +205,7 @@ class Reply:
 
 
 class Answer(NamedTuple):
-    """The answer to one draw: the host's state, and units: perhaps fewer, or None."""
+    """The answer to one draw. ``rows`` may have fewer units than requested, or be None."""
 
     state: HostState
     rows: Drawn | None

@@ -169,11 +169,11 @@ def host_replay(
 ) -> ReplayOwner:
     """Store a replay buffer in processes of the job, or find it there.
 
-    Every process that uses the buffer calls this function with the same arguments, in any order. Or
-    one process calls it and sends the result to the others. ``min_shards``, ``shortcut``,
-    ``max_queued_bytes`` and ``timeout_s`` may differ between processes. Blocks for one call to the
-    driver and two per host (with several hosts, three or four in the first process). The driver and
-    the hosts must have entered the session.
+    Every process that uses the buffer calls this function with the same arguments, in any order.
+    Alternatively, one process calls it and sends the result to the others. ``min_shards``,
+    ``shortcut``, ``max_queued_bytes`` and ``timeout_s`` may differ between processes. Blocks for
+    one call to the driver and two per host (with several hosts, three or four in the first
+    process). The driver and the hosts must have entered the session.
 
     Args:
         session: the session of this process.
@@ -312,8 +312,8 @@ def _settle(
 ) -> None:
     """Let the shards continue together after a restart, although some may be new or lost.
 
-    All get the same era, because largest priorities are not passed between shards of different
-    eras. The inserts and samples of a lost shard are unknown. Without them, the limiter's
+    All shards get the same era, because largest priorities are not passed between shards of
+    different eras. The inserts and samples of a lost shard are unknown. Without them, the limiter's
     difference may be out of its range, and writes or samples would wait indefinitely. Therefore the
     number of samples is changed, so that the difference is at the nearer end of the range.
     """

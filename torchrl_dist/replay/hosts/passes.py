@@ -6,9 +6,9 @@ pass that it knows. A shard in an earlier pass begins the requested one, and a s
 returns no rows. The next pass begins with the first draw that finds nothing left in any shard that
 answers.
 
-The shards of a batch are drawn by the rows left in each, without replacement, like the rows of one
-buffer. Other processes also draw, so a shard may have fewer rows than its last answer said. The
-other shards are then asked for the rest.
+The number of rows from each shard is drawn as if all rows left were in one buffer. Other processes
+also draw, so a shard may have fewer rows than its last answer said. The other shards are then asked
+for the rest.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torchrl_dist.replay.row.stacks import values
 
 
 class PassSource:
-    """Draw batches of passes through a client. Nothing is drawn ahead.
+    """Draws batches of passes through a client. Draws nothing ahead.
 
     Args:
         drop_last: whether to omit the last batch of a pass if it is not full.
@@ -59,7 +59,7 @@ class PassSource:
         self._uniforms = uniforms
         shards = len(client.links)
         self.number = 0
-        """The number of the pass, as far as this process knows."""
+        """The number of the latest pass that this process knows."""
         self._left = np.zeros(shards, np.int64)  # upper bounds of the rows that remain in it
         self._lengths = np.zeros(shards, np.int64)
         now_and_in_children(self, PassSource._renew)
@@ -123,7 +123,7 @@ class PassSource:
     def _share(self, count: int) -> np.ndarray:
         """Draw how many rows come from each shard, int64 [shards], at most ``count`` in total.
 
-        The law is that of rows drawn one after the other from all rows left."""
+        The law is the same as if rows were drawn one by one from all rows left."""
         left = self._left
         if left.size == 1 or left.sum() <= count:
             return np.minimum(left, count)

@@ -24,7 +24,7 @@ from torchrl_dist.replay.saving.snapshot import CHUNK_BYTES, Chunk, Head
 _CHUNKS_AHEAD = 2
 _CHUNKS_WRITTEN = 16  # the most chunks that one call writes to the disk
 _FIRST_BYTES, _LEAST_BYTES = 2**18, 2**14
-# A part of the deadline. If a call takes longer than this, the next ones are smaller.
+# A fraction of the deadline. After a longer call, the next calls move fewer bytes.
 _LONG_CALL = 0.25
 
 

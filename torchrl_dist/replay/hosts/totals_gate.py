@@ -2,7 +2,7 @@
 
 *One definition for one host and for many shards.* Inserts, samples and size are sums over the
 shards. Each shard counts the rows published there. The rows of a batch count at their shards when
-the batch is returned to its caller, not when it is drawn ahead. Every reply has the counts, by
+the batch is returned to its caller, not when it is drawn ahead. Every reply has the counts, from
 which the processes that sample and write decide whether to wait. Shards never delay a request, so
 none of their threads ever waits.
 
@@ -18,11 +18,11 @@ Each shard enforces ``max_times_sampled`` exactly. A row counts when it is drawn
 together never return it more often. Rows that a process has drawn ahead may still be returned, so
 they are part of the size that it uses. Spare draws, and draws that were dropped, are returned with
 the next message to the shard. A row is returned less often than allowed only if a process died or
-ended with unused draws: those of at most ``prefetch + batches_per_call`` batches, and spare ones.
+ended with unused draws. These are at most ``prefetch + batches_per_call`` batches and spare draws.
 
 The last known counts of a lost shard stay in the totals. After a restart, and in a process that
-starts after the loss, they are unknown. If the other shards' counts are then outside the range, the
-limiter continues at the nearer end of the range.
+starts after the loss, the lost shard's counts are unknown. If the other shards' counts are then
+outside the range, the limiter continues at the nearer end of the range.
 """
 
 from __future__ import annotations
