@@ -407,6 +407,25 @@ def test_a_host_reads_whole_rows_while_others_overwrite_them(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kernel", ["c", "numpy"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_rows_come_back_from_their_stored_form(
+    monkeypatch: pytest.MonkeyPatch, kernel: str, dtype: torch.dtype, count: int
+) -> None:
+    monkeypatch.setenv("TORCHRL_DIST_KERNEL", kernel)
+    data = Episodes(0).take(5)[:count]
+    data["pixels"], data["next", "pixels"] = (
+        data["pixels"].to(dtype),
+        data["next", "pixels"].to(dtype),
+    )
+    spec = node_frames.with_stacks(spec_of(data), {("pixels",): STACK})
+    columns = matching_columns(data, spec)
+    values = stacks.values(node_frames.each_once(columns, spec), spec)
+    for value, column in zip(values, columns, strict=True):
+        assert value.dtype == column.dtype and np.array_equal(value, column)
+
+
+@pytest.mark.parametrize("kernel", ["c", "numpy"])
 def test_a_message_with_rows_has_each_frame_once(
     monkeypatch: pytest.MonkeyPatch, kernel: str
 ) -> None:

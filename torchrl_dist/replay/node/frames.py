@@ -254,9 +254,10 @@ def _finder(ring: np.ndarray, most: int) -> _NumpyFinder:
     return (_NumpyFinder if find_copier() is None else _CFinder)(ring, most)
 
 
-def _frames_of(values: np.ndarray, stack: int) -> np.ndarray:
+def _frames_of(values: np.ndarray, column: ColumnSpec) -> np.ndarray:
     """Return the frames of stacks as bytes, uint8 [n, stack, bytes]."""
-    return np.ascontiguousarray(values).view(np.uint8).reshape(len(values), stack, -1)
+    shape = len(values), column.stack, column.frame_bytes
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8).reshape(shape)
 
 
 def each_once(columns: Sequence[np.ndarray], spec: RowSpec) -> list[np.ndarray]:
@@ -264,15 +265,16 @@ def each_once(columns: Sequence[np.ndarray], spec: RowSpec) -> list[np.ndarray]:
     bytes."""
     found = list(columns)
     for numbers in spec.rings.values():
-        values = [_frames_of(columns[each], spec.columns[each].stack) for each in numbers]
-        size = values[0].shape[-1]
+        column = spec.columns[numbers[0]]
+        size = column.frame_bytes
+        values = [_frames_of(columns[each], spec.columns[each]) for each in numbers]
         known = _finder(np.empty((1, size), np.uint8), 1).find(values, 0)
         frames = np.empty((known.new, size), np.uint8)
         _finder(frames, 1).keep(known, 0)
         for number, refs, value in zip(numbers, known.refs, values, strict=True):
             found[number] = (-1 - refs).reshape(value.shape[:2])
-        column = spec.columns[numbers[0]]
-        found.append(frames.view(columns[numbers[0]].dtype).reshape(-1, *column.frame_shape))
+        shape = known.new, *column.frame_shape
+        found.append(frames.reshape(-1).view(columns[numbers[0]].dtype).reshape(shape))
     return found
 
 
@@ -373,7 +375,7 @@ class Frames:
             given = [(number, source[number]) for number in numbers]
             columns.append([number for number, value in given if value is not None])
             values = [
-                _frames_of(value[start:stop], self._spec.columns[number].stack)
+                _frames_of(value[start:stop], self._spec.columns[number])
                 for number, value in given
                 if value is not None
             ]
