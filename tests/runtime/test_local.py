@@ -383,7 +383,7 @@ def test_one_of_two_clusters_in_two_threads_is_refused_and_the_other_works(fork_
     for thread in threads:
         thread.join(90)
     refused, worked = outcomes
-    assert worked == "worked" and "leave it first. Use one process per session" in refused
+    assert worked == "worked" and "leave it first. Two sessions need two processes" in refused
     with session() as alone:  # the other one has ended
         assert alone.peers == (alone.me,)
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +19,8 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from ...errors import ConfigurationError
+from ...checkpoint import load_checkpoint
+from ...errors import CheckpointError, ConfigurationError
 from .environments import Images, Task, named_function
 
 
@@ -325,3 +328,34 @@ class PolicySpec:
         kinds = {"values": QNetwork, "categorical": CategoricalNetwork}
         inputs = self.observation_size if self.images is None else self.images
         return kinds[self.kind](inputs, self.num_actions, self.hidden, self.make)
+
+
+def checkpoint_in(path: str | os.PathLike[str]) -> Path:
+    """Return the checkpoint in the folder of a run, or ``path`` itself if it is no folder."""
+    path = Path(path)
+    return path / "checkpoint.pt" if path.is_dir() else path
+
+
+def saved_policy(
+    path: str | os.PathLike[str],
+) -> tuple[PolicySpec, QNetwork | SquashedGaussianNetwork]:
+    """Return the policy of a checkpoint, and its network with the saved weights.
+
+    Args:
+        path: the checkpoint, or the folder of its run.
+
+    Raises:
+        CheckpointError: the checkpoint is missing or damaged, or its policy cannot be built here.
+    """
+    path = checkpoint_in(path)
+    checkpoint = load_checkpoint(path)
+    try:
+        policy = PolicySpec.from_plain(checkpoint.policy_info)
+        network = policy.network()
+        network.load_state_dict(dict(checkpoint.policy))
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the policy in {path} (recipe {checkpoint.recipe!r}) cannot be used: {error}"
+        ) from error
+    network.eval()
+    return policy, network

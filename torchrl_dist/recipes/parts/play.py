@@ -12,7 +12,7 @@ from typing import Any
 from ... import own_files
 from ...errors import ConfigurationError
 from .evaluate import evaluate, play_rendered
-from .trained import checkpoint_in, load_policy
+from .networks import checkpoint_in, saved_policy
 
 _FPS = 50
 
@@ -45,9 +45,8 @@ def play(
         _require_video_writer()
     import gymnasium
 
-    path = checkpoint_in(path)
-    policy = load_policy(path)
-    env, act = policy.env, policy.module.network.greedy
+    policy, network = saved_policy(path)
+    env, act = policy.env, network.greedy
     try:
         if render or video is not None:
             with contextlib.nullcontext() if video is None else _written(video, _FPS) as keep:
@@ -59,7 +58,7 @@ def play(
             returns = evaluate(act, env, episodes=episodes, seed=seed)
     except (gymnasium.error.Error, ImportError) as error:
         raise ConfigurationError(f"{env} cannot be played here: {error}") from error
-    print(f"{env}: {episodes} episodes, {path}", file=sys.stderr)
+    print(f"{env}: {episodes} episodes, {checkpoint_in(path)}", file=sys.stderr)
     return {
         "mean_return": fmean(returns),
         "episodes": episodes,
@@ -68,7 +67,7 @@ def play(
         "returns": returns,
         "env": env,
         "seed": seed,
-        "checkpoint": str(path),
+        "checkpoint": str(checkpoint_in(path)),
     }
 
 

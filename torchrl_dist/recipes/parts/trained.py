@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,14 +12,13 @@ from torch import Tensor, nn
 from torch.distributions import Categorical
 from torchrl.envs.utils import exploration_type
 
-from ...checkpoint import load_checkpoint
-from ...errors import CheckpointError, ConfigurationError
-from .networks import PolicySpec
+from ...errors import ConfigurationError
+from .networks import PolicySpec, saved_policy
 from .policies import Squashed
 
 
 class TrainedPolicy(TensorDictModule):
-    """The policy of a checkpoint, see :func:`load_policy`.
+    """The policy of a checkpoint, see :func:`~torchrl_dist.load_policy`.
 
     Reads ``observation`` ``[..., *observation.shape]`` and writes ``action`` ``[...]`` (int64) or
     ``[..., A]`` (float32, within the bounds). It acts greedily, except under
@@ -31,9 +29,7 @@ class TrainedPolicy(TensorDictModule):
         observation_shape: the shape of one observation.
     """
 
-    def __init__(self, policy: PolicySpec, weights: dict[str, Tensor]) -> None:
-        network = policy.network()
-        network.load_state_dict(weights)
+    def __init__(self, policy: PolicySpec, network: Any) -> None:
         super().__init__(_Act(network, policy.kind), ["observation"], ["action"])
         self.env = policy.env
         images = policy.images
@@ -88,12 +84,6 @@ class _Act(nn.Module):
         )
 
 
-def checkpoint_in(path: str | os.PathLike[str]) -> Path:
-    """Return the checkpoint, if ``path`` is the folder of a run, or ``path`` itself."""
-    path = Path(path)
-    return path / "checkpoint.pt" if path.is_dir() else path
-
-
 def load_policy(path: str | os.PathLike[str]) -> TrainedPolicy:
     """Return the policy of a checkpoint that ``torchrl-dist train`` wrote. Runs no code from it.
 
@@ -108,12 +98,4 @@ def load_policy(path: str | os.PathLike[str]) -> TrainedPolicy:
         CheckpointError: the checkpoint is missing or damaged, has no policy of a recipe, or its
             network is your own (``--network``) and cannot be imported here.
     """
-    path = checkpoint_in(path)
-    checkpoint = load_checkpoint(path)
-    try:
-        policy = PolicySpec.from_plain(checkpoint.policy_info)
-        return TrainedPolicy(policy, dict(checkpoint.policy))
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(
-            f"the policy in {path} (recipe {checkpoint.recipe!r}) cannot be used: {error}"
-        ) from error
+    return TrainedPolicy(*saved_policy(path))
