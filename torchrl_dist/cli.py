@@ -9,10 +9,9 @@ Exit codes:
 - 0: success.
 - 1: failure.
 - 2: wrong arguments; nothing was started.
-- 129, 130, 138, 140, 143: stopped by SIGHUP, SIGINT, SIGUSR1, SIGUSR2 or SIGTERM. The checkpoint is
-  written and the result printed, unless a second signal stopped the command immediately.
-- 141: no process reads stdout any more. Training still continues and saves, even without readers of
-  stdout and stderr.
+- 129, 130, 138, 140, 143: stopped by SIGHUP, SIGINT, SIGUSR1, SIGUSR2 or SIGTERM. The command wrote
+  its checkpoint and printed its result, unless a second signal stopped it immediately.
+- 141: the reader of stdout is gone, as in ``| head``. ``train`` nevertheless continues and saves.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from .stopping import Stopped
 from .ui import at_least
 
 _STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-_END_S = 10.0  # how long threads and exit functions of other modules may delay the end
+_END_S = 10.0  # how long other modules' threads and exit functions may delay this process's exit
 _STOPPED = {number.name: 128 + number for number in _STOPS}
 
 
@@ -72,7 +71,7 @@ def console() -> NoReturn:
     finally:
         _end_in_time(code)
     if _has_served:
-        # Skip the exit functions of C++ libraries. The job does not need them, and that of RPC
+        # Run Python's exit functions, but skip those of C++ libraries, because the one of RPC
         # sometimes aborts ("terminate called without an active exception").
         atexit._run_exitfuncs()
         _leave(code)
@@ -82,7 +81,7 @@ def console() -> NoReturn:
 def _open_standard_streams() -> None:
     """Open descriptors 0, 1 and 2 on /dev/null where they are closed (``2>&-``).
 
-    Otherwise the next opened file would get that number, and libraries would print into it.
+    Otherwise the next file that is opened would get this number, and libraries would print into it.
     """
     while True:
         number = os.open(os.devnull, os.O_RDWR)
@@ -96,7 +95,7 @@ def _open_standard_streams() -> None:
 
 
 def _delivered(code: int) -> int:
-    """Return ``code``, or the code of a failed write to stdout."""
+    """Return ``code``. If it is 0 but a write to stdout failed, return the code of this failure."""
     sys.stdout.flush()
     outputs = sys.modules.get(f"{__package__}.runtime.outputs")
     problem = outputs.problem_of(sys.stdout) if outputs is not None else None
@@ -109,7 +108,7 @@ def _delivered(code: int) -> int:
 
 
 def _end_in_time(code: int) -> None:
-    """End this process even if a thread or an exit function of another module keeps running."""
+    """End this process after ``_END_S``, even if a thread or exit function still runs."""
 
     def end() -> None:
         time.sleep(_END_S)
@@ -139,7 +138,7 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-_is_fresh = False  # this process has run nothing except the command
+_is_fresh = False  # whether this process ran nothing before the command
 _has_served = False
 
 
@@ -198,7 +197,7 @@ def _say(text: str) -> None:
     """Print a line to stderr, with this process's rank if a launcher gave it one."""
     rank = os.environ.get("RANK")
     for name in _RANKS:
-        if not rank and os.environ.get(name, "0") != "0":  # in a batch script it is 0, too
+        if not rank and os.environ.get(name, "0") != "0":  # a batch script is no rank, but has 0
             rank = os.environ[name]
     kind, _, rest = text.partition(": ")
     if rank:
@@ -211,8 +210,8 @@ def _say(text: str) -> None:
 def _parser(command: Sequence[str] = ()) -> argparse.ArgumentParser:
     """Make the parser with the options of all commands.
 
-    The options of ``bench`` and ``plan`` are added only if ``command`` asks for them, because they
-    import NumPy, which takes longer than all the rest.
+    It adds the options of ``bench`` and ``plan`` only if ``command`` names these commands, because
+    their modules import NumPy, which takes longer than all the rest.
     """
     parser = _Parser(
         prog="torchrl-dist",
@@ -290,8 +289,8 @@ def _train(options: argparse.Namespace) -> int:
         print(as_yaml(config), end="")
         return 0
     # Without a launcher, a server forked from this process starts the job's processes. The imports
-    # below must therefore leave this process safe to fork. Under a launcher, nothing is forked, and
-    # libraries keep the user's settings.
+    # below must therefore leave this process safe to fork. Under a launcher, nothing is forked, so
+    # the user's settings of the imported libraries stay as they are.
     forks = _is_fresh and not {"RANK", "SLURM_PROCID"} & os.environ.keys()
     with _unsearched_imports(), imports_to_be_forked() if forks else contextlib.nullcontext():
         from .runtime import World
@@ -310,8 +309,8 @@ def _train(options: argparse.Namespace) -> int:
         config.check_launched(given_options(options, recipe.config), launched)
     if world.global_rank > 0:
         return _serve_rank_zero(config, launched)
-    # Under a launcher, roles follow from the command line, even if the run is resumed, because only
-    # the first rank reads the checkpoint.
+    # Under a launcher, each rank derives the roles from its command line, even if it resumes a run,
+    # because only the first rank reads the checkpoint.
     for_roles = config
     with contextlib.ExitStack() as stack:
         with _unsearched_imports():
@@ -368,15 +367,15 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _check_shape(saved: Any, here: Any, launched: int) -> None:
-    """Refuse to resume if the command line's options give other roles than the saved ones."""
+    """Refuse to resume if the command line gives other roles than the saved configuration."""
     if saved.roles(launched) == here.roles(launched):
         return
     names = [name for name in ("learners", "collectors") if hasattr(saved, name)]
     differ = [name for name in names if getattr(saved, name) != getattr(here, name)]
     options = " ".join(f"--{name} {getattr(saved, name)}" for name in differ)
     raise ConfigurationError(
-        f"the run in {here.output_path} has {options}: pass these options, or other "
-        "numbers, to every rank, because only the first rank reads the checkpoint"
+        f"the run in {here.output_path} has {options}, not those given here: pass these or "
+        "new numbers to every rank, because only the first rank reads the checkpoint"
     )
 
 
@@ -394,7 +393,7 @@ def _unsearched_imports() -> Iterator[None]:
 
 
 def _process_groups(config: Any, roles: dict[str, int]) -> dict[str, str] | None:
-    """Return the torch.distributed group that several learners need; None for one learner."""
+    """Return the backend of the learners' torch.distributed group. None for a single learner."""
     if roles["learner"] == 1:
         return None
     import torch
@@ -465,11 +464,13 @@ def _add_inspect(commands: argparse._SubParsersAction) -> None:
         "inspect",
         help="show the contents of a replay buffer or a buffer's checkpoint",
         description=(
-            "Show rows, priorities, processes and counters of a replay directory, even while a job "
-            "uses it, or of a checkpoint. Read-only: attaches, locks and changes nothing."
+            "Show rows, priorities, processes and counters of a replay directory or a checkpoint. "
+            "This command only reads and takes no locks, so a job may use the directory meanwhile."
         ),
     )
-    inspect.add_argument("directory", metavar="DIR", help="a scratch_dir or a checkpoint folder")
+    inspect.add_argument(
+        "directory", metavar="DIR", help="a buffer's scratch_dir, or a checkpoint's folder"
+    )
     inspect.add_argument("--json", action="store_true", help="print one JSON object instead")
     inspect.set_defaults(command=_inspect)
 
@@ -491,21 +492,20 @@ def _inspect(options: argparse.Namespace) -> int:
 def _add_clean(commands: argparse._SubParsersAction) -> None:
     clean = commands.add_parser(
         "clean",
-        help="list replay buffers that jobs left behind, and remove buffers of dead jobs",
+        help="list replay buffers that jobs left behind, or remove those of dead jobs",
         description=(
-            "List the replay directories in some folders: in use, kept, or left behind by a job. "
-            "--remove removes the directories whose job cannot be started again, and those named "
-            "on the command line even if they were kept or their job might be started again. "
-            "Folders of other users are skipped. Files of other users, and files that a process "
-            "uses, are never removed."
+            "List replay directories, and say whether each is in use, kept, or left behind by a "
+            "job. --remove removes the directories whose job cannot be started again. It also "
+            "removes a replay directory that you name, even if it was kept or its job might be "
+            "started again. It never removes files of other users, or files that a process uses."
         ),
     )
     clean.add_argument(
         "directories",
         metavar="DIR",
         nargs="*",
-        help="folders to search, or replay directories (default: /dev/shm and the folder for "
-        "temporary files, with this user's folder in them)",
+        help="folders to search, or replay directories (default: /dev/shm, the folder for "
+        "temporary files, and this user's folder in each)",
     )
     clean.add_argument("--remove", action="store_true", help="remove directories of dead jobs")
     clean.add_argument("--json", action="store_true", help="print one JSON object instead")

@@ -1,8 +1,8 @@
 """``torchrl-dist doctor``: checks whether this machine, or this allocation, is fit for a job.
 
-``examine`` is pure. From the results of ``probe`` and of ``rounds`` (between the ranks), it makes
-one finding per check, with a remedy. A check never raises. If a check cannot determine its result,
-the finding is a warning.
+``examine`` is pure. It judges what ``probe`` found on machines and what ``rounds`` measured between
+ranks, and makes one finding per check. A check never raises. If a check cannot determine its
+result, its finding is a warning.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ TESTED = {
 _MIB, _GIB = 1 << 20, 1 << 30
 _CONTAINERS_SHM = 64 * _MIB  # Docker's default without --shm-size
 _FEW_FILES, _MANY_FILES = 256, 4096
-_FEW_PROCESSES = 1024  # threads count, and torch starts one per core
+_FEW_PROCESSES = 1024  # the limit includes threads, and torch starts one per core
 _SLOW_S = {"store": 0.02, "rpc": 0.05, "all-reduce": 0.05}
-_SLOWEST_PAIR = 10  # times the median of all pairs
+_SLOWEST_PAIR = 10  # a slow pair takes this many times the median of all pairs
 _SKEW_S, _BAD_SKEW_S = 1.0, 60.0
 _KILL_WAIT_S = 30
 _MARKS = {OK: "[green]ok[/]", WARN: "[yellow]warn[/]", FAIL: "[bold red]fail[/]"}
@@ -50,7 +50,7 @@ _MARKS = {OK: "[green]ok[/]", WARN: "[yellow]warn[/]", FAIL: "[bold red]fail[/]"
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check: its state (``ok``, ``warn`` or ``fail``), the finding, a remedy."""
+    """The result of one check: its state (``ok``, ``warn`` or ``fail``), the facts, a remedy."""
 
     check: str
     state: str
@@ -67,7 +67,7 @@ def examine(probe: Probe, rounds: Rounds | TorchRLDistError | None = None) -> li
     """Return one finding per check, in a fixed order. For other nodes, return only findings that
     are not ok.
 
-    ``rounds`` is an error if the ranks did not meet.
+    ``rounds`` is an error if the ranks did not meet, and None if no round trips were measured.
     """
     findings = _machine(probe)
     if isinstance(rounds, TorchRLDistError):
@@ -100,7 +100,7 @@ def _machine(probe: Probe) -> list[Finding]:
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
-    """Return 0 if all is well, 1 if something needs a look, 2 if something will fail."""
+    """Return 0 if all is well, 1 if there are warnings, 2 if something will fail."""
     states = {finding.state for finding in findings}
     return 2 if FAIL in states else 1 if WARN in states else 0
 
@@ -111,7 +111,7 @@ def exit_code(findings: Sequence[Finding]) -> int:
 def _software(probe: Probe) -> Iterator[Finding]:
     works = _numbers(probe.python) >= (3, 10) and probe.gil
     found = probe.python + ("" if probe.gil else ", free-threaded")
-    cure = "CPython 3.10 or newer, with its GIL"
+    cure = "use CPython 3.10 or newer, with its GIL"
     yield _judge("python", OK if works else FAIL, found, cure)
     for name, (first, untested) in TESTED.items():
         version = probe.versions.get(name)
@@ -139,7 +139,7 @@ def _software(probe: Probe) -> Iterator[Finding]:
     yield Finding(
         "TorchRL's trees", OK,
         f"not loaded; only TorchRL's own prioritized sampler needs them ({probe.torchrl_trees})",
-        "install the torch that this torchrl was built with (0.14: torch 2.14 or newer)",
+        "install the torch for which this torchrl was built (for 0.14: torch 2.14 or newer)",
     )  # fmt: skip
 
 
@@ -149,7 +149,7 @@ def _memory(probe: Probe) -> Iterator[Finding]:
     folder = probe.folder
     if folder.error is not None:
         found = f"{folder.path}: {folder.error}"
-        yield Finding("file system", FAIL, found, "choose a --folder in which files can be made")
+        yield Finding("file system", FAIL, found, "choose a --folder in which you can make files")
         return
     yield _judge(
         "file system", FAIL if is_network_file_system(folder.file_system) else OK,
@@ -162,20 +162,20 @@ def _memory(probe: Probe) -> Iterator[Finding]:
         state = FAIL
         found += f", {_size(probe.planned_bytes)} planned" if probe.planned_bytes else ""
     elif folder.total_bytes <= _CONTAINERS_SHM:
-        state, found = WARN, f"{found}, a container's default"
-    cure = "docker run --shm-size=8g or --ipc=host, a larger mount, torchrl-dist clean --remove"
+        state, found = WARN, f"{found}, the default size in containers"
+    cure = "torchrl-dist clean --remove, docker run --shm-size=8g or --ipc=host, or a larger mount"
     yield _judge("space", state, found, cure)
     limit, planned = probe.memory_limit, probe.planned_bytes
     if limit is not None and limit < planned:
-        state, found = FAIL, f"the cgroup allows {_size(limit)}, {_size(planned)} planned"
+        state, found = FAIL, f"the cgroup allows {_size(limit)}, but {_size(planned)} are planned"
     else:
         state, found = OK, "no limit" if limit is None else f"limit {_size(limit)}"
     cure = "raise sbatch --mem or docker run --memory; files in /dev/shm count, too"
     yield _judge("memory", state, found, cure)
     for check, error, well, danger in (
         ("fallocate", folder.fallocate_error, "space can be reserved",
-         "writing rows to a file without space kills the process"),
-        ("locks", folder.lock_error, "seen by other processes",
+         "a process that writes rows without reserved space may be killed"),
+        ("locks", folder.lock_error, "other processes see them",
          "processes would overwrite each other's rows"),
     ):  # fmt: skip
         cure = f"choose another --folder: {danger}"
@@ -193,7 +193,7 @@ def _limits(probe: Probe) -> Iterator[Finding]:
         "open files", OK if files is None or files >= many else FAIL if files < few else WARN,
         "no limit" if files is None
         else f"at most {files}; rank 0 of {probe.world_size} processes needs up to {needed}",
-        f"ulimit -n {many}; sbatch --propagate=NONE uses the node's limit",
+        f"ulimit -n {many}, or sbatch --propagate=NONE, which uses the node's limit",
     )  # fmt: skip
     threads = probe.user_processes
     low = threads is not None and threads < _FEW_PROCESSES and probe.uid != 0
@@ -207,8 +207,8 @@ def _cpus(probe: Probe) -> Finding:
     if probe.cpu_quota is not None and probe.cpu_quota < cores:
         cores = probe.cpu_quota
         found += f", the cgroup allows time for {cores:g}"
-    # torchrun and our own processes set OMP_NUM_THREADS to 1. Under srun and in a shell, the
-    # default is the number of cores.
+    # torchrun sets OMP_NUM_THREADS to 1, and so does this package in processes that it starts.
+    # Under srun, torch starts a thread per core.
     threads = probe.omp_threads or (probe.usable_cores if probe.launcher == "slurm" else 1)
     found += f"; {probe.processes} processes with {threads} threads each"
     cures = []
@@ -227,7 +227,7 @@ def _network(probe: Probe) -> Iterator[Finding]:
     elif probe.lone is not None:
         state = FAIL
         found = f"a task of {probe.lone}, but not a rank, so each task would be a separate job"
-        cure = "start it with srun python ...; in a container, pass SLURM's variables on"
+        cure = "start it with srun python ...; pass SLURM's variables into a container"
     yield Finding("launcher", state, found, cure)
     there, wanted = ", ".join(probe.interfaces), probe.wanted_interfaces
     absent = [name for name, value in wanted.items() if not _exists(value, probe.interfaces)]
@@ -235,8 +235,8 @@ def _network(probe: Probe) -> Iterator[Finding]:
     if absent:
         state, found = FAIL, f"{named}, but this machine has {there}"
     else:
-        state, found = OK, named or f"none named; available: {there}"
-    yield _judge("interfaces", state, found, "name one of these")
+        state, found = OK, named or f"no variable names one; available: {there}"
+    yield _judge("interfaces", state, found, "name an interface of this machine")
     # Our own sessions ask the kernel which address leads to other nodes. Only gloo uses the host
     # name.
     state, found = OK, f"{probe.host} is {probe.address}"
@@ -253,17 +253,17 @@ def _network(probe: Probe) -> Iterator[Finding]:
         state, found, cure = OK, f"{name} is {address}", ""
         if address is None:
             state, found = FAIL, f"{name} has no address"
-            cure = "use a name that all nodes resolve"
+            cure = "set a name that all nodes can resolve"
         elif probe.several_nodes and ipaddress.ip_address(address).is_loopback:
-            state, found, cure = WARN, f"{found} here", "use the first node's address"
+            state, found, cure = WARN, f"{found} on this machine", "set the first node's address"
         yield Finding("MASTER_ADDR", state, found, cure)
 
 
 def _exists(wanted: str, interfaces: Sequence[str]) -> bool:
     """Whether an interface matches ``wanted``, in NCCL's notation.
 
-    ``wanted`` is a list of prefixes, of exact names after ``=``, or of excluded prefixes after
-    ``^``.
+    ``wanted`` is a list of prefixes. A leading ``=`` makes it a list of exact names. A leading
+    ``^`` excludes the listed interfaces; such a list always counts as matched.
     """
     if wanted.startswith("^"):
         return True
@@ -279,10 +279,10 @@ def _signals(probe: Probe) -> Finding:
     if probe.ignored_signals:
         ignored = ", ".join(probe.ignored_signals)
         state, found = WARN, f"ignored here: {ignored}; these signals could not stop a job"
-        cure = "start it without nohup and trap '' (setsid and tmux do not ignore signals)"
+        cure = "start the job without nohup or trap '' (setsid and tmux do not ignore signals)"
     elif probe.kill_wait_s is not None and probe.kill_wait_s < _KILL_WAIT_S:
-        state, found = WARN, f"Slurm kills {probe.kill_wait_s} s after SIGTERM"
-        cure = "use sbatch --signal=USR1@120, which torchrl-dist slurm writes"
+        state, found = WARN, f"Slurm kills a job {probe.kill_wait_s} s after SIGTERM"
+        cure = "use sbatch --signal=USR1@120, as scripts of torchrl-dist slurm do"
     return Finding("signals", state, found, cure)
 
 
@@ -307,7 +307,7 @@ def _gpus(probe: Probe) -> Finding:
         return Finding("cuda", OK, "torch is built for the CPU")
     return Finding(
         "cuda", OK, f"torch for CUDA {cuda.built} sees no GPU",
-        "to use one: sbatch --gpus-per-node=1, docker run --gpus all, unset CUDA_VISIBLE_DEVICES",
+        "for one: sbatch --gpus-per-node=1, docker run --gpus all, or unset CUDA_VISIBLE_DEVICES",
     )  # fmt: skip
 
 
@@ -390,9 +390,9 @@ def show(findings: Sequence[Finding]) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Check this machine. Under torchrun or srun, check the machines of all ranks. Prints one "
-        "row per check with what was found, and remedies. The exit code is 0 if all is well, 1 if "
-        "there are warnings, and 2 if something will fail."
+        "Check this machine. Under torchrun or srun, check the machines of all ranks. Print one "
+        "row per check, then remedies. The exit code is 0 if all is well, 1 if there are warnings, "
+        "and 2 if something will fail."
     )
     parser.epilog = "To check a Slurm job: srun torchrl-dist doctor"
     text = "folder for replay buffers (default: /dev/shm)"
@@ -406,12 +406,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="planned processes on this machine (default: 4)",
     )  # fmt: skip
     parser.add_argument(
-        "--no-round-trips", action="store_true", help="start no process and send nothing"
+        "--no-round-trips", action="store_true", help="start no process and measure no round trips"
     )
     text = "longest wait until all ranks have joined (default: 60)"
     parser.add_argument("--timeout-s", type=float, default=60.0, metavar="S", help=text)
     parser.add_argument(
-        "--clean", action="store_true", help="remove what your dead jobs left behind"
+        "--clean", action="store_true", help="remove replay directories of your dead jobs"
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print one JSON object instead of text")

@@ -89,7 +89,7 @@ class Probe:
     launcher: str
     several_nodes: bool
     world_error: str | None  # what is wrong with the launcher's variables
-    lone: str | None  # the launcher of this task, if the task is not a rank
+    lone: str | None  # the launcher, if it started this process as a task but not as a rank
     interfaces: tuple[str, ...]
     wanted_interfaces: Mapping[str, str]  # interfaces that the environment asks for, by variable
     address: str | None  # address of the host name
@@ -115,10 +115,9 @@ def probe(
 
     Args:
         folder: where replay directories will be.
-        processes: processes on this machine. Default: as many as the launcher started, or as a
-            small job has.
+        processes: processes on this machine. Default: as many as the launcher started here, or 4.
         planned_bytes: size of the replay buffer.
-        env, proc, cgroups: where to look.
+        env, proc, cgroups: sources other than those of this process.
     """
     env = os.environ if env is None else env
     world, world_error = None, None
@@ -230,13 +229,15 @@ def cpu_quota(own: Path, root: Path) -> float | None:
 
 
 def memory_limit(own: Path, root: Path) -> int | None:
-    """Return how many bytes the cgroup allows this process. Files in /dev/shm count, too."""
+    """Return how many bytes the cgroup allows this process. Files in /dev/shm count towards it."""
     limits = []
     for group in _groups(own, root, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
             with contextlib.suppress(OSError, ValueError):
                 limits.append(int((group / name).read_text()))
-    limits = [limit for limit in limits if limit < 1 << 60]  # version 1 writes a huge number
+    limits = [
+        limit for limit in limits if limit < 1 << 60
+    ]  # version 1 writes a huge number for "no limit"
     return min(limits, default=None)
 
 
@@ -250,8 +251,8 @@ def _groups(own: Path, root: Path, controller: str) -> list[Path]:
                 continue
             top = root if number == "0" else root / controller
             inner = top / path.lstrip("/")
-            # In a container, the path may be valid only outside of it. Then only the top folder
-            # exists.
+            # The path may be valid only outside of this process's container. Inside, only the top
+            # folder exists then.
             found += [inner, *(up for up in inner.parents if up == top or top in up.parents)]
     return found
 
@@ -274,7 +275,7 @@ def _torchrl_trees() -> str | None:
     try:
         import torchrl._torchrl  # noqa: F401
     except ImportError as error:
-        return str(error).split(": ", 1)[-1][:60]  # after the path, such as "undefined symbol: ..."
+        return str(error).split(": ", 1)[-1][:60]  # drops the path before "undefined symbol: ..."
     return None
 
 

@@ -1,4 +1,4 @@
-"""Measures round trips between the ranks of a job: its store, RPC, all-reduce and clocks."""
+"""Measures how fast the ranks of a job reach each other, and how far their clocks differ."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Rounds:
         names: such as ``"rank3 on node7"``.
         store_s: time to write a key to the job's store and read it back, on the slowest rank.
         all_reduce_s: time of an all-reduce of one number over all ranks.
-        rpc_s: time of a call and its answer by pair of ranks, the caller first.
+        rpc_s: time of a call and its answer, for each pair (caller, called rank).
         skew_s: how many seconds each rank's clock is ahead of rank 0's.
         software: versions of packages on each rank.
-        elsewhere: what ``look`` returned on one rank of each other node.
+        elsewhere: what ``look`` returned on one rank of each other node, by host name.
     """
 
     names: tuple[str, ...]
@@ -42,7 +42,7 @@ class Rounds:
 
 
 class Served:
-    """The result on every rank except the driver, the only rank with figures."""
+    """What :func:`measure` returns on ranks other than the driver, which alone has the figures."""
 
 
 def measure(
@@ -50,7 +50,7 @@ def measure(
 ) -> Rounds | Served:
     """Meet the other ranks and measure. A process without a launcher starts a second process.
 
-    Both functions are called in other ranks, too. Blocks, and every wait ends after ``timeout_s``.
+    Both functions are called in other ranks, too. Blocks; each wait ends after ``timeout_s``.
 
     Raises:
         TorchRLDistError: ranks do not meet or do not answer.
@@ -97,7 +97,7 @@ def _measure(me: Session, software: Callable, look: Callable) -> Rounds:
 
 
 def _call_those_above() -> dict[int, float]:
-    """Return how long each rank above this one takes to answer. Every rank runs this."""
+    """Return, by rank, how long each higher rank takes to answer this one."""
     me = current_session()
     times = {}
     for peer in me.peers[me.me.global_rank + 1 :]:

@@ -1,8 +1,8 @@
 """``torchrl-dist slurm -- COMMAND``: a batch script that starts the command's ranks under Slurm.
 
-The script is written for readers. All that Slurm does not do by itself is spelled out.
-``script`` is pure. One ``srun`` makes one step, which ``session`` sees as one job, even over the
-two components of a heterogeneous job. Comments in the script say what its lines set and why.
+The script spells out everything that Slurm does not do by itself, and explains it in comments.
+``script`` is pure. A single ``srun`` starts all ranks, so that ``session`` sees one job even if a
+heterogeneous job has two components.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ class Job:
 
     Attributes:
         command: the command of each rank. ``train ...`` stands for ``torchrl-dist train ...``.
-        first: nodes of rank 0, the learner.
+        first: nodes of rank 0, the learner; without ``collectors``, nodes of all ranks.
         collectors: nodes of the other ranks, if these nodes are of another kind (a heterogeneous
             job).
         time: the time limit in one of Slurm's forms.
         requeues: how often the job is queued again after it was stopped with a checkpoint.
-        signal_s: how many seconds before the limit the job is stopped.
+        signal_s: how many seconds before the limit Slurm signals the job to stop.
         seeds: seeds in the notation of Slurm's ``--array``. Each one gets its own job.
-        interface: network interface between the nodes, if the kernel would choose a wrong one.
+        interface: network interface between the nodes, if the kernel would choose wrongly.
         container: words that run a command in a container, such as ``("apptainer", "exec",
             "image.sif")``.
         torchrun: ranks per node that torchrun starts. None: srun starts the ranks.
@@ -161,7 +161,7 @@ def _problem(job: Job, limit_s: float) -> str | None:
     if job.signal_s >= limit_s:
         return (
             f"--signal-s: the job would be stopped {job.signal_s} s before its limit, but --time "
-            f"{job.time} is only {limit_s:g} s. Each start would be stopped. Expected fewer "
+            f"{job.time} is only {limit_s:g} s, so it would be stopped at once. Expected fewer "
             "seconds than the limit; note that --time without a colon is in minutes"
         )
     if job.signal_s > _MOST_SIGNAL_S:
@@ -185,7 +185,7 @@ def _problem(job: Job, limit_s: float) -> str | None:
     if job.torchrun is not None and job.collectors is not None:
         return (
             "--torchrun starts the same number of ranks on each node, which does not fit a "
-            "heterogeneous job; leave --torchrun out: srun starts the ranks"
+            "heterogeneous job; leave --torchrun out, and srun starts the ranks"
         )
     if job.torchrun is not None and job.recipe:
         return "--torchrun is for your own scripts; leave it out, because srun starts a recipe"
@@ -193,8 +193,7 @@ def _problem(job: Job, limit_s: float) -> str | None:
 
 
 def recipe_of(command: Sequence[str]) -> tuple[RecipeConfig, dict[str, Any]]:
-    """Return the configuration for ``train RECIPE ...``, and the fields that the command's words
-    set."""
+    """Return the configuration for ``train RECIPE ...``, and the fields that the command sets."""
     parser = _Parser(prog="torchrl-dist train", allow_abbrev=False, add_help=False)
     parser.add_argument("recipe", choices=sorted(RECIPES))
     recipe = RECIPES[parser.parse_known_args(command[1:2])[0].recipe]
@@ -233,8 +232,8 @@ def script(job: Job) -> str:
 
 
 def _header(job: Job) -> list[str]:
-    # "B:" sends the signal to the shell, because torchrun's exit code does not say that its ranks
-    # were stopped.
+    # With torchrun, "B:" sends the signal to the batch shell, which remembers it, because
+    # torchrun's exit code does not say that its ranks were stopped.
     shell = "B:" if job.torchrun else ""
     both = [f"--time={job.time}", f"--signal={shell}USR1@{job.signal_s}"]
     output = "%x-%A_%a.out" if job.seeds else "%x-%j.out"
@@ -253,7 +252,8 @@ def _environment(job: Job) -> list[str]:
         lines += ["# shellcheck disable=SC1090,SC1091", line]
     lines += [
         "set -u",
-        "# Names, because a node's own address may be a loopback one. Rank 0 is in component 0.",
+        "# A host name, because a node may know only a loopback address of itself. Rank 0 is in "
+        "component 0.",
         'nodes=$(scontrol show hostnames "${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}")',
         "MASTER_ADDR=${nodes%%$'\\n'*}",
         "MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000))",
@@ -268,8 +268,8 @@ def _environment(job: Job) -> list[str]:
     if _own_replay_dir(job):
         cleaner = shlex.join([*job.container, job.python, "-m", "torchrl_dist"])
         lines += [
-            "# Home folders are on the network, where a replay buffer cannot be. The next start",
-            "# may be on another node, so the memory is released.",
+            "# The buffer is in memory, because it cannot be on the network, as home folders are.",
+            "# Its memory is freed at the end, because the next start may be on another node.",
             'replay=$(mktemp -d "/dev/shm/torchrl_dist-$SLURM_JOB_ID-XXXXXX")',
             "# shellcheck disable=SC2317",
             "clean() {",
@@ -283,14 +283,14 @@ def _environment(job: Job) -> list[str]:
 
 
 _OUTCOME = (
-    "# The learner's exit code, no matter how its collectors ended.",
+    "# The learner writes its exit code here, because srun's may be a collector's.",
     "TORCHRL_DIST_EXIT_FILE=$(mktemp)",
     "export TORCHRL_DIST_EXIT_FILE",
 )
 _READ_OUTCOME = (
     'if [ -s "$TORCHRL_DIST_EXIT_FILE" ]; then code=$(cat "$TORCHRL_DIST_EXIT_FILE"); fi'
 )
-"""srun's own exit code is the highest of all tasks."""
+"""Needed because srun's own exit code is the highest one of its tasks."""
 
 
 def _at_exit(job: Job) -> list[str]:
@@ -300,10 +300,10 @@ def _at_exit(job: Job) -> list[str]:
 
 
 def _own_replay_dir(job: Job) -> bool:
-    """Whether the script makes a replay directory, as for a recipe on one node without
-    --replay-dir.
+    """Whether the script makes a replay directory: on one node, for a recipe with a buffer but
+    without --replay-dir.
 
-    On several nodes, each node keeps a shard, in memory that is freed when the job ends.
+    On several nodes, each node has a shard in memory, which the job itself frees at its end.
     """
     if not job.recipe or sum(each.nodes for each in _components(job)) > 1:
         return False
@@ -340,13 +340,13 @@ def _is_python(word: str) -> bool:
 
 
 def _run(job: Job) -> list[str]:
-    # Without the first two options, one lost collector would end the step with all other ranks.
+    # Without the first two options, one lost collector would end the step and thus all other ranks.
     common = "srun --kill-on-bad-exit=0 --wait=0 --unbuffered --label"
     command = _command(job)
     if job.collectors is None:
         step = [f"{common} {job.first.step()} \\", f"  {command}"]
     else:
-        # Rank 0 is in the first group, whatever the nodes are called.
+        # Slurm places rank 0 in the first group, whatever the names of the nodes.
         threads = f"env OMP_NUM_THREADS={job.first.cpus_per_task} "
         step = [
             f"{common} \\",
@@ -421,9 +421,9 @@ def submit(text: str) -> str:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Print a batch script for Slurm that starts COMMAND in every task. COMMAND is a recipe "
-        "(train apex ...), or your own script that enters session(...). The job is stopped before "
-        "the time limit and writes its checkpoint. When Slurm starts it again, it continues from "
-        "there."
+        "(train apex ...), or your own script that enters session(...). Before the time limit, "
+        "the job is stopped and writes a checkpoint. It continues from there when Slurm starts it "
+        "again."
     )
     parser.epilog = (
         "Example, a learner with a GPU and two nodes of collectors: torchrl-dist slurm --gpus 1 "
@@ -436,9 +436,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "These options make a heterogeneous job with the learner in the first component.",
     )
     job = parser.add_argument_group("job")
-    tasks = "ranks on each node (default: 1; for a recipe on one node all its processes)"
+    tasks = "ranks on each node (default: 1; for a recipe on one node, its processes)"
     time = "time limit in Slurm's notation: minutes, 08:00:00, 2-12 (default: 04:00:00)"
-    requeues = "how often the job continues after the limit or a preemption (default: 3)"
+    requeues = "how often the job is queued again after the limit or a preemption (default: 3)"
     signal_s = "seconds before the limit at which the job is stopped (default: 120)"
     container = "command that runs others in a container, such as 'apptainer exec --nv image.sif'"
     setup = "shell command to run first, such as 'source .venv/bin/activate'; may be repeated"
@@ -458,7 +458,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         (job, "--time", str, "04:00:00", "TIME", time),
         (job, "--requeues", at_least(0), 3, "N", requeues),
         (job, "--signal-s", at_least(1), 120, "S", signal_s),
-        (job, "--seeds", str, None, "LIST", "start one job with --seed for each, such as 0-4"),
+        (job, "--seeds", str, None, "LIST", "start one job per seed, with --seed, such as 0-4"),
         (job, "--interface", str, None, "NAME", "network interface between the nodes"),
         (job, "--container", str, "", "WORDS", container),
         (job, "--torchrun", at_least(1), None, "N", "start N ranks on each node with torchrun"),
@@ -486,7 +486,9 @@ def job_of(options: argparse.Namespace) -> Job:
         tasks = 1
         if words[:1] == ("train",) and options.collector_nodes is None and options.nodes == 1:
             roles = recipe_of(words)[0].roles(None)
-            tasks = roles["learner"] + roles["collector"]  # the last collector evaluates
+            tasks = (
+                roles["learner"] + roles["collector"]
+            )  # under srun, the last collector evaluates
     first = Component(
         options.nodes, tasks, options.cpus_per_task, options.gpus, options.partition, options.mem
     )
@@ -501,7 +503,7 @@ def job_of(options: argparse.Namespace) -> Job:
         )
     elif any(value for name, value in vars(options).items() if name.startswith("collector_")):
         raise ConfigurationError(
-            "--collector-nodes is missing, which the other options of collectors need"
+            "--collector-nodes is missing; the other --collector- options need it"
         )
     if options.torchrun:
         first = replace(first, tasks_per_node=1)

@@ -1,7 +1,8 @@
 """The state of a job at one instant, for ``torchrl-dist top``, and how two instants differ.
 
-This module only reads files of this user: the job's pulse, /proc, the tables of replay directories,
-the run's CSV files. It does not attach to buffers, take locks, call processes or write.
+This module only reads files of this user: the job's pulse (counts that its learner writes, see
+``runtime.pulse``), /proc, tables of replay directories, and the run's CSV files. It does not attach
+to buffers, take locks, call processes or write.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _STATES = {
     "R": "running", "S": "waiting", "D": "disk wait", "T": "stopped", "t": "traced", "Z": DEAD,
 }  # fmt: skip
 _TAIL_BYTES = 4096
-_WAITS = 0.5  # a side that waits for a larger fraction of the time is limited by the other one
+_WAITS = 0.5  # if the learner waits for a larger share of the time, the collectors limit it
 _IDLE = 0.7
 _FULL = 0.95
 
@@ -55,7 +56,7 @@ class Process:
 class Buffer:
     """A replay directory. ``written`` and ``sampled`` count rows.
 
-    With a limiter, ``sampled`` is exact. Without a limiter, it may miss a few rows if processes
+    With a limiter, ``sampled`` is exact. Without one, the count may miss a few rows if processes
     count at the same instant. A draw for another node counts on the node with the rows.
     """
 
@@ -80,11 +81,11 @@ class Snapshot:
     Attributes:
         job_id: the launcher's id of the job.
         host: the learner's node.
-        figures: the contents of its pulse file (``runtime.pulse``); empty without such a file.
+        figures: the contents of the job's pulse file; empty if there is none.
         scalars: the last values in the run's CSV files, by tag.
-        run_frames: frames of the whole run at the last point of these files, including those before
-            a restart.
-        slurm: the state of a Slurm job whose learner is not visible, such as "PENDING (Resources)".
+        run_frames: frames of the whole run, including those before a restart, at the last point in
+            these files.
+        slurm: Slurm's state of the job, such as "PENDING (Resources)", if its learner is not here.
     """
 
     unix_time_s: float
@@ -108,8 +109,8 @@ class Rates:
 
     Attributes:
         by_worker: frames per second, by worker name.
-        learner_waits: share of the time that the learner waited for rollouts. None if rollouts are
-            taken in the background, where the learner's waiting is not visible.
+        learner_waits: share of the time that the learner waited for rollouts. None if a background
+            thread takes the rollouts, because the learner's own waits are then not visible.
         workers_busy: mean share of the time that workers stepped environments or wrote rows.
         cpu: cores used, by process name.
         written, sampled: rows, by path of the buffer.
@@ -132,7 +133,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Target:
-    """Where a job's state is: its pulse, if there is one, its run's folder and its buffers."""
+    """The files with a job's state: its pulse (if any), its run's folder and its buffers."""
 
     job_id: str | None
     pulse: Path | None
@@ -173,7 +174,7 @@ def find(name: str | None) -> Target:
             return _target(content["job_id"], path, content)
         listed = "; ".join(f"{c['job_id']} ({c['directory']})" for c in jobs.values())
         raise ConfigurationError(
-            f"several jobs run on this machine, name one of them: {listed}"
+            f"several jobs run on this machine; name one of them: {listed}"
             if jobs
             else "no job of yours collects on this machine; name a run's folder, a replay "
             "directory or a job, or run this command on the machine of its learner"
@@ -297,7 +298,7 @@ def read_points(run: Path) -> dict[str, tuple[int, float]]:
 
 
 def rates(before: Snapshot, now: Snapshot) -> Rates:
-    """Return the rates between two snapshots of a job. A count that fell counts as 0."""
+    """Return the rates between two snapshots of a job. The rate of a count that fell is 0."""
     a, b = before.figures, now.figures
     told_at = [each.get("unix_time_s", each_at.unix_time_s) for each, each_at in
                ((a, before), (b, now))]  # fmt: skip

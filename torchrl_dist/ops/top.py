@@ -37,7 +37,7 @@ _HELP = "q: quit, 0-9: show the stack of that process (py-spy)"
 def render(
     now: Snapshot, per: Rates | None, note: str = "", *, keys: bool = False
 ) -> RenderableType:
-    """Return the whole screen. ``note``, such as a stack, is shown at the bottom."""
+    """Return the whole screen, with ``note`` (such as a stack) and, with ``keys``, help below."""
     from rich.console import Group
     from rich.text import Text
 
@@ -214,9 +214,9 @@ def stack_of(pid: int) -> str:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Show which processes of a running job work and which wait: processes, frames, buffers, "
-        "limiter. It only reads, and does not affect the job. Without a terminal, it prints one "
-        "line per interval."
+        "Show which processes of a running job work and which wait, and the job's frames, buffers "
+        "and rate limiters. This command only reads, and does not affect the job. Without a "
+        "terminal, it prints one line per interval."
     )
     parser.add_argument(
         "job", metavar="DIR|RUN|JOB", nargs="?",
@@ -224,7 +224,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "that runs on this machine)",
     )  # fmt: skip
     parser.add_argument(
-        "--interval", type=float, default=2.0, metavar="S", help="seconds (default: 2)"
+        "--interval", type=float, default=2.0, metavar="S", help="seconds per interval (default: 2)"
     )
     parser.add_argument("--once", action="store_true", help="show one interval and exit")
     parser.add_argument("--json", action="store_true", help="print one JSON object per interval")
@@ -270,7 +270,7 @@ def _look(target: Target) -> Snapshot | None:
     now = look(target)
     if now is None or now.figures:
         return now
-    # The job waits, has failed, or is on another node. Slurm is not asked in every interval.
+    # The job waits, has failed, or is on another node. Ask Slurm, but not in every interval.
     return replace(now, slurm=_slurm_state(now.job_id, time.monotonic() // _SLURM_EVERY_S))
 
 
@@ -336,7 +336,7 @@ def _live(target: Target, interval_s: float) -> int:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Any]:
-    """Yield a function that waits for a key. After ``timeout_s`` it returns ""."""
+    """Yield a function that returns the next key, or "" if there is none in ``timeout_s``."""
     import termios
     import tty
 
@@ -375,8 +375,7 @@ def slurm_state(job: str | None) -> str | None:
 
 
 def _go_to_its_node(job: str | None) -> None:
-    """If the learner of a Slurm job is on another node, replace this process by one on that
-    node."""
+    """If the learner of a Slurm job is on another node, replace this process by one there."""
     if job is None or not job.isdigit() or shutil.which("squeue") is None:
         return
     if os.environ.get("SLURM_JOB_ID") == job:  # this is the job's node

@@ -20,18 +20,18 @@ from torchrl_dist.ui import above_zero, at_least, show_table
 if TYPE_CHECKING:
     from .measure import Measured, Subject
 
-# The collector's own defaults: messages hold half a second of steps (more if more processes share a
-# core), and at most this many bytes.
+# The collector's defaults: a message has half a second of steps (more if more than this many
+# processes share a core), but at most this many bytes.
 _MESSAGE_S, _MESSAGE_BYTES, _PROCESSES_PER_CORE = 0.5, 8 << 20, 4
 _MOST_PER_CORE, _MOST = 32, 256  # limits on the number of env processes that are considered
 _DRAWS = 100  # how often measurements are resampled for an interval
-_NEARLY = 0.9  # above this fraction of the best rate, more processes bring little
+_NEARLY = 0.9  # a layout with this fraction of the best rate is nearly as fast
 _BUSY = 0.5  # a node with at least this load average per core counts as busy
 
 
 @dataclass(frozen=True)
 class Learning:
-    """The work of a learner unless the user specifies it.
+    """The work of a learner, unless options of the command change it.
 
     Attributes:
         hidden: widths of each network's layers.
@@ -67,19 +67,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's description and options to ``parser``."""
     parser.description = (
         "Measure on this machine, in under a minute, how long a step, a message and an update "
-        "take. Predict frames per second for one process, for several, for several nodes and for "
-        "a policy at the learner. Print the best three layouts and whether to distribute at all."
+        "take. Predict frames per second for one process, several processes, several nodes, and "
+        "a learner that computes all actions. Print the best three layouts and whether to "
+        "distribute at all."
     )
     parser.epilog = "Example: torchrl-dist plan --env my_package:make --nodes 4 --cores 48"
     for option, kind, default, metavar, text in (
         ("--env", str, None, "ID|PACKAGE:MAKE",
          "gymnasium id, or a function that makes an env (default: the recipe's)"),
         ("--policy", str, None, "PACKAGE:MAKE",
-         "a function that returns the policy's module (default: two layers of 64 units, or random "
-         "actions)"),
+         "a function that returns the policy's module (default: the recipe's layers, or two of 64 "
+         "units; random actions if observations are not vectors)"),
         ("--cores", at_least(1), None, "N", "cores per node (default: those of this machine)"),
         ("--nodes", at_least(1), 1, "N", "maximum number of nodes (default: 1)"),
-        ("--frames", above_zero(float), 1e6, "N", "frames of the job (default: 1e6)"),
+        ("--frames", above_zero(float), 1e6, "N", "frames of the whole job (default: 1e6)"),
         ("--updates-per-frame", at_least(0, float), None, "X",
          "the learner's updates per frame (default: the recipe's, or 1/32: four epochs of "
          "minibatches of 128)"),
@@ -112,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigurationError("--env: expected a gymnasium id or package:make, or a --recipe")
     from .measure import Subject, envs_of, measure, named, small_policy, usable_cores
 
-    if options.recipe is not None:  # refuse first what `train` would refuse
+    if options.recipe is not None:  # refuse at once what `train` would refuse
         from torchrl_dist.recipes.parts.environments import look_at
 
         look_at(env, discrete=RECIPES[options.recipe].config.discrete)
@@ -200,7 +201,7 @@ def plan(
     layouts = candidates(costs, cores, nodes)
     if recipe:  # keep only layouts that the recipe's options can express
         layouts = [each for each in layouts if not each.node_workers and not each.groups]
-    if recipe == "ddppo":  # a single learner steps its environments itself
+    if recipe == "ddppo":  # a single learner steps the envs itself, without a collector
         layouts = [each for each in layouts if each.alone or each.stepping > 1]
     ranked = rank(costs, layouts, cores)
     verdict = decide(ranked)
@@ -246,8 +247,8 @@ def thriftiest(
 ) -> tuple[Layout, Prediction]:
     """Return the layout with the fewest env processes that is nearly as fast as the fastest one.
 
-    Only layouts with as many nodes as ``best`` are considered. This layout is recommended, because
-    further processes bring little. On one node, it has as many processes as
+    Considers only layouts with as many nodes as ``best``. The planner recommends the result,
+    because more processes bring little. On one node, the result has as many processes as
     :func:`processes_that_pay` returns.
     """
     alike = [e for e in ranked if e[0].nodes == best.nodes and e[0].alone == best.alone]
@@ -257,7 +258,7 @@ def thriftiest(
 
 
 def _different(ranked: Iterable[tuple[Layout, Prediction]]) -> list[tuple[Layout, Prediction]]:
-    """Return the first layout, and the fastest others that differ substantially from it."""
+    """Return the first layout of each kind, at most three."""
     chosen: dict[tuple[Any, ...], tuple[Layout, Prediction]] = {}
     for layout, prediction in ranked:
         kind = (layout.alone, layout.nodes > 1, layout.node_workers, layout.lag, layout.groups)
@@ -268,9 +269,9 @@ def _different(ranked: Iterable[tuple[Layout, Prediction]]) -> list[tuple[Layout
 
 
 def processes_that_pay(ranked: Sequence[tuple[Layout, Prediction]]) -> int:
-    """Return the fewest env processes of one node that are nearly as fast as the best number.
+    """Return the smallest number of env processes on one node that is nearly as fast as the best.
 
-    1 means that one process is nearly as fast.
+    1 means that a single process suffices.
     """
     here = [each for each in ranked if each[0].nodes == 1]
     enough = _NEARLY * max(prediction.frames_per_s for _, prediction in here)
@@ -278,11 +279,11 @@ def processes_that_pay(ranked: Sequence[tuple[Layout, Prediction]]) -> int:
 
 
 def deadline_of(costs: Costs, ranked: Sequence[tuple[Layout, Prediction]]) -> dict[str, Any] | None:
-    """Return the effect of a receive deadline.
+    """Return the effect of a receive deadline on the best layout that waits for all workers and has
+    no policy lag. Return None if there is no such layout.
 
-    Computed for the best layout that waits for all workers without policy lag. ``gain`` is
-    a factor, ``deadline_s`` is None if no deadline pays, and ``spread`` is the spread of a rollout.
-    Return None if there is no such layout.
+    ``gain`` is the factor by which frames per second grow, and ``spread`` the spread of a rollout.
+    ``deadline_s`` is None if no deadline pays.
     """
     from .regimes import best_deadline
 
@@ -306,11 +307,11 @@ def deadline_of(costs: Costs, ranked: Sequence[tuple[Layout, Prediction]]) -> di
 def _limit(prediction: Prediction) -> str:
     cures = {
         "environment": "most of the time goes into stepping the environments",
-        "cores": "the cores are full",
+        "cores": "all cores are busy",
         "learner": "most of the time goes into the learner's updates, which no collector changes",
-        "messages": "most of the time goes into messages: put more steps or envs into each",
-        "network": "the network between the nodes is full",
-        "stragglers": "most of the time goes into waiting for the slowest",
+        "messages": "most of the time goes into messages: put more steps or envs into each message",
+        "network": "the network between the nodes is saturated",
+        "stragglers": "most of the time goes into waiting for the slowest worker",
     }
     return cures[prediction.bound_by]
 
@@ -328,11 +329,11 @@ def name_of(layout: Layout) -> str:
 
 
 def start_of(layout: Layout, env: str, recipe: str | None = None) -> str:
-    """Return the command of the recipe, or the collector's arguments, that start ``layout``."""
+    """Return what starts ``layout``: a recipe's command, or a call of the collector."""
     if recipe:
         train = f"train {recipe} --env {env} --envs-per-collector {layout.envs}"
         ranks = 0 if layout.alone else layout.stepping
-        if layout.nodes > 1:  # all tasks except the learner's collect
+        if layout.nodes > 1:  # every task except the learner collects
             learners = int(recipe != "ddppo")  # ddppo's learners step environments themselves
             tasks = -(-(ranks + learners) // layout.nodes)
             nodes = f"--nodes {layout.nodes} --tasks-per-node {tasks}"
@@ -368,7 +369,7 @@ def show(found: dict[str, Any]) -> None:
         console.print(
             f"[bold]a busy machine[/]: the load average was {load['average']:.1f} on "
             f"{load['cores']} cores before the measurement. Other work makes these figures worse "
-            "and less certain: run this command again when it is done",
+            "and less certain; run this command again when the machine is idle",
             highlight=False,
         )
     count = found["processes_that_pay"]
@@ -379,7 +380,7 @@ def show(found: dict[str, Any]) -> None:
         pays = "would make" if deadline["gain"] >= MIN_GAIN else "does not pay: it would make"
         console.print(
             f"a receive deadline {pays} {deadline['gain']:.2f} times as many frames with "
-            f"{deadline['layout']} (a rollout varies by {deadline['spread']:.1%})",
+            f"{deadline['layout']} (the time of a rollout varies by {deadline['spread']:.1%})",
             highlight=False,
         )
     length = f"{found['settings']['frames']:,.0f} frames"

@@ -4,9 +4,9 @@
     python -m torchrl_dist.plan.growth plan.json
 
 Prints the efficiencies that tianshou#1172 measured with Ray on nodes of 48 cores, for steps that
-sleep 1, 0.1, 0.01 and 0.001 s. Next to them are predictions from the cost of messages on this
-machine, for one rank per core and for one node worker per node. The table names the first limit.
-Below the table is the number of nodes beyond which one learner takes in no more frames.
+sleep 1, 0.1, 0.01 and 0.001 s. Next to them are predictions from the cost of messages in plan.json,
+for one rank per core and for one node worker per node, with the first limit of each. Below the
+table is the number of nodes beyond which one learner takes in no more frames.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RAY = {
     16: (0.86, 0.41, 0.05, 0.01), 32: (0.78, 0.26, 0.03, 0.0),
 }  # fmt: skip
 """Published efficiencies by number of nodes, one for each of ``STEPS_S``."""
-# seconds of stepping per message, the collector's default; at least one step
+# seconds of stepping per message (at least one step), as by the collector's default
 _MESSAGE_S = 0.5
 
 
@@ -55,8 +55,8 @@ def costs_of(plan: dict[str, Any]) -> Costs:
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigurationError(
-            f"expected the output of torchrl-dist plan --json, but {error!r} is missing: run that "
-            "command again and pass its output"
+            f"expected the output of torchrl-dist plan --json, but reading gives {error!r}: run "
+            "that command again and pass its output"
         ) from error
 
 
@@ -124,9 +124,9 @@ def intake_rate(
 ) -> float:  # fmt: skip
     """Simulate ``sources`` that send to one learner, and return the messages/s that it takes in.
 
-    A source makes a message in ``rollout_s`` (lognormal, with relative spread ``spread``). A source
-    may be up to ``lag`` messages ahead of the learner. The learner spends ``intake_s`` on each
-    message, in the order of arrival.
+    A source makes a message in ``rollout_s`` on average (lognormal, with relative spread
+    ``spread``), and may be up to ``lag`` messages ahead of the learner. The learner spends
+    ``intake_s`` on each message, in the order of arrival.
     """
     rng = np.random.default_rng(seed)
     sigma = math.sqrt(math.log1p(spread**2))
@@ -151,8 +151,7 @@ def intake_rate(
 
 
 def print_table(costs: Costs, lines: Sequence[dict[str, Any]]) -> None:
-    """Print the efficiencies side by side, then the number of nodes at which the learner is
-    full."""
+    """Print the efficiencies side by side, then the numbers of nodes that saturate the learner."""
     from rich.console import Console
 
     console = Console(width=110)
@@ -188,7 +187,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "plan", type=Path, metavar="PLAN.json", help="output of torchrl-dist plan --json"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write one line per cell")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write one JSON object per prediction"
+    )
     options = parser.parse_args(argv)
     costs = costs_of(json.loads(options.plan.read_text().splitlines()[-1]))
     lines = growth(costs)

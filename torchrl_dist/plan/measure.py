@@ -2,7 +2,7 @@
 
 The kernel counts how long a process waits for a core, and wall-clock times exclude this wait. Other
 work on the node therefore changes the results little. Each figure is measured several times.
-``Measured.costs`` takes medians, or resamples them for an interval.
+``Measured.costs`` takes the medians, or the medians of resampled repeats, to find an interval.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class Measured:
     """Repeated measurements by name, in seconds.
 
     Attributes:
-        step_cpu: by number of envs, the CPU time of a step of all of them with policy and loop.
+        step_cpu: by number of envs, the CPU time of one step of all of them, including policy and
+            rollout loop.
         figures: by name, the fields of ``Costs`` and some figures that are only shown.
         policy: by number of rows, the CPU time of a call of the policy.
     """
@@ -106,7 +107,7 @@ def measure(
     timeout_s: float = 120.0,
     fork_server: ForkServer | None = None,
 ) -> Measured:
-    """Measure everything. Blocks, and starts two processes for a while.
+    """Measure everything. Blocks. Starts other processes, which end before it returns.
 
     Args:
         seconds: time for each of about ten figures.
@@ -155,7 +156,7 @@ class _Clock:
 
 
 def _repeat(call: Callable[[], Any], seconds: float) -> Iterator[tuple[float, float]]:
-    """Yield a call's mean CPU time and clock time, ``_REPEATS`` times, each over a part of
+    """Yield a call's mean CPU time and clock time, each for one of ``_REPEATS`` equal parts of
     ``seconds``."""
     call()
     for _ in range(_REPEATS):
@@ -181,7 +182,7 @@ def _measure_env(subject: Subject, found: Measured, seconds: float) -> None:
         until = time.perf_counter() + seconds
         while len(times) < 3 or (time.perf_counter() < until and len(times) < 20_000):
             action = act()
-            if asleep:  # for shorter steps, reading the time that this thread waited costs too much
+            if asleep:  # steps that only compute may be too short for calls of _waited_s
                 waited = _waited_s()
                 begun = time.perf_counter()
                 ended = step(action)
@@ -212,7 +213,7 @@ def _is_idle(act: Callable[[], Any], step: Callable[[Any], Any]) -> bool:
 
 
 def _actions(env: Any) -> tuple[Callable[[], Any], Callable[[Any], bool]]:
-    """Return functions that draw an action and that step, for any kind of env."""
+    """Return a function that draws an action and one that steps, for any kind of env."""
     if isinstance(env, gymnasium.Env | gymnasium.vector.VectorEnv):
 
         def step(action: Any) -> bool:
@@ -234,7 +235,7 @@ def _actions(env: Any) -> tuple[Callable[[], Any], Callable[[Any], bool]]:
 def _measure_steps(subject: Subject, found: Measured, seconds: float) -> TensorDict:
     """Measure one process with more and more envs, and return a rollout ``[1, T]``.
 
-    A number of envs is left out if a step of all of them takes too long to be repeated.
+    Stops at a number of envs of which a step takes too long to repeat.
     """
     step_s = statistics.median(found.figures["step_s"])
     rows: TensorDict | None = None
@@ -345,7 +346,7 @@ def _measure_messages(
     timeout_s: float,
     fork_server: ForkServer | None,
 ) -> None:
-    """Measure messages of both sizes on both sides, weights, and requests to the policy."""
+    """Measure small and large messages on both sides, new weights, and requests to the policy."""
     begun = time.perf_counter()
     blank = functools.partial(
         Blank, gymnasium.spaces.Box(-1, 1, (1,)), gymnasium.spaces.Discrete(2)
@@ -442,8 +443,7 @@ def _measure_rounds(
 
 
 def _measure_processes(collector: RPCBatchedCollector, found: Measured, seconds: float) -> None:
-    """Measure the CPU time that each env process adds to a message, with messages of single
-    steps."""
+    """Measure the CPU time that each env process adds to a message of single steps."""
     sides = [found.figures[f"message_{side}_s"] for side in ("worker", "learner")]
     own = sum(statistics.median(side) for side in sides)
     found.figures["process_s"] = []
@@ -476,8 +476,8 @@ def _family_cpu_s() -> float:
 def _measure_requests(subject: Subject, collect: Any, found: Measured, seconds: float) -> None:
     """Measure requests to a policy at the learner, one per step of an env that takes no time.
 
-    A single env process shows the latency. Several processes, whose requests are joined, show the
-    cost of a request.
+    A single process shows the latency of a request. Several env processes, whose requests the
+    learner joins, show its CPU time.
     """
     found.figures["request_s"] = found.figures["request_latency_s"] = [0.0]
     spaces = _spaces(subject.make_env(1))
@@ -523,7 +523,7 @@ def _spaces(make_env: Callable[[], Any]) -> tuple[gymnasium.Space, gymnasium.Spa
 
 
 def small_policy(make_env: Callable[[], Any], hidden: Sequence[int] = (64, 64)) -> nn.Module | None:
-    """Return a few layers for flat observations, None (random actions) for others."""
+    """Return a few layers if observations are vectors, else None (random actions)."""
     seen, acts = _spaces(make_env) or (None, None)
     if not isinstance(seen, gymnasium.spaces.Box) or len(seen.shape) != 1:
         return None
@@ -603,8 +603,8 @@ def envs_of(text: str) -> tuple[Callable[[int], Callable[[], Any]], bool]:
 
 
 def _own_vector_env(text: str, envs: int) -> Callable[[], Any]:
-    """Return a factory. A single env has the plain form, because vectorizing pays only for
-    several."""
+    """Return a function that makes a vector env, or a plain env if ``envs`` is 1, because
+    vectorizing pays only for several."""
     if envs == 1:
         return functools.partial(gymnasium.make, text)
     mode = gymnasium.VectorizeMode.VECTOR_ENTRY_POINT

@@ -4,20 +4,20 @@
 
 A learner without policy lag waits until all ``workers`` have delivered a rollout, or until a
 deadline has passed and at least one has delivered (``Quorum(1, timeout_s)``). The learner learns
-from these rollouts. Then their workers start new ones, while the others continue theirs. Two
-conditions decide whether this brings more frames per second:
+from these rollouts. Their workers then start new rollouts, while the other workers continue theirs.
+Two conditions decide whether a deadline brings more frames per second:
 
 - the spread of a *rollout*. If a step takes 1 +- s, a rollout of n envs and K steps takes
-  1 +- s / sqrt(n K). More envs widen the gaps in seconds, but narrow them as a fraction of a
-  rollout.
+  1 +- s / sqrt(n K). With more envs, rollouts differ by more seconds, but by a smaller fraction of
+  their length.
 - whether the learner's work depends on the number of batches (a small network, one call for any
   number of rows) or on the number of rows (a large network). In the second case, smaller batches
-  lose nothing.
+  cost no extra time.
 
 All times are in units of a mean rollout. The map shows the gain of the best deadline over no
-deadline. If any deadline pays, the shortest pays most, because it saves most of the waiting for
-others. A deadline also makes some rows one update older, and gives fewer rows per update. The user
-must weigh these effects.
+deadline. If any deadline pays, the shortest one pays most, because workers then wait least. A
+deadline also makes some rows one update older, and gives fewer rows per update. The user must weigh
+these effects.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ def simulate(
     replicas: int = _REPLICAS,
     seed: int = 0,
 ) -> Received:
-    """Simulate collecting with a deadline. Rollouts are lognormal with mean 1.
+    """Simulate collecting with a deadline. A rollout's time is lognormal with mean 1.
 
     Args:
         spread: standard deviation of a rollout.
         batch_s: the learner's work on any batch.
-        rows_s: the learner's additional work on a batch of all workers; in proportion less for
-            smaller batches.
+        rows_s: the learner's additional work on a batch of all workers. It is proportional to the
+            number of rows.
         deadline_s: time from the beginning of a receive. If infinite, wait for all workers.
         rounds: receives in each run.
         replicas: independent runs.
@@ -193,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the map, with one line per cell"
+        "--json", type=Path, metavar="FILE", help="write the map as one JSON object per line"
     )
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="plot the map")
     options = parser.parse_args(argv)

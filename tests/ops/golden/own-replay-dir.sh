@@ -10,13 +10,13 @@
 #SBATCH --cpus-per-task=1
 
 set -u
-# Names, because a node's own address may be a loopback one. Rank 0 is in component 0.
+# A host name, because a node may know only a loopback address of itself. Rank 0 is in component 0.
 nodes=$(scontrol show hostnames "${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}")
 MASTER_ADDR=${nodes%%$'\n'*}
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000))
 export MASTER_ADDR MASTER_PORT PYTHONFAULTHANDLER=1 PYTHONUNBUFFERED=1
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# The learner's exit code, no matter how its collectors ended.
+# The learner writes its exit code here, because srun's may be a collector's.
 TORCHRL_DIST_EXIT_FILE=$(mktemp)
 export TORCHRL_DIST_EXIT_FILE
 trap 'rm -f "$TORCHRL_DIST_EXIT_FILE"' EXIT

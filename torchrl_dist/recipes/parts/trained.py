@@ -40,23 +40,22 @@ class TrainedPolicy(TensorDictModule):
         """Return the actions for observations, with or without batch dimensions.
 
         Args:
-            observation: an array or tensor ``[..., *observation_shape]``, as the environment gives
-                it.
+            observation: an array or tensor ``[..., *observation_shape]``, as from the environment.
             explore: draw actions from the policy's distribution, with torch's random generator.
 
         Returns:
             int64 ``[...]``, or float32 ``[..., A]`` for continuous actions.
 
         Raises:
-            ConfigurationError: the observations have another shape, or ``explore`` was passed for a
-                policy of action values (Ape-X), which has no distribution.
+            ConfigurationError: the observations have another shape, or ``explore`` is set but the
+                policy consists of action values (Ape-X) and has no distribution.
         """
         rows = torch.as_tensor(np.asarray(observation), device=next(self.parameters()).device)
         shape = self.observation_shape
         if rows.ndim < len(shape) or tuple(rows.shape[rows.ndim - len(shape) :]) != shape:
             raise ConfigurationError(
-                f"got observations of shape {list(rows.shape)}, expected {list(shape)}, or that "
-                f"after batch dimensions, as {self.env} gives them"
+                f"got observations of shape {list(rows.shape)}, expected {list(shape)}, with or "
+                f"without leading batch dimensions; pass them as {self.env} returns them"
             )
         return self.module.act(rows, explore).cpu().numpy()
 
@@ -85,7 +84,7 @@ class _Act(nn.Module):
 
 
 def load_policy(path: str | os.PathLike[str]) -> TrainedPolicy:
-    """Return the policy of a checkpoint that ``torchrl-dist train`` wrote. Runs no code from it.
+    """Return the policy of a checkpoint that ``torchrl-dist train`` wrote. Runs no code in it.
 
         >>> policy = load_policy("runs/apex-CartPole-v1-seed0")  # doctest: +SKIP
         >>> policy.predict([0.0, 0.1, 0.0, -0.1])  # doctest: +SKIP
@@ -95,7 +94,7 @@ def load_policy(path: str | os.PathLike[str]) -> TrainedPolicy:
         path: the checkpoint, or the folder of its run.
 
     Raises:
-        CheckpointError: the checkpoint is missing or damaged, has no policy of a recipe, or its
-            network is your own (``--network``) and cannot be imported here.
+        CheckpointError: the checkpoint is missing or damaged, or has no policy of a recipe, or your
+            own network (``--network``) cannot be imported here.
     """
     return TrainedPolicy(*saved_policy(path))

@@ -1,18 +1,20 @@
-"""Store each frame once, in a second ring of the replay directory; rows name their frames.
+"""Store each frame once, in a second ring of the replay directory. Rows refer to frames.
 
-If each row has a stack of four frames and the stack of the next step, a frame is repeated up to
-eight times. For the keys that ``frames=`` names, the directory has two more kinds of files, and a
-row has numbers of frames instead of their bytes::
+Otherwise, if each row has a stack of four frames and the stack of the next step, a frame is stored
+up to eight times. For the keys that ``frames=`` names, the directory has two more kinds of files,
+and a row has numbers of frames instead of their bytes::
 
     data/frames=.bin          int64 [MAX_CLAIMS + capacity]: starts of claims, marks of slots
     data/frames=DIGEST.bin    a ring of frames, [size, ...], one per key; the key and
                               ("next", key) share it
 
-A frame has a *ticket*, which counts the frames ever reserved (``Word.FRAME_CURSOR``), and lies in
-the cell ``ticket % size`` of its ring. A ticket reserves this cell in every ring. A write
+A frame has a *ticket*: its number, counted from the first frame ever reserved. The frame lies in
+the *cell* ``ticket % size`` of its ring. A ticket reserves this cell in every ring.
+``Word.FRAME_CURSOR``, the cursor, is the next ticket. A write
 
-1. looks for its frames, by their bytes, among those that this process wrote recently. Equal bytes
-   are the same frame, so a sample returns what was written, whichever wrapper built the stacks;
+1. looks for its frames, by their bytes, among those that this process wrote recently. Only equal
+   bytes are the same frame, so a sample returns what was written, whichever wrapper built the
+   stacks;
 2. reserves slots and, under the same lock, tickets for the frames that it did not find;
 3. copies these frames, then the rows, and publishes the rows.
 
@@ -20,14 +22,15 @@ Invariants at every instant:
 
 - The slot of a row has a *mark*: the oldest ticket that the row refers to. When the row was
   written, its mark was at most ``window`` tickets before the cursor.
-- If the cell of a new ticket holds a frame that a published row refers to, that row is unpublished
-  before the ticket is reserved. So if a reader finds the same version after its copy, the frames
-  did not change during the copy.
-- A claim has a *start*: the oldest ticket that its rows refer to. While a claim lives, no ticket is
-  reserved whose cell holds a frame from this start on. The writer that needs the ticket waits.
+- If the cell of a new ticket holds a frame that a published row refers to, the writer unpublishes
+  that row before it reserves the ticket. So if a row's version is the same after a reader's copy,
+  the frames did not change during the copy.
+- A claim has a *start*: the oldest ticket that its rows refer to. While the claim exists, no ticket
+  is reserved whose cell holds a frame with this ticket or a later one. A writer that needs such a
+  ticket waits.
 
-Two alternatives were rejected. Frames in the neighbouring slots of a row (Dopamine) need a single
-writer of whole episodes. Chunks of a stream (Reverb) live as long as their last row, and need a
+Two alternatives were rejected. Taking frames from neighbouring slots (Dopamine) requires a single
+writer of whole episodes. Chunks of a stream that live as long as their last row (Reverb) require a
 count of references, which a killed process would leave wrong.
 """
 
@@ -55,26 +58,26 @@ if TYPE_CHECKING:
 
 _SPARE = 0.07  # share of frames beyond one per row, for the first stacks of episodes
 _WINDOW = 32  # the window is the number of rows divided by this
-_FEW = 4096  # frames: small buffers get larger windows and rings, for rows that repeat nothing
+_FEW = 4096  # frames: least window and ring, unless a small buffer can never need so many
 _MOST_KNOWN = 2**17
-_DROPPED_AT_ONCE = 256  # 1/256 of the ring
-_MOST_FRAMES = 2**31 - 1  # rows have their cells as int32
+_DROPPED_AT_ONCE = 256  # a drop frees 1/256 of the ring more than needed
+_MOST_FRAMES = 2**31 - 1  # rows store cells as int32
 _NEVER = 2**61  # larger than any ticket
 
 Gather = Callable[[Sequence[np.ndarray], np.ndarray], list[np.ndarray]]
 
 
 class StalePlanError(Exception):
-    """Other processes have written so many frames that a plan must be made again."""
+    """Other processes wrote so many frames that a plan is outdated and must be made again."""
 
 
 def frames_in(spec: RowSpec) -> int:
-    """Return the number of frames that a row names."""
+    """Return the number of frames that a row refers to."""
     return sum(column.stack for column in spec.columns)
 
 
 def window_of(capacity: int) -> int:
-    """Return how far a row's mark may be before the cursor when the row is written."""
+    """Return by how many tickets the mark of a new row may be behind the cursor."""
     return max(capacity // _WINDOW, min(4 * capacity, _FEW))
 
 
@@ -85,7 +88,7 @@ def ring_size(capacity: int, spec: RowSpec) -> int:
 
 
 def largest_write(capacity: int, spec: RowSpec) -> int:
-    """Return the most rows of one reservation. Their frames fit even if none repeats."""
+    """Return the most rows per reservation, whose frames fit into the ring even if all differ."""
     return max(1, (ring_size(capacity, spec) - window_of(capacity)) // frames_in(spec))
 
 
@@ -93,7 +96,7 @@ def file_sizes(capacity: int, spec: RowSpec) -> dict[str, int]:
     """Return the bytes of each file in ``data`` that a directory needs for frames.
 
     Raises:
-        ConfigurationError: too many frames.
+        ConfigurationError: a ring would have too many frames.
     """
     if not frames_in(spec):
         return {}
@@ -111,7 +114,7 @@ def file_sizes(capacity: int, spec: RowSpec) -> dict[str, int]:
 
 
 def with_stacks(spec: RowSpec, stacks: Mapping[tuple[str, ...], int]) -> RowSpec:
-    """Return the spec with these numbers of frames per value, by key.
+    """Return the spec in which the values of each key in ``stacks`` are that many frames.
 
     Raises:
         ConfigurationError: the rows have no such column, or its values are not such stacks.
@@ -121,7 +124,7 @@ def with_stacks(spec: RowSpec, stacks: Mapping[tuple[str, ...], int]) -> RowSpec
     for column in spec.columns:
         stack = stacks.get(column.ring, 0)
         if column.stack and not stack:
-            column = replace(column, stack=0)  # a checkpoint's rows may have stacks
+            column = replace(column, stack=0)  # the spec of a checkpoint may have stacks
         if stack:
             column = column.as_stack(stack)
             first = found.setdefault(column.ring, column)
@@ -136,7 +139,7 @@ def with_stacks(spec: RowSpec, stacks: Mapping[tuple[str, ...], int]) -> RowSpec
                     f"frames={shown(stacks)}: {'.'.join(column.key)!r} has frames of "
                     f"{column.dtype} {list(column.frame_shape)}, {'.'.join(first.key)!r} of "
                     f"{first.dtype} {list(first.frame_shape)}; give both "
-                    "one shape and dtype, or leave this key out of frames="
+                    "the same shape and dtype, or leave the key out of frames="
                 )
         columns.append(column)
     missing = [key for key in stacks if key not in found]
@@ -165,10 +168,10 @@ class _Found(NamedTuple):
 
 
 class _NumpyFinder:
-    """The recent frames of this process in one ring, found by their bytes.
+    """Finds recent frames of this process in one ring by their bytes.
 
-    Each find is compared with the ring, byte by byte. So the finder may forget frames, and threads
-    may use it at the same time."""
+    It compares each candidate with the ring, byte by byte. Wrong entries thus do no harm, so
+    threads may use it at the same time. A frame that it has forgotten is stored again."""
 
     def __init__(self, ring: np.ndarray, most: int) -> None:
         self._ring = ring
@@ -176,9 +179,8 @@ class _NumpyFinder:
         self._known: dict[bytes, int] = {}
 
     def find(self, values: Sequence[np.ndarray], oldest: int) -> _Found:
-        """Look for the frames of values, uint8 [n, stack, bytes] each.
-
-        Frames with tickets below ``oldest`` do not count."""
+        """Look for the frames of values, uint8 [n, stack, bytes] each. Ignore frames with tickets
+        below ``oldest``."""
         fresh: list[np.ndarray] = []
         by_digest: dict[bytes, int] = {}
         digests: list[bytes] = []
@@ -340,7 +342,7 @@ class Frames:
     # --- reading -----------------------------------------------------------------------------
 
     def expand(self, columns: list[np.ndarray], gather: Gather) -> list[np.ndarray]:
-        """Replace the cells of frames in copied columns by the values of the frames.
+        """In copied columns, replace the cells of frames by the frames. Return ``columns``.
 
         Args:
             gather: ``gather([array], indices)`` returns copies of these rows of the array.
@@ -368,7 +370,7 @@ class Frames:
     # --- writing -----------------------------------------------------------------------------
 
     def plan(self, source: Sequence[np.ndarray | None], start: int, stop: int) -> Plan:
-        """Look for the frames of the rows ``start`` to ``stop`` among those of recent writes."""
+        """Look for the frames of the rows ``start`` to ``stop`` among recently written frames."""
         oldest = self._words[Word.FRAME_CURSOR] - self.window // 2
         columns, found = [], []
         for numbers, finder in zip(self._numbers, self._finders, strict=True):
@@ -397,10 +399,10 @@ class Frames:
             plan: None for rows without frames.
 
         Returns:
-            False if frames of another claim are in the way.
+            False if the new frames would overwrite frames of another claim.
 
         Raises:
-            StalePlanError: make another plan.
+            StalePlanError: the plan is outdated; make another one.
         """
         cursor = self._words[Word.FRAME_CURSOR]
         if plan is None:
@@ -418,16 +420,16 @@ class Frames:
         return int(starts.min(initial=_NEVER))
 
     def reserve(self, plan: Plan | None, ranges: Sequence[tuple[int, int]]) -> None:
-        """Reserve tickets for new frames, and mark the slots. Rows whose frames will be overwritten
-        are dropped. Called under the lock, after the claim.
+        """Reserve tickets for new frames, mark the slots, and drop rows whose frames will be
+        overwritten. Called under the lock, after the claim.
         """
         words = self._words
         first = words[Word.FRAME_CURSOR]
         count = 0 if plan is None else plan.count
-        needed = first + count - self.size  # the smallest mark from now on
+        needed = first + count - self.size  # the smallest allowed mark from now on
         words[Word.DIRTY] = 1
         if plan is not None and plan.oldest < words[Word.FRAME_LOW]:
-            words[Word.FRAME_LOW] = plan.oldest  # a frame returns although its rows are gone
+            words[Word.FRAME_LOW] = plan.oldest  # a new row has the oldest mark
         if needed > words[Word.FRAME_LOW]:
             self._drop(needed)
         rows = sum(stop - start for start, stop in ranges)
@@ -460,8 +462,8 @@ class Frames:
     ) -> list[np.ndarray | None]:
         """Copy the plan's new frames, and return the columns of the rows ``start`` to ``stop``.
 
-        A column whose frames are stored once gets their cells, int32 [n, stack]. Called between
-        reserving and publishing."""
+        The values of a column with stacks become cells, int32 [n, stack]. Called between reserving
+        and publishing."""
         columns = [None if value is None else value[start:stop] for value in source]
         for numbers, found, finder in zip(plan.columns, plan.found, self._finders, strict=True):
             finder.keep(found, plan.first)

@@ -1,9 +1,9 @@
 """Rows in their *stored form*, which has each frame once. Checkpoints and messages use it.
 
 The stored form of ``n`` rows is a list of arrays. First comes an array per column of the spec: the
-values [n, ...], or, if the values are stacks of frames, the numbers of the frames, int64
-[n, stack]. Then comes an array per ring of frames, [k, *frame_shape] (see :attr:`RowSpec.rings`),
-to which the numbers refer. A spec without stacks has no rings, so its stored form is the columns.
+values [n, ...]. If the values are stacks of frames, the array has numbers, int64 [n, stack],
+instead. Then comes an array of frames, [k, *frame_shape], per ring (see :attr:`RowSpec.rings`). The
+numbers are positions in it. Without stacks there are no rings, so the stored form is the columns.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torchrl_dist.replay.row.spec import ColumnSpec, RowSpec
 
 
 class Stacks:
-    """Stacks of frames, [n, ...], which are joined when rows are taken: ``stacks[5:9]``.
+    """Stacks of frames, [n, ...]. A slice, such as ``stacks[5:9]``, joins the frames of its rows.
 
     Args:
         numbers: int64 [n, stack], positions in ``frames``.
@@ -32,7 +32,7 @@ class Stacks:
         return len(self.numbers)
 
     def fit(self, column: ColumnSpec) -> bool:
-        """Whether these can be values of the column, and all numbers name frames."""
+        """Whether these stacks have the column's shape, and all numbers are positions of frames."""
         numbers, frames = self.numbers, self.frames
         if numbers.dtype != np.int64 or numbers.shape[1:] != (column.stack,):
             return False
@@ -65,7 +65,7 @@ def values(stored: Sequence[np.ndarray], spec: RowSpec) -> list[np.ndarray]:
 
 
 def as_stored(columns: Sequence[Column], spec: RowSpec) -> list[np.ndarray]:
-    """Invert :func:`as_columns`."""
+    """Return the stored form of columns: the inverse of :func:`as_columns`."""
     first = [columns[numbers[0]] for numbers in spec.rings.values()]
     return [
         *(each.numbers if isinstance(each, Stacks) else each for each in columns),
@@ -87,7 +87,8 @@ def joined(parts: Sequence[Sequence[np.ndarray]], spec: RowSpec) -> list[np.ndar
 def renumbered(
     stored: Sequence[np.ndarray], spec: RowSpec, first: Sequence[int]
 ) -> list[np.ndarray]:
-    """Return the stored form for rows whose frames come after ``first`` other frames per ring."""
+    """Return the stored form with numbers that fit if ``first[k]`` frames precede those of ring
+    ``k``."""
     found = list(stored)
     for numbers, before in zip(spec.rings.values(), first, strict=True):
         for number in numbers:
