@@ -1,1 +1,1 @@
-"""Benchmarks: one question per module, also run at toy size by the tests."""
+"""Benchmarks. Each module answers one question. The tests run them at toy size."""

@@ -3,15 +3,15 @@
     torchrl-dist bench collect --env sleep --json collect.jsonl --plot collect.png
 
 Workers step environments that sleep (``sleep``: 4, 8, 16 and 32 workers by default) or compute
-(``cartpole``, ``halfcheetah``: 2 workers). Their policy has two layers of 64 units, and they send
-their steps to a learner that ignores them. Steps are counted on the workers. Each peer starts in
-new processes with one torch thread each, and measures all step durations one after the other.
-Rounds go over all peers in turn, so that a slow minute of the machine affects all of them. The
-table shows medians over rounds.
+(``cartpole``, ``halfcheetah``: 2 workers). Their policy has two layers of 64 units. They count
+their steps, and send them to a learner, which ignores them. In each round, each peer starts in new
+processes with one torch thread each, and measures all step durations one after the other. Each
+round measures all peers, so that a slow minute of the machine affects all of them. The table shows
+medians over rounds.
 
-- ``floor``: the same environments and policy in the same number of processes, without data and
-  messages.
-- ``ideal_sps``: workers / step_s for environments that sleep, the floor for others.
+- ``floor``: the same environments and policy in the same number of processes, which keep and send
+  no data.
+- ``ideal_sps``: workers / step_s for environments that sleep, the rate of ``floor`` for others.
 - ``efficiency``: sps / ideal_sps.
 """
 
@@ -73,15 +73,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         choices=QUESTIONS,
         default="busy",
         help="busy: as described above; ingest: rows per second that one learner can receive; "
-        "deadlines: whether a receive timeout pays (steps sleep with --env sleep, and compute as "
-        "long as those of HalfCheetah with --env cartpole); weights: delay of a policy of 50 MB "
-        "(default: busy)",
+        "deadlines: whether a receive timeout pays, with steps as long as HalfCheetah's that sleep "
+        "(--env sleep) or compute (--env cartpole); weights: delay of a batch by a new policy of "
+        "50 MB (default: busy)",
     )
     text = "deadlines of a receive, in seconds, or none"
     command.add_list(parser, "--deadlines", _deadline_s, "0.0001,0.01,0.1,none", text, "S,T")
-    text = f"for deadlines, some of the distributions of step times {','.join(DURATIONS)}"
+    text = f"distributions of step times for --question deadlines: some of {','.join(DURATIONS)}"
     command.add_names(parser, "--durations", DURATIONS, text)
-    text = f"for deadlines, some of the networks {','.join(NETWORKS)}"
+    text = f"networks for --question deadlines: some of {','.join(NETWORKS)}"
     command.add_names(parser, "--networks", NETWORKS, text)
     command.add_figures(
         parser,
@@ -103,13 +103,13 @@ def _deadline_s(text: str) -> float:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, and print a table. Blocks for minutes. After Ctrl-C, prints what was found and ends.
+    """Measure, and print a table. Blocks for minutes. After Ctrl-C, prints the results so far.
 
     Returns:
         0; 1 if a measurement failed; 130 or 143 after SIGINT or SIGTERM.
 
     Raises:
-        ConfigurationError: nothing that was asked for can be measured.
+        ConfigurationError: an option is invalid, or nothing can be measured with these options.
     """
     command.check_folders(options.json, options.plot)
     if options.env == "halfcheetah":
@@ -154,7 +154,7 @@ def _told(start: tuple[Cell, ...], results: list[Result]) -> str:
 
 
 def _ask(options: argparse.Namespace) -> int:
-    """Answer another question than how busy the cores are."""
+    """Answer ``options.question``, unless it is ``busy``."""
     from torchrl_dist.bench import collect_learner
     from torchrl_dist.bench.collect_table import plot_deadlines, print_plain
 
@@ -197,11 +197,11 @@ def _chosen(options: argparse.Namespace) -> list[str]:
 
 
 def plan(options: argparse.Namespace, peers: list[str]) -> list[list[tuple[Cell, ...]]]:
-    """Return what one round measures: groups whose members differ only in the peer.
+    """Return what one round measures: groups of starts that differ only in the peer.
 
-    A member of a group is what one start of its peer measures: cells that differ only in
-    ``step_s``, the shortest first. A collector that chooses the length of its messages does so once
-    per start, so each duration then has its own start.
+    A start is a tuple of cells, which a peer measures after it was started once. The cells differ
+    only in ``step_s``, which increases. A collector that chooses the length of its messages does so
+    once per start, so such a start has only one cell.
     """
     from torchrl_dist.bench.collect_peers import PEERS
 

@@ -1,4 +1,4 @@
-"""What every collector of the benchmark steps: envs that count their steps, and one policy."""
+"""The envs and the policy of all collectors in the benchmark. The envs count their steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SHAPES = {"sleep": (4, 2, False), "cartpole": (4, 2, False), "halfcheetah": (17
 
 
 class _Tally:
-    """One number per process, each in its own file. :func:`steps_so_far` returns their sum."""
+    """A process's number of steps, in its own file. :func:`steps_so_far` sums up all files."""
 
     def __init__(self, folder: str) -> None:
         path = Path(folder, f"steps-{os.getpid()}-{threading.get_ident()}")
@@ -35,7 +35,7 @@ class _Tally:
         self._count = np.memmap(path, np.int64, "r+")
         self._folder = folder
 
-    def __reduce__(self) -> Any:  # tianshou makes an env here and sends it to an actor
+    def __reduce__(self) -> Any:  # tianshou sends an env to an actor, which counts its own steps
         return tally, (self._folder,)
 
     def add(self, n: int) -> None:
@@ -115,7 +115,7 @@ class _PacedEnv(SleepEnv):
 
 
 def _counted(env: Any, folder: str, steps: int) -> Any:
-    """Count steps in place. A wrapper would cost more than counting, and hide the env's type."""
+    """Make ``env`` count its steps. A wrapper would be slower, and would hide the env's type."""
     count, step = tally(folder), env.step
 
     def counting(action: Any) -> Any:
@@ -127,13 +127,13 @@ def _counted(env: Any, folder: str, steps: int) -> Any:
 
 
 def single_env(env: str, folder: str) -> gymnasium.Env:
-    """Make one environment. If it sleeps, call :func:`set_step_s` first."""
+    """Make one environment. Before making one that sleeps, call :func:`set_step_s`."""
     made = _PacedEnv(_Pace(folder)) if env == "sleep" else gymnasium.make(_IDS[env])
     return _counted(made, folder, 1)
 
 
 def vector_env(env: str, folder: str, envs: int, native: bool) -> Any:
-    """Make ``envs`` environments behind gymnasium's vector interface, a native one if it exists."""
+    """Make a gymnasium vector env. If ``native``, prefer the environment's own vector version."""
     if native and env == "cartpole":
         made = gymnasium.make_vec(_IDS[env], envs, vectorization_mode="vector_entry_point")
         return _counted(made, folder, envs)
@@ -154,8 +154,7 @@ def make_env(cell: Cell, folder: str) -> Callable[[], Any]:
 
 
 class Greedy(nn.Module):
-    """Maps an observation ``[*, n]`` to the preferred action ``[*]``, or a continuous ``[*,
-    m]``."""
+    """Maps an observation ``[*, n]`` to the best action ``[*]``, or a continuous one ``[*, m]``."""
 
     def __init__(self, env: str, width: int = 64) -> None:
         super().__init__()

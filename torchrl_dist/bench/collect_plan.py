@@ -1,10 +1,10 @@
-"""What the collection benchmark can measure. The command line imports it, so it imports little."""
+"""What the collection benchmark can measure. Imports no torch: the command line imports this."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-AUTO = 0  # steps per message: the collector's choice
+AUTO = 0  # as steps per message: the collector chooses
 ENVS = ("sleep", "cartpole", "halfcheetah")
 QUESTIONS = ("busy", "ingest", "deadlines", "weights")
 DURATIONS = ("normal", "lognormal", "slow")
@@ -21,12 +21,12 @@ OTHERS = (
     "tianshou-ray",
 )
 LINE = ("env", "workers", "envs", "step_s", "steps_per_message")
-"""What the JSON objects of cells that differ only in the peer have in common."""
+"""Keys for which cells that differ only in the peer have the same values."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement. ``envs`` are per worker, ``steps`` per message and env, or ``AUTO``.
+    """One measurement. ``envs`` is per worker. ``steps`` is per message and env, or ``AUTO``.
     ``step_s`` is how long a step sleeps."""
 
     peer: str

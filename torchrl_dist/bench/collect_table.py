@@ -52,7 +52,7 @@ _CELL = ("peer", "env", "workers", "envs", "steps_per_message", "durations", "ne
 
 
 def print_plain(cells: list[dict[str, Any]]) -> None:
-    """Print a line per cell, with the columns that differ or were measured."""
+    """Print a line per cell: peer, steps/s, and the columns whose values differ between cells."""
     shown = [
         name
         for name in _CELL

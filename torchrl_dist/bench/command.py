@@ -1,4 +1,4 @@
-"""What the commands of all benchmarks share: options, temporary folders, an orderly end."""
+"""Shared by all benchmark commands: options, temporary folders, rounds, handling of signals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _Result = TypeVar("_Result")
 
 
 def describe(parser: argparse.ArgumentParser, text: str | None, run: Callable[..., int]) -> None:
-    """Set the command's description, line by line, and the function that it runs."""
+    """Set the command's function, and its description, whose line breaks ``--help`` keeps."""
     parser.description = text
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.set_defaults(command=run)
@@ -45,7 +45,10 @@ def add_figures(
     plot: str | None = None,
     scratch: bool = False,
 ) -> None:
-    """Add options for how often and how long to measure and where figures go, with defaults."""
+    """Add options for rounds, durations and output files.
+
+    Numbers are defaults. If one is None, its option is left out.
+    """
     if rounds is not None:
         add_number(parser, "--rounds", int, rounds)
     if seconds is not None:
@@ -63,7 +66,7 @@ def add_figures(
 def add_number(
     parser: argparse.ArgumentParser, option: str, kind: type, default: Any, text: str = ""
 ) -> None:
-    """Add an option for a number above 0. If there is no default, ``text`` says what happens."""
+    """Add an option for a number above 0. Without a default, ``text`` says what happens."""
     if default is not None:
         text = f"{text} (default: {default if kind is int else format(default, 'g')})".lstrip()
     parser.add_argument(option, type=above_zero(kind), default=default, help=text)
@@ -77,7 +80,7 @@ def add_list(
     text: str,
     metavar: str = "N,M",
 ) -> None:
-    """Add an option for several values, separated by commas, each of which ``kind`` parses."""
+    """Add an option for comma-separated values. ``kind`` parses each value."""
 
     def parse(values: str) -> list[Any]:
         return [kind(value) for value in values.split(",")]
@@ -90,20 +93,20 @@ def add_list(
 def add_counts(
     parser: argparse.ArgumentParser, option: str, default: str | None, text: str
 ) -> None:
-    """Add an option for several whole numbers above 0."""
+    """Add an option for comma-separated whole numbers above 0."""
     add_list(parser, option, above_zero(int), default, text)
 
 
 def add_names(
     parser: argparse.ArgumentParser, option: str, known: Collection[str], text: str | None = None
 ) -> None:
-    """Add an option for some of the ``known`` names. The default is all of them."""
+    """Add an option that selects some of the ``known`` names. The default is all names."""
     text = (text or f"some of {','.join(known)}") + " (default: all)"
     parser.add_argument(option, type=names(known), default=[*known], metavar="A,B", help=text)
 
 
 def names(known: Collection[str]) -> Callable[[str], list[str]]:
-    """Return a parser of names from ``known``, separated by commas."""
+    """Return a parser for comma-separated names from ``known``."""
 
     def parse(text: str) -> list[str]:
         chosen = [name for name in text.split(",") if name]
@@ -119,7 +122,7 @@ def available(peers: Iterable[str], missing: Callable[[str], str | None]) -> lis
     """Return the peers that can be measured here. Print why the others are skipped.
 
     Raises:
-        ConfigurationError: none can be measured.
+        ConfigurationError: no peer can be measured here.
     """
     reasons = {peer: missing(peer) for peer in peers}
     for peer, reason in reasons.items():
@@ -134,10 +137,10 @@ def available(peers: Iterable[str], missing: Callable[[str], str | None]) -> lis
 
 
 class _Held:
-    """Delays SIGINT and SIGTERM from :meth:`begin` until :meth:`end`, which raises them.
+    """Delays SIGINT and SIGTERM that arrive after :meth:`begin`. :meth:`end` then raises them.
 
-    Blocking the signals would not be enough. If the process has other threads, one of those takes
-    the signal, and Python raises in the main thread anyway.
+    Blocking the signals would not be enough, because another thread could receive the signal.
+    Python would then run the handler in the main thread anyway.
     """
 
     def __init__(self) -> None:
@@ -145,12 +148,12 @@ class _Held:
         self._noted: set[int] = set()
 
     def begin(self) -> None:
-        if threading.current_thread() is threading.main_thread():  # other threads get no signals
+        if threading.current_thread() is threading.main_thread():  # others cannot set handlers
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._handlers[number] = signal.signal(number, self._note)
 
     def end(self) -> None:
-        """Raise the signals that arrived meanwhile. May be called repeatedly."""
+        """Restore the handlers, and raise delayed signals. May be called repeatedly."""
         while self._handlers:
             signal.signal(*self._handlers.popitem())
         while self._noted:
@@ -164,7 +167,8 @@ class _Held:
 def folder_in(parent: Path) -> Iterator[Path]:
     """Yield a folder for one measurement, and remove it afterwards, even after Ctrl-C.
 
-    Its name is short, because Ray adds 63 characters and a socket's path may have only 107.
+    The folder's name is short, because Ray adds 63 characters to make the path of a socket, which
+    may have at most 107.
     """
     held = _Held()
     try:
@@ -183,7 +187,7 @@ def folder_in(parent: Path) -> Iterator[Path]:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder to which processes that were just killed may still write."""
+    """Remove a folder, even if processes that were just killed still write to it."""
     deadline = time.monotonic() + _REMOVAL_S
     while folder.exists() and time.monotonic() < deadline:
         shutil.rmtree(folder, ignore_errors=True)
@@ -203,16 +207,16 @@ def in_rounds(
     environment: Callable[[Any], Mapping[str, str]] = lambda case: {},
     label: Callable[[_Case], str] = str,
 ) -> int:
-    """Measure each case once per round, each in new processes and a new folder in ``parent``.
+    """Measure each case once per round. Each time, start a process with a new folder in ``parent``.
 
-    The order within a group rotates, so that no case is always first. A case that fails is reported
-    and left out of the following rounds. A signal ends the measurements.
+    The order within a group rotates, so that no case is always first. If a case fails, this prints
+    why, and leaves the case out of later rounds. A signal ends the measurements.
 
     Args:
-        measure: called in a new process, with ``arguments`` and the folder.
-        found: gets the results of each case, one per round.
+        measure: called in the new process, with the case's ``arguments`` and the folder.
+        found: collects the results of each case, one per round.
         tell: returns what to print about a result.
-        timeout_s, environment: of the new process.
+        timeout_s, environment: return the time limit and the variables of the new process.
 
     Returns:
         0; 1 if a case failed; 130 or 143 after SIGINT or SIGTERM.
@@ -254,10 +258,10 @@ class TerminatedError(BaseException):
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """Let SIGTERM and SIGINT unwind the stack, so that processes and folders are cleaned up.
+    """Let SIGTERM and SIGINT raise exceptions, so that processes and folders are cleaned up.
 
-    Python does so only for SIGINT, and not if a shell script started the process with ``&``,
-    because the process then ignores SIGINT.
+    By default, only SIGINT raises. A process that a shell script started with ``&`` ignores even
+    SIGINT.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -278,7 +282,7 @@ def terminable() -> Iterator[None]:
 
 
 def until_stopped(measure: Callable[[], int]) -> int:
-    """Call ``measure``. If a signal ends it, what it has found so far remains usable.
+    """Call ``measure``. Return after a signal, too, so that the caller can show the results so far.
 
     Returns:
         The result of ``measure``, or 130 or 143 after SIGINT or SIGTERM.
@@ -293,12 +297,13 @@ def until_stopped(measure: Callable[[], int]) -> int:
 
 
 def check_folders(lines: Path | None, picture: Path | None = None) -> None:
-    """Refuse output files whose folder does not exist, before anything is measured.
+    """Check, before anything is measured, that the output files can be written.
 
-    Lines are appended to an existing file. A picture only replaces another picture.
+    Their folders must exist. If ``lines`` exists, lines are appended to it. If ``picture`` exists,
+    it must be a picture.
 
     Raises:
-        ConfigurationError: one of the files cannot be written. The error names the first one.
+        ConfigurationError: a file cannot be written. The error names the first such file.
     """
     for path in (lines, picture):
         if path is not None and not path.absolute().parent.is_dir():
@@ -309,7 +314,9 @@ def check_folders(lines: Path | None, picture: Path | None = None) -> None:
         try:
             own_files.open_named(lines, append=True).close()
         except OSError as error:
-            raise ConfigurationError(f"{lines}: cannot be appended to ({error})") from error
+            raise ConfigurationError(
+                f"cannot append to {lines} ({error}): choose another file"
+            ) from error
     if picture is not None and picture.is_file() and picture.stat().st_size:
         with picture.open("rb") as file:
             if not file.read(8).startswith((b"\x89PNG", b"%PDF", b"<?xml")):
@@ -319,9 +326,9 @@ def check_folders(lines: Path | None, picture: Path | None = None) -> None:
 
 
 def check_memory() -> None:
-    """Refuse to measure without the folder for rows in memory."""
+    """Check that the folder for rows in memory exists."""
     if not MEMORY.is_dir():
-        raise ConfigurationError(f"there is no {MEMORY} to keep the rows in")
+        raise ConfigurationError(f"there is no {MEMORY} to keep the rows in: mount a tmpfs there")
 
 
 def say(text: str) -> None:

@@ -1,25 +1,25 @@
-"""How fast is the shared replay buffer, compared with other ways to share one?
+"""How fast is the shared replay buffer, compared with other replay buffers?
 
     torchrl-dist bench replay --json replay.jsonl --plot replay.png
 
-There are two workloads, S (45 B per row, 1M rows) and L (28 KB, 50k rows), with batches of 256 and
-alpha 0.6. Each measurement runs in new processes with one torch thread each. Rounds go over all
-peers in turn, so that a slow minute of the machine affects all of them. The table shows medians
-over rounds.
+There are two workloads: S (1M rows of 45 B) and L (50k rows of 28 KB). The learner samples batches
+of 256 rows with alpha 0.6. Each measurement runs in new processes with one torch thread each. Each
+round measures all peers, so that a slow minute of the machine affects all of them. The table shows
+medians over rounds.
 
 Operations:
 
-- ``write``: rows/s of 1 and 4 processes, in batches of 64 and 512.
+- ``write``: rows/s that 1 and 4 processes write, in batches of 64 and 512.
 - ``sample``, ``sample+update``: batches/s of a learner, without writers.
-- ``mixed``: 2 writers (batches of 64) and a learner that samples and updates.
-- ``lock``: how long a reader waits for our lock, next to a writer in a tight loop (``lock-wait``),
-  or to one whose process also runs a busy Python thread (``lock-wait-busy``).
-- ``cursor``: what an ``extend`` pays for its slots (pytorch/rl#1397): a reservation in shared
-  memory, a fetch-add of a TCPStore, or a call by RPC. A bare record lock and unlock gives the
-  scale.
+- ``mixed``: 2 writers (batches of 64), and a learner that samples and updates priorities.
+- ``lock``: how long a reader waits for our lock while a writer runs a tight loop (``lock-wait``).
+  For ``lock-wait-busy``, the writer's process also runs a busy Python thread.
+- ``cursor``: how long it takes to reserve the slots of an ``extend`` (pytorch/rl#1397) in shared
+  memory, by a TCPStore's fetch-add, or by RPC. For comparison, also our lock, and a bare record
+  lock.
 
-The peer ``floor`` copies between tensors without lock, tree or TensorDict. What the other peers
-need in addition is the cost of a buffer.
+The peer ``floor`` only copies between tensors, without lock, tree or TensorDict. The time that
+other peers take beyond that is the cost of a buffer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from torchrl_dist.bench.workloads import KINDS
 from torchrl_dist.errors import ConfigurationError
 
 OPS = ("write", "sample", "sample+update", "mixed", "lock", "cursor")
-# Ratios refer to the first of these that was measured.
+# Ratios are relative to the first of these peers that was measured.
 _OURS = ("ours-c", "ours-numpy", "ours-c-stock", "ours-c-2t")
 _MIXED_WRITERS, _MIXED_BATCH = 2, 64
 
@@ -57,20 +57,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         rounds=3,
         seconds=2.0,
         timeout_s=180.0,
-        timed="one measurement, including the filling of the buffer",
+        timed="one measurement, including the time to fill the buffer",
         plot="rates",
         scratch=True,
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, and print a table. Blocks for minutes. After Ctrl-C, prints what was found and ends.
+    """Measure, and print tables. Blocks for minutes. After Ctrl-C, prints the results so far.
 
     Returns:
         0; 1 if a measurement failed; 130 or 143 after SIGINT or SIGTERM.
 
     Raises:
-        ConfigurationError: nothing that was asked for can be measured.
+        ConfigurationError: an option is invalid, or no peer can be measured here.
     """
     command.check_folders(options.json, options.plot)
     least = 2 * max(SAMPLE_BATCH, *options.batches) * max(_MIXED_WRITERS, *options.writers)
@@ -123,6 +123,6 @@ def plan(options: argparse.Namespace, peers: list[str]) -> list[list[Cell]]:
 
 
 def _can(peer: str, cell: Cell) -> bool:
-    if cell.op in ("lock", "cursor"):  # these concern our own parts, so they are measured once
+    if cell.op in ("lock", "cursor"):  # these ops concern only our parts; kind S is enough
         return peer in ("ours-numpy", "ours-c") and cell.kind == "S"
     return not PEERS[peer].in_one_process or (cell.op != "mixed" and cell.processes == 1)

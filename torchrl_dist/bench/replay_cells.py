@@ -1,6 +1,7 @@
-"""Measures one replay buffer. Runs in the measurement's own processes.
+"""Measures one replay buffer, in processes that were started for this measurement.
 
-The process that calls :func:`measure` is the learner, which samples and updates. Its workers write.
+The process that calls :func:`measure` is the learner: it samples, and updates priorities. Its
+workers write.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from torchrl_dist.bench.replay_peers import PEERS, SAMPLE_BATCH, Peer
 from torchrl_dist.bench.workloads import KINDS, make_rows
 
 _PREPARED_BATCHES = 4
-_LEAD_S = 0.5  # all loops run this long before counting begins, so that all of them are running
+_LEAD_S = 0.5  # from starting the loops to counting, so that all loops are running by then
 _LATE_S = 0.5
 _WARM_S = 2.0
 _WARM_LAPS = 8  # draws per row: with replacement, this leaves one row in 3,000 undrawn
 _PRIORITIES = 16
-_PAUSE_S = 2e-4  # between two attempts of the reader that measures its waits
+_PAUSE_S = 2e-4  # between two attempts of the reader to acquire the lock
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement: a peer, an operation, a size."""
+    """One measurement: a peer, an operation, and sizes."""
 
     peer: str
     kind: str
@@ -47,7 +48,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Result:
-    """The result. ``rate`` is in ``unit``, percentiles are over calls, in milliseconds."""
+    """Figures of one operation. ``rate`` is in ``unit``. Percentiles are of the times of calls."""
 
     op: str
     batch: int
@@ -60,7 +61,7 @@ class Result:
 
 
 def measure(cell: Cell, folder: str) -> list[Result]:
-    """Measure one cell. Blocks for the filling and about ``seconds``."""
+    """Measure one cell. Blocks while it fills the buffer, and then for about ``seconds``."""
     import torch
 
     torch.set_num_threads(1)
@@ -75,7 +76,7 @@ def measure(cell: Cell, folder: str) -> list[Result]:
 
 
 def _fill(peer: Peer, cell: Cell) -> None:
-    """Let each worker fill its part of the buffer once, so that all pages are mapped."""
+    """Let each worker write its share of the rows, so that the buffer is full."""
     if not peer.workers:
         fill(peer, cell.kind, cell.capacity, cell.capacity, cell.batch, 0)
         return
@@ -89,10 +90,10 @@ def _fill(peer: Peer, cell: Cell) -> None:
 
 
 def fill(peer: Peer, kind: str, rows: int, capacity: int, batch: int, seed: int) -> None:
-    """Write ``rows`` rows, and prepare the batches for :func:`write`.
+    """Write at least ``rows`` rows, and prepare the batches for :func:`write`.
 
-    A writer is slower when it touches a page of the ring for the first time. So it writes the whole
-    capacity even if ``rows`` is less, unless that takes long.
+    A process is slower when it touches a page of the ring for the first time. This process
+    therefore writes ``capacity`` rows. After ``_WARM_S`` seconds, ``rows`` rows suffice.
     """
     size = max(1, min(KINDS[kind].fill_batch, capacity // 16))
     several = peer.prepare(make_rows(kind, size, seed))
@@ -112,7 +113,7 @@ def fill(peer: Peer, kind: str, rows: int, capacity: int, batch: int, seed: int)
 
 @dataclass(frozen=True)
 class Tally:
-    """What one loop counted between start and stop."""
+    """What one loop counted during its window."""
 
     calls: int
     seconds: float
@@ -133,10 +134,10 @@ class Window:
         return cls(start, start + seconds)
 
     def count(self, call: Callable[[], Any]) -> Tally:
-        """Call until the window closes, at least once.
+        """Call ``call`` until the window closes, and time the calls in the window, at least one.
 
         Raises:
-            MeasurementError: half of the window was over before counting could begin.
+            MeasurementError: counting began too late, when half of the window or more was over.
         """
         import numpy as np
 
@@ -165,8 +166,7 @@ def _page_faults() -> int:
 
 
 def write(peer: Peer, window: Window, busy: bool) -> Tally:
-    """Run a worker's loop. If ``busy``, another Python thread of the worker computes all the
-    time."""
+    """Write until the window closes. If ``busy``, another Python thread computes meanwhile."""
     stop = threading.Event()
     if busy:
         threading.Thread(target=_compute, args=(stop, window.stop), daemon=True).start()
@@ -182,7 +182,7 @@ def _compute(stop: threading.Event, until: float) -> None:
 
 
 def learn(peer: Peer, window: Window, *, update: bool) -> Tally:
-    """Run the learner's loop."""
+    """Sample and, with ``update``, set priorities, until the window closes."""
     return window.count(learner_step(peer, update=update))
 
 
@@ -201,9 +201,9 @@ def learner_step(peer: Peer, *, update: bool) -> Callable[[], None]:
 
 
 def _warm_learner(peer: Peer, cell: Cell) -> None:
-    """Sample until almost every page was touched, for a limited time.
+    """Sample until almost every page was touched, for about ``_WARM_S`` seconds at most.
 
-    TorchRL's shared buffer also catches up with earlier writes in its first call.
+    In the first sample, TorchRL's shared buffer also catches up with earlier writes.
     """
     end = time.monotonic() + _WARM_S
     for _ in range(-(-_WARM_LAPS * cell.capacity // SAMPLE_BATCH)):
@@ -280,8 +280,8 @@ def _mixed(peer: Peer, cell: Cell) -> list[Result]:
 
 
 def _lock(peer: Peer, cell: Cell) -> list[Result]:
-    """Measure how long a reader waits for our lock next to a writer in a tight loop."""
-    directory = peer.buffer.storage.directory  # type: ignore[attr-defined]  # of ours
+    """Measure how long a reader waits for our lock while a worker writes in a tight loop."""
+    directory = peer.buffer.storage.directory  # type: ignore[attr-defined]  # the peer is ours
     results = []
     for op, busy in (("lock-wait", False), ("lock-wait-busy", True)):
         window = Window.soon(cell.seconds)
@@ -319,7 +319,7 @@ _OPERATIONS: dict[str, Callable[[Peer, Cell], list[Result]]] = {
 
 
 def _cursors(cell: Cell, folder: str) -> list[Result]:
-    """Compare a reservation in shared memory, a fetch-add over TCP and a call by RPC."""
+    """Time a reservation of slots in shared memory, by fetch-add over TCP, and by RPC."""
     from torchrl_dist.replay.node.cursor import SharedCursor
 
     peer: Any = PEERS[cell.peer](cell.kind, cell.capacity, folder)
@@ -357,7 +357,7 @@ def _durations(call: Callable[[], Any], seconds: float) -> Any:
 
 
 def _bare_lock(folder: str, seconds: float) -> Any:
-    """Time acquiring and releasing one record lock, as plainly as Python can."""
+    """Time acquiring and releasing a record lock by calls of ``fcntl.lockf``."""
     import fcntl
 
     with Path(folder, "bare-lock").open("w") as file:
@@ -370,7 +370,7 @@ def _bare_lock(folder: str, seconds: float) -> Any:
 
 
 def _remote_cursors(stack: contextlib.ExitStack, batch: int) -> list[tuple[str, Callable[[], Any]]]:
-    """Start a TCPStore and an RPC peer, each in its own process."""
+    """Start a process with a TCPStore and an RPC cursor. Return a call that advances each."""
     from torchrl_dist.runtime import local_cluster
     from torchrl_dist.runtime.store import connect_store
 
@@ -384,7 +384,7 @@ def _remote_cursors(stack: contextlib.ExitStack, batch: int) -> list[tuple[str, 
 
 
 class _Owner:
-    """Stands for a central cursor: a number in another process."""
+    """A central cursor: a number that other processes advance by RPC."""
 
     def __init__(self) -> None:
         self._cursor = 0

@@ -1,7 +1,7 @@
-"""The replay buffers that are compared, one class each, with the same four methods.
+"""The replay buffers that are compared. Each is a subclass of :class:`Peer`.
 
-A peer is built in the learner's process. ``open`` starts its workers, which write. TorchRL and
-other packages are imported only when a peer is opened, so importing this module is cheap.
+The learner's process builds a peer, and ``open`` starts its workers, which write. Methods import
+TorchRL and other packages, so that importing this module is cheap.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ _QUEUED_CALLS = 16
 
 @dataclass
 class Peer:
-    """A replay buffer to measure. This base class is also each worker's view of the buffer.
+    """A replay buffer to measure. The learner and each worker have a peer for the same buffer.
 
     Args:
         kind: kind of the rows, a key of ``KINDS``.
         capacity: maximum number of rows.
-        folder: an empty folder in memory, which is removed afterwards.
+        folder: an empty folder in memory, which is removed after the measurement.
     """
 
     name: ClassVar[str]
     in_one_process: ClassVar[bool] = False
     """Whether the learner itself must write, because no other process can."""
     environment: ClassVar[Mapping[str, str]] = {}
-    """Environment variables of all its processes."""
+    """Environment variables of all processes of the measurement."""
     module: ClassVar[str | None] = None
-    """The module that must be installed, with ``pip install`` of ``requirement``."""
+    """The module that this peer imports. ``requirement`` is the package for ``pip install``."""
     requirement: ClassVar[str | None] = None
     needs_trees: ClassVar[bool] = False
-    """Whether it needs TorchRL's compiled trees."""
+    """Whether the peer needs TorchRL's compiled segment trees."""
 
     kind: str
     capacity: int
     folder: str
     workers: list[Worker] = field(default_factory=list, init=False, repr=False)
     batches: list[Any] = field(default_factory=list, init=False, repr=False)
-    """Prepared rows that this process writes repeatedly."""
+    """Prepared batches that this process writes repeatedly."""
 
     @classmethod
     def missing(cls) -> str | None:
@@ -61,11 +61,11 @@ class Peer:
         return _no_trees() if cls.needs_trees else None
 
     def open(self, workers: int) -> None:
-        """Start the processes that write."""
+        """Start ``workers`` processes that write."""
         self.workers = [ForkedWorker(self) for _ in range(workers)]
 
     def prepare(self, rows: Any) -> Any:
-        """Convert rows, a TensorDict, to what ``extend`` takes."""
+        """Convert a TensorDict of rows to the type that ``extend`` takes."""
         return rows
 
     def extend(self, rows: Any) -> None:
@@ -107,13 +107,13 @@ class TorchRLBuffer(Peer):
 
 
 class Ours(TorchRLBuffer):
-    """The shared buffer, which each process attaches to by itself. No handle is inherited."""
+    """Our shared buffer, without the C kernel. Each process opens it and inherits no handle."""
 
     name = "ours-numpy"
     environment: ClassVar[Mapping[str, str]] = {"TORCHRL_DIST_KERNEL": "numpy"}
     gather_threads: ClassVar[int] = 1
     stock: ClassVar[bool] = False
-    """Whether the buffer has the class of TorchRL's own."""
+    """Whether to build a TensorDictReplayBuffer instead of a SharedReplayBuffer."""
 
     @functools.cached_property
     def buffer(self) -> Any:
@@ -140,7 +140,7 @@ class Ours(TorchRLBuffer):
 
 
 class OursWithKernel(Ours):
-    """With the priority tree's loops in C."""
+    """Our shared buffer with the C kernel."""
 
     name = "ours-c"
     environment: ClassVar[Mapping[str, str]] = {"TORCHRL_DIST_KERNEL": "c"}
@@ -153,14 +153,14 @@ class OursWithKernel(Ours):
 
 
 class OursInStockBuffer(OursWithKernel):
-    """The same parts in TorchRL's own buffer class."""
+    """Our storage, sampler and writer, with the C kernel, in TorchRL's own buffer class."""
 
     name = "ours-c-stock"
     stock = True
 
 
 class OursWithTwoThreads(OursWithKernel):
-    """The learner gathers rows with two threads."""
+    """Our shared buffer with the C kernel. Each process gathers rows with two threads."""
 
     name = "ours-c-2t"
     gather_threads = 2
@@ -206,7 +206,7 @@ class TorchRL(TorchRLBuffer):
 
 
 class TorchRLShared(TorchRLBuffer):
-    """``shared=True, sync=False``: writers inherit a lock, and the learner has the priorities."""
+    """TorchRL's shared buffer. Writers inherit its lock, and only the learner has priorities."""
 
     name = "torchrl-shared"
     needs_trees = True
@@ -222,7 +222,7 @@ class TorchRLShared(TorchRLBuffer):
 
 
 class TorchRLQueue(Peer):
-    """A multiprocessing queue into a process that owns a TorchRL buffer."""
+    """A TorchRL buffer in its own process, which gets all calls through a multiprocessing queue."""
 
     name = "torchrl-queue"
     needs_trees = True
@@ -306,7 +306,7 @@ def _remote_buffer(capacity: int) -> Any:
 
 @dataclass
 class _Calls:
-    """A buffer's methods, each as one call of a Remote."""
+    """Has the methods of a buffer, and forwards each call to a Remote."""
 
     remote: Any
 
@@ -423,8 +423,8 @@ class _RayWorker:
 
 
 class Reverb(Peer):
-    """A Reverb server in its own process. The learner reads its batches as a TensorFlow dataset,
-    which prefetches."""
+    """A Reverb server in its own process. The learner reads batches from a TensorFlow dataset,
+    which prefetches them."""
 
     name = "reverb"
     module, requirement = "reverb", "dm-reverb[tensorflow]"
@@ -509,7 +509,7 @@ def _arrays(rows: Any) -> dict[str, Any]:
 
 
 class Floor(Peer):
-    """What memory allows: plain copies between tensors, without lock, tree or TensorDict."""
+    """The limit that memory sets: copies between tensors, without lock, tree or TensorDict."""
 
     name = "floor"
 
@@ -526,7 +526,7 @@ class Floor(Peer):
         self._random = np.random.default_rng()
         share = self.capacity // max(1, workers)
         started: list[Worker] = []
-        for index in range(workers):  # each in its own part, which is mapped after one filling
+        for index in range(workers):  # each writes its own part of the ring
             self._part = range(index * share, (index + 1) * share)
             self._at = self._part.start
             started.append(ForkedWorker(self))

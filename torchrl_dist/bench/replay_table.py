@@ -22,9 +22,9 @@ _FIGURES = ("rate", "p50_ms", "p99_ms", "page_faults_per_call")
 def to_cells(
     found: Mapping[Cell, list[list[Result]]], ours: Collection[str], floor: str
 ) -> list[dict[str, Any]]:
-    """Return one JSON object per line and peer, with medians over the rounds in ``found``.
+    """Return one JSON object per peer and line of the table, with medians over rounds.
 
-    Ratios refer to the first measured one of ``ours``.
+    Ratios are relative to the first peer of ``ours`` that was measured.
     """
     results = [
         {"kind": cell.kind, "peer": cell.peer, **asdict(result)}
@@ -52,7 +52,7 @@ def to_cells(
 
 
 def print_rates(cells: list[dict[str, Any]], peers: list[str]) -> None:
-    """Print a table with a column per peer: its rate, also as a multiple of ours."""
+    """Print the tables: rates by peer with their ratios to ours, the learner's calls, latencies."""
     throughput = [cell for cell in cells if not is_latency(cell)]
     width = max(100, 40 + 17 * len(peers))
     left = ("kind", "operation", "batch", "processes")
@@ -83,12 +83,12 @@ def print_rates(cells: list[dict[str, Any]], peers: list[str]) -> None:
             for cell in latencies
         ]  # fmt: skip
         columns = ["operation", "batch", "peer", "p50 us", "p99 us", "ratio"]
-        title = "latencies; ratio: p50 to a bare lock and unlock"
+        title = "latencies; ratio: p50 divided by that of a bare lock and unlock"
         show_table(title, columns, rows, left=columns[:3], width=width)
 
 
 def is_latency(cell: Mapping[str, Any]) -> bool:
-    """Whether the cell's percentiles say more than its rate."""
+    """Whether the cell measured a latency instead of a throughput."""
     return cell["unit"] == "calls/s"
 
 

@@ -1,4 +1,4 @@
-"""What the benchmarks do with results: medians over rounds, JSON lines, panels of bars."""
+"""Process the benchmarks' results: medians over rounds, JSON lines, bar charts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from torchrl_dist import own_files
 from torchrl_dist.recipes.parts.plots import save_figure
 
-_PACKAGES = {  # by peer; all benchmarks use those without a peer
+_PACKAGES = {  # by bench peer; under "", those that all benchmarks use
     "": ("torchrl-dist", "torch", "torchrl", "tensordict", "numpy"),
     "cpprb": ("cpprb",),
     "ray": ("ray",),
@@ -26,16 +26,16 @@ _PACKAGES = {  # by peer; all benchmarks use those without a peer
 
 
 def medians(rounds: Sequence[Mapping[str, Any]], *names: str) -> dict[str, Any]:
-    """Return the median of each named figure over rounds. It is None if it is unknown in one.
+    """Return the median over rounds of each named figure or, without names, of all figures.
 
-    Without names, all figures are meant.
+    If a figure is None in any round, its median is None.
     """
     columns = {name: [figures[name] for figures in rounds] for name in names or rounds[0]}
     return {name: None if None in of else statistics.median(of) for name, of in columns.items()}
 
 
 def by(lines: Iterable[Mapping[str, Any]], *names: str) -> dict[tuple[Any, ...], list[Any]]:
-    """Group lines by the values of ``names``."""
+    """Group lines by their values for ``names``."""
     groups: dict[tuple[Any, ...], list[Any]] = {}
     for line in lines:
         groups.setdefault(tuple(line[name] for name in names), []).append(line)
@@ -59,7 +59,7 @@ def append_json(
     peers: Collection[str] = (),
     **more: Any,
 ) -> None:
-    """Append one JSON object per line to ``path``, if it is given, with ``more`` in each."""
+    """Append ``lines`` to ``path`` as JSON, each with ``more``. Without ``path``, do nothing."""
     if path is None:
         return
     more |= {"cpus": os.cpu_count(), "versions": versions(peers)}
@@ -70,7 +70,7 @@ def append_json(
 def plot_bars(
     path: Path, title: str, panels: Sequence[tuple[str, str, Mapping[str, float]]]
 ) -> None:
-    """Plot one panel of bars for each title, unit and figures by peer, as a PNG."""
+    """Plot bars as a PNG. Each panel has a title, a unit, and figures by peer."""
     from matplotlib.figure import Figure
 
     if not panels:
