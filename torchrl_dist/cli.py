@@ -197,7 +197,7 @@ def _say(text: str) -> None:
     """Print a line to stderr, with this process's rank if a launcher gave it one."""
     rank = os.environ.get("RANK")
     for name in _RANKS:
-        if not rank and os.environ.get(name, "0") != "0":  # a batch script is no rank, but has 0
+        if not rank and os.environ.get(name, "0") != "0":  # a batch script is not a rank, but has 0
             rank = os.environ[name]
     kind, _, rest = text.partition(": ")
     if rank:

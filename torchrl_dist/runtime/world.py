@@ -62,7 +62,7 @@ class World:
 
     @property
     def starter(self) -> str | None:
-        """The :func:`process_stamp` of the local process without which the job cannot start again.
+        """The ``process_stamp`` of the local process without which the job cannot start again.
 
         None if no such process is known: SLURM, or a user who gave torchrun an id, may start a job
         with the same id again.
@@ -130,7 +130,7 @@ def process_stamp(pid: int) -> str:
 
 
 def has_ended(stamp: str) -> bool:
-    """Whether a process of this machine, named by :func:`process_stamp`, has certainly ended.
+    """Whether a process of this machine, named by ``process_stamp``, has certainly ended.
 
     The caller must know that the process ran on this machine, because a process of another boot
     counts as ended. A process in another pid namespace of this machine counts as running.
@@ -148,7 +148,7 @@ def has_ended(stamp: str) -> bool:
 
 
 def is_seen_here(stamp: str) -> bool:
-    """Whether a :func:`process_stamp` is from this machine and pid namespace.
+    """Whether a ``process_stamp`` is from this machine and pid namespace.
 
     If so, its pid belongs to the same process in this process's ``/proc``.
     """
@@ -158,12 +158,12 @@ def is_seen_here(stamp: str) -> bool:
 
 
 def is_stamp(text: str) -> bool:
-    """Whether the text is a :func:`process_stamp`."""
+    """Whether the text is a ``process_stamp``."""
     return re.fullmatch(r"\d+-\d+-\d+-[0-9a-f]*", text) is not None
 
 
 def is_of_this_boot(stamp: str) -> bool:
-    """Whether a :func:`process_stamp` was made on this machine since its last boot."""
+    """Whether a ``process_stamp`` was made on this machine since its last boot."""
     return stamp.rpartition("-")[2] == _boot()
 
 

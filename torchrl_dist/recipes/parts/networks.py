@@ -331,7 +331,7 @@ class PolicySpec:
 
 
 def checkpoint_in(path: str | os.PathLike[str]) -> Path:
-    """Return the checkpoint in the folder of a run, or ``path`` itself if it is no folder."""
+    """Return the checkpoint in the folder of a run, or ``path`` itself if it is not a folder."""
     path = Path(path)
     return path / "checkpoint.pt" if path.is_dir() else path
 

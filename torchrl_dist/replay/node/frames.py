@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 _SPARE = 0.07  # share of frames beyond one per row, for the first stacks of episodes
 _WINDOW = 32  # the window is the number of rows divided by this
-_FEW = 4096  # frames: least window and ring, unless a small buffer can never need so many
+_FEW = 4096  # frames: least window and ring, unless a small buffer can never need that many
 _MOST_KNOWN = 2**17
 _DROPPED_AT_ONCE = 256  # a drop frees 1/256 of the ring more than needed
 _MOST_FRAMES = 2**31 - 1  # rows store cells as int32
