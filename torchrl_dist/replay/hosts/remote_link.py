@@ -3,13 +3,13 @@ order.
 
 A link has at most one call in flight, which has no timeout. The call ends with the host's answer,
 or when the session knows that the host is lost. It is never repeated, so its operations are applied
-once, no matter how long the host was stopped. Callers that wait have a deadline, which every answer
-of the host restarts.
+once, no matter how long the host was stopped. A caller that waits has a deadline, which every
+answer of the host restarts.
 
 Operations that come during a call are queued, and small ones are merged. A busy host therefore gets
-fewer and larger calls, but calls are never so large that the host would need more than a part of
-the deadline. Threads of the transport and of the link make the calls. An exception that a signal
-handler raises in the main thread therefore never leaves a call incomplete.
+fewer and larger calls. The link limits their size, so that the host needs only a part of the
+deadline for each. Threads of the transport and of the link make the calls. An exception that a
+signal handler raises in the main thread therefore never leaves a call incomplete.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ from torchrl_dist.runtime.awake import awake
 # often than this, it sends one message per batch instead of two.
 _COMPANY_S = 0.02
 
-# The most operations that one request may hold. A large operation counts once per 32 KiB, so a
-# request has at most 16 MiB, or a single larger operation. The host needs about 100 us for each
-# count, so a twentieth of a second for a full request.
+# The most operations of one request. An operation of more than 32 KiB counts once per 32 KiB. A
+# request is therefore limited to about 16 MiB, unless a single operation is larger. The host needs
+# about 100 us per count, that is, a twentieth of a second for a full request.
 _MOST_OPERATIONS = 512
 _BYTES_PER_OPERATION = 2**15
 # The most operations of the first request. It is small, because the connection may be slow.
 _FIRST_OPERATIONS = 8
-# A part of the deadline. If a request takes longer than this, the next ones are smaller.
+# A fraction of the deadline. After a call that takes longer, the next calls are smaller.
 _LONG_CALL = 0.25
-# Calls with at most this many bytes measure the round trip. The fastest of the latest such calls
-# counts, because the others had to wait for the host or the connection.
+# Calls of at most this many bytes measure the round trip. The fastest of the last ``_LATELY`` such
+# calls counts, because slower calls had to wait for the host or the connection.
 _SHORT_CALL_BYTES = 2**14
 _LATELY = 16
 
@@ -74,8 +74,8 @@ _LATELY = 16
 class _Queued:
     """A queued operation, or a request for rows, which has no operation.
 
-    A ``Write`` may have ``written``, and an ``Invoke`` ``future``. A request for rows has
-    ``future``. If its ``count`` is None, it only waits for earlier operations."""
+    Only a ``Write`` may have ``written``. An ``Invoke`` may have ``future``, and a request for rows
+    always has it. A request whose ``count`` is None only waits for earlier operations."""
 
     operation: Made | None = None
     size: int = 0
@@ -94,7 +94,7 @@ class _Queued:
         return self.operation() if callable(self.operation) else self.operation
 
     def start(self) -> bool:
-        """Return whether to send it, because it was not cancelled. It cannot be cancelled then."""
+        """Return False if it was cancelled. Otherwise, it cannot be cancelled any more."""
         future = self.future
         return future is None or future.running() or future.set_running_or_notify_cancel()
 
@@ -127,7 +127,7 @@ class RemoteLink(Link):
         host: a handle to a ``ReplayHost``.
         timeout_s: if the host does not answer for this time, it counts as silent (see ``problem``),
             and callers that wait for room in the queue get an error.
-        max_queued_bytes: the most bytes of operations that the host has not applied yet.
+        max_queued_bytes: the most bytes of operations that are queued or in flight.
         merged_rows: the most rows of a merged ``Write``, see ``merging``.
     """
 
@@ -136,7 +136,7 @@ class RemoteLink(Link):
     ) -> None:
         self.name = str(host.peer)
         self._state: HostState | None = None
-        self._uncounted = 0  # rows of samples that the state does not include yet
+        self._uncounted = 0  # sampled rows that ``_state`` does not count yet
         self._host = host
         self._timeout_s = timeout_s
         self._max_queued_bytes = max_queued_bytes
@@ -161,8 +161,8 @@ class RemoteLink(Link):
         now_and_in_children(self, RemoteLink._renew)
 
     def _renew(self) -> None:
-        # Code enters the lock itself, not a condition. Otherwise an exception of a signal handler
-        # could come after the lock is taken and before the block that releases it.
+        # ``with`` statements use the lock itself, not a condition. With a condition, a signal
+        # handler could raise after the lock is taken and before the block that releases it begins.
         self._lock = threading.RLock()
         self._room = threading.Condition(self._lock)
         self._work = threading.Condition(self._lock)
@@ -175,8 +175,8 @@ class RemoteLink(Link):
         """Queue an operation. Blocks only while the queue is full.
 
         Args:
-            operation: the operation, or a function that returns it when it is sent. At that time,
-                all earlier operations have been answered or are in the same message.
+            operation: the operation, or a function that returns it. The link calls the function
+                when all earlier operations have been answered or are in the same message.
             size: the operation's bytes. With 0, this call never waits for room.
             urgent: whether to send it immediately. Otherwise it may wait 20 ms, to be sent together
                 with a draw.
@@ -285,8 +285,8 @@ class RemoteLink(Link):
 
     @property
     def problem(self) -> Exception | None:
-        """The error if the host is lost, or has not answered within the deadline, which may be
-        temporary."""
+        """The error if the host is lost or silent; otherwise None. A silent host has not answered
+        within the deadline, but may still answer."""
         if self._lost is None and self._is_silent():
             return DeadlineError(f"{self.name} did not answer within {self._timeout_s:g} s")
         return self._lost
@@ -300,7 +300,7 @@ class RemoteLink(Link):
             if self._lost is not None or self._closed:
                 return
             asked = self.ask(None, None)
-            asked.set_running_or_notify_cancel()  # sent even if nothing waits for it any more
+            asked.set_running_or_notify_cancel()  # so that a timeout cannot cancel it
             self._closed = True
             self._room.notify_all()
         await_answer(asked, self, awake(), flush_s)
@@ -318,7 +318,8 @@ class RemoteLink(Link):
             self._pump()
 
     def _wait_s(self) -> float | None:
-        """Return the seconds until the queue must be sent, or None if nothing must be sent now."""
+        """Return the seconds until the queue must be sent. Return None if it is empty, a call is in
+        flight, or the host is lost."""
         if self._under_way is not None or not self._queue or self._lost is not None:
             return None
         if self._due:
@@ -341,8 +342,8 @@ class RemoteLink(Link):
         self._send(call)
 
     def _take(self) -> _Call | None:
-        """Take as much from the head of the queue as one request may hold. A request has one law,
-        so only draws with the same law are taken."""
+        """Take as much from the head of the queue as one request may hold. A draw by
+        another law ends the request, because a request has one law."""
         queued: list[_Queued] = []
         asks: list[_Queued] = []
         law, left = None, self._most
@@ -365,7 +366,8 @@ class RemoteLink(Link):
             self._queue.popleft()
         if not self._queue:
             self._due = False
-            self._bytes = sum(each.size for each in queued)  # correct also after an interrupt
+            # an exception may have interrupted ``_add`` after it increased the sum
+            self._bytes = sum(each.size for each in queued)
         if not queued and not asks:  # all of them were cancelled
             self._since = None
             return None
@@ -387,7 +389,7 @@ class RemoteLink(Link):
             self.messages += 1
             self.bytes_sent += call.size
             future = self._serve(request)
-        except Exception as error:  # such as an argument that cannot be sent, so no host sees it
+        except Exception as error:  # for example, an argument cannot be sent
             future = Future()
             future.set_exception(error)
         future.add_done_callback(lambda done: self._arrived(call, done))
@@ -445,8 +447,8 @@ class RemoteLink(Link):
         )
 
     def _hand_out(self, call: _Call, reply: Reply) -> set[int]:
-        """Deliver the results of operations. Return the positions of operations for whose results a
-        caller waits; their failures go to that caller, too."""
+        """Give results and failures to the callers that wait for them. Return the positions of
+        the operations for which a caller waits."""
         failures = {failure.position: failure for failure in reply.failures}
         told = set()
         queued, written, results = iter(call.queued), iter(reply.written), iter(reply.results)
@@ -508,7 +510,8 @@ class RemoteLink(Link):
     def _note_refusal(self, call: _Call, error: BaseException) -> None:
         """Handle the error of a request that could not be sent, or that the host could not read."""
         self._finish(call)
-        # waiters get the error directly; if nothing waits, the next call raises it
+        # A caller that waits gets the error from its future. The next call raises the error of an
+        # operation for which no caller waits.
         untold = any(each.future is None for each in call.queued) or not (call.queued or call.asks)
         with self._lock:
             if isinstance(error, Exception) and untold:

@@ -1,7 +1,8 @@
 """Samplers for rows in other processes.
 
-Each is a sampler of one node whose batches come from a client of the hosts. On the node of a single
-host, the storage is a directory, and the sampler draws from it like its base class.
+Each inherits from a sampler of one node, but gets its batches from a client of the hosts. If a
+buffer has a single host, processes on the host's node use its directory. There, the sampler draws
+from the directory, like its base class.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ from torchrl_dist.replay.row.spec import RowSpec
 
 
 class _SamplerOfOwner(SharedSampler):
-    """The base of these samplers. It is bound either to a directory, like its base class,
-    or to a client."""
+    """The base of these samplers. A sampler is bound either to a directory, like its base class, or
+    to a client."""
 
     _prioritized = False
 
     def _set_owner(
         self, owner: ReplayOwner, prefetch: int | None = None, batches_per_call: int = 1
     ) -> None:
-        """Note the owner. The constructor calls it last."""
+        """Note the owner and the options. Constructors call this method last."""
         if (prefetch is not None and prefetch < 0) or batches_per_call < 1:
             raise ConfigurationError(
                 f"prefetch={prefetch}, batches_per_call={batches_per_call}: expected at least 0 "
@@ -70,11 +71,11 @@ class _SamplerOfOwner(SharedSampler):
 
     @property
     def batches_ahead(self) -> int:
-        """The number of batches that are drawn ahead at present, see ``prefetch``."""
+        """The number of batches to draw ahead at present, see ``prefetch``."""
         return 0 if self._source is None else self._source.batches_ahead
 
     def attach(self, storage: Storage) -> Any:
-        """Bind to the storage's client or directory. The buffer's constructor calls it.
+        """Bind to the storage's client or directory. The buffer's constructor calls this method.
 
         Idempotent."""
         if self._directory is not None:
@@ -109,7 +110,7 @@ class _SamplerOfOwner(SharedSampler):
         """Prepare the first draw."""
 
     def _law(self, batch_size: int) -> tuple[Law, int]:
-        """Return what is drawn for a batch of that many rows, and the number of units."""
+        """Return the law for a batch of that many rows, and its number of units."""
         return PRIORITIZED if self._prioritized else UNIFORM, batch_size
 
     def _rows_of(self, batch_size: int) -> int:
@@ -117,7 +118,7 @@ class _SamplerOfOwner(SharedSampler):
         return batch_size
 
     def _completed(self, batch: Drawn, count: int) -> Drawn:
-        """Return a batch of ``count`` rows as the directory's sampler would draw it."""
+        """Return a batch of ``count`` rows in the form in which the base class draws it."""
         return batch
 
     def _next(self, storage: Storage, batch_size: int) -> Drawn:
@@ -146,7 +147,7 @@ class _SamplerOfOwner(SharedSampler):
         return len(remote) > 0 and (gate is None or gate.can_sample(batch_size, self._source))
 
     def note_written(self, index: torch.Tensor, generation: torch.Tensor) -> None:
-        if self._source is None:  # the client notes them once they are known
+        if self._source is None:  # otherwise the client notes them when the host answers
             super().note_written(index, generation)
 
     def _empty(self) -> None:
@@ -158,8 +159,8 @@ class _SamplerOfOwner(SharedSampler):
 class RPCRandomSampler(_SamplerOfOwner, SharedRandomSampler):
     """Sample rows of other processes uniformly with replacement.
 
-    With several shards, every row has the same probability, given the lengths of the shards in the
-    replies to the batch. On the node of a single host this is a :class:`SharedRandomSampler`.
+    Every row of all shards has the same probability, given the shards' lengths in their replies for
+    the batch. On the node of a single host, this is a :class:`SharedRandomSampler`.
 
     Args:
         owner: the storage's owner.
@@ -189,35 +190,35 @@ class RPCPrioritizedSampler(_SamplerOfOwner, SharedPrioritizedSampler):
 
     Law, weights and defaults are those of :class:`SharedPrioritizedSampler`. With several shards,
     law and weights are those of one buffer that holds all rows. Row ``i`` is drawn with probability
-    exactly ``p_i / sum(p)`` over all shards, given the sums in the shards' replies for that batch,
-    and has the weight ``(p_i / min(p)) ** -beta`` with the minimum over all shards (``shard_law``
-    has the proof). On the node of a single host this is a :class:`SharedPrioritizedSampler` over
-    the host's directory.
+    exactly ``p_i / sum(p)``, given the sums in the shards' replies for that batch. Its weight is
+    ``(p_i / min(p)) ** -beta``. Sum and minimum are over all shards (``shard_law`` has the proof).
+    On the node of a single host, this is a :class:`SharedPrioritizedSampler` over the host's
+    directory.
 
-    One call per batch returns rows, indices and weights, and carries this process's priorities.
-    With ``prefetch=0``, a batch reflects everything that this process wrote before. Otherwise an
+    One call per batch sends this process's priorities, and returns rows, indices and weights. With
+    ``prefetch=0``, a batch reflects everything that this process wrote before. Otherwise an
     operation takes effect at most ``batches_ahead + batches_per_call`` batches later. Hosts draw
     the random numbers, so ranks with equal seeds draw different batches.
 
     Args:
         max_capacity: the buffer's capacity in rows, over all shards.
-        alpha: priority exponent, >= 0, which all processes share and must agree on.
-        beta: exponent of the importance weights in this process, >= 0. It is applied when a batch
-            is used, not when it is drawn.
+        alpha: priority exponent, >= 0. All processes share it, and must pass the same value.
+        beta: exponent of the importance weights in this process, >= 0. A change also applies to
+            batches that were drawn ahead.
         eps, dtype, reduction: as in :class:`SharedPrioritizedSampler`.
         owner: the storage's owner.
         prefetch: number of batches to draw ahead, which hides the round trip. Once less than half
-            of them are left, one call asks for the rest. None: two, or if the round trip takes 2 ms
-            or more, as many as hide it, up to 256 and 16 MiB. With a rate limiter, None is always
-            two. ``batches_ahead`` is the present number.
+            of them are left, one call asks for the rest. None: two, or as many as hide a round trip
+            of 2 ms or more, up to 256 batches and 16 MiB. With a rate limiter, None means two.
+            ``batches_ahead`` is the present number.
         batches_per_call: the fewest batches per call, at most ``prefetch``. A larger number saves
             messages, but makes rows older.
 
     Raises:
         ConfigurationError: as :class:`SharedPrioritizedSampler`.
         RuntimeError: from ``sample``, if no row is published.
-        DeadlineError, PeerLostError: from any call, if the host, or too many of several hosts, do
-            not answer.
+        DeadlineError, PeerLostError: from any call, if fewer than ``owner.min_shards`` hosts
+            answer.
 
     Example:
         >>> with session() as me:
@@ -265,7 +266,7 @@ class RPCPrioritizedSampler(_SamplerOfOwner, SharedPrioritizedSampler):
         client.invoke_everywhere("use_priorities", self._alpha, self._eps)
         try:
             client.apply_queued()
-        except RemoteError:  # one host's error; the others have refused for the same reason
+        except RemoteError:  # the other hosts refused for the same reason
             for link in client.links:
                 link.failure()
             raise
@@ -301,7 +302,7 @@ class RPCPrioritizedSampler(_SamplerOfOwner, SharedPrioritizedSampler):
 
 
 class _SlicesOfOwner(_SamplerOfOwner, SharedSliceSampler):
-    """The base of samplers of slices. Each host chooses slices among its own rows."""
+    """The base of the samplers of slices. Each host chooses slices among its own rows."""
 
     def _set_owner(self, owner: ReplayOwner, *ahead: Any) -> None:
         if self._by_end:
@@ -350,7 +351,7 @@ class _SlicesOfOwner(_SamplerOfOwner, SharedSliceSampler):
         return batch
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Return whether a run is long enough. Over hosts, it blocks for two calls."""
+        """Return whether a run of rows is long enough. Over hosts, this blocks for two calls."""
         if not super().can_sample(storage, batch_size):
             return False
         return self._source is None or self._source.can_draw(batch_size)
@@ -361,15 +362,15 @@ class RPCSliceSampler(_SlicesOfOwner):
 
     It replaces TorchRL's ``SliceSampler``, and draws as :class:`SharedSliceSampler` does. With
     several shards the law is that of one buffer that holds all rows. Every run of rows that is long
-    enough has exactly the same probability over all shards, given the numbers of runs in the
-    shards' replies for that batch. A slice is in one shard, and is read as a whole or not at all.
-    On the node of a single host this is a :class:`SharedSliceSampler`.
+    enough has exactly the same probability, given the numbers of runs in the shards' replies for
+    that batch. All rows of a slice are in one shard, and are read together or not at all. On the
+    node of a single host, this is a :class:`SharedSliceSampler`.
 
     With several hosts, rows must number the steps of their trajectory (``step_key``), as TorchRL's
     ``StepCounter`` does. Rows of a trajectory may be in several shards, for example because a host
-    did not answer for a while, and a slice never crosses such a gap.
+    did not answer for a while. Such a trajectory has a gap in each shard, which no slice crosses.
 
-    After writes, each draw scans the versions of a host's ring once.
+    A draw after a write scans the versions of the host's whole ring.
 
     Args:
         owner: the storage's owner.
@@ -381,8 +382,8 @@ class RPCSliceSampler(_SlicesOfOwner):
         ConfigurationError: as :class:`SharedSliceSampler`, and for ``end_key``.
         RuntimeError: from ``sample``, if there is no row, or no run is long enough.
         RemoteError: from ``sample``, if the rows do not have the keys.
-        DeadlineError, PeerLostError: from any call, if the host, or too many of several hosts, do
-            not answer.
+        DeadlineError, PeerLostError: from any call, if fewer than ``owner.min_shards`` hosts
+            answer.
 
     Example:
         >>> with session() as me:
@@ -414,19 +415,19 @@ class RPCSliceSampler(_SlicesOfOwner):
 class RPCPrioritizedSliceSampler(
     _SlicesOfOwner, RPCPrioritizedSampler, SharedPrioritizedSliceSampler
 ):
-    """Sample slices from rows of other processes, with first rows drawn by priority.
+    """Sample slices from rows of other processes. The first row of a slice is drawn by priority.
 
     It replaces TorchRL's ``PrioritizedSliceSampler``. Law and weights are those of
-    :class:`SharedPrioritizedSliceSampler`, with several shards over one buffer that holds all rows.
-    A row that may begin a slice is drawn with probability exactly ``p_i / sum(p)`` over such rows
-    of all shards, given the sums in the shards' replies for that batch. See
-    :class:`RPCSliceSampler` for hosts, and :class:`RPCPrioritizedSampler` for priorities.
+    :class:`SharedPrioritizedSliceSampler` over one buffer that holds the rows of all shards. A row
+    that may begin a slice is drawn with probability exactly ``p_i / sum(p)``. The sum is over all
+    such rows, and is taken from the shards' replies for that batch. See :class:`RPCSliceSampler`
+    for hosts, and :class:`RPCPrioritizedSampler` for priorities.
 
     Args:
         max_capacity, alpha, beta, eps, dtype, reduction: as in :class:`RPCPrioritizedSampler`.
         owner, prefetch, batches_per_call: as in :class:`RPCPrioritizedSampler`.
-        options: those of :class:`RPCSliceSampler` except ``pad_output``. A ``span`` to the left is
-            turned off with a warning, as in TorchRL's class.
+        options: those of :class:`RPCSliceSampler` except ``pad_output``. Like TorchRL's class, this
+            class turns off a ``span`` to the left, with a warning.
 
     Example:
         >>> with session() as me:
@@ -467,11 +468,12 @@ class RPCSamplerWithoutReplacement(SharedSamplerWithoutReplacement, _SamplerOfOw
     """Sample rows of other processes uniformly without replacement, over the whole job.
 
     It replaces TorchRL's ``SamplerWithoutReplacement``, and draws as
-    :class:`SharedSamplerWithoutReplacement` does. In a pass over all shards, each row is drawn at
-    most once, by any of the processes. The next pass begins with the first sample that finds
-    nothing left in any shard that answers. If a shard does not answer at that moment, its remaining
-    rows are omitted. A sample is one call, because nothing is drawn ahead. Rows of a batch come
-    shard by shard. On the node of a single host this is a :class:`SharedSamplerWithoutReplacement`.
+    :class:`SharedSamplerWithoutReplacement` does. In a pass over all shards, all processes together
+    draw each row at most once. The next pass begins when a sample finds no rows left in the shards
+    that answer. If a shard does not answer at that moment, the ended pass omits its remaining rows.
+    Nothing is drawn ahead, so each sample waits for a call. Rows of a batch are in the order of
+    their shards. On the node of a single host, this is a
+    :class:`SharedSamplerWithoutReplacement`.
 
     Args:
         drop_last: omit the last batch of a pass if it is not full.
@@ -481,8 +483,8 @@ class RPCSamplerWithoutReplacement(SharedSamplerWithoutReplacement, _SamplerOfOw
     Raises:
         ConfigurationError: as :class:`SharedSamplerWithoutReplacement`.
         RuntimeError: from ``sample``, if no row is published.
-        DeadlineError, PeerLostError: from any call, if the host, or too many of several hosts, do
-            not answer.
+        DeadlineError, PeerLostError: from any call, if fewer than ``owner.min_shards`` hosts
+            answer.
 
     Example:
         >>> with session() as me:

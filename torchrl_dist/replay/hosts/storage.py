@@ -29,8 +29,8 @@ from torchrl_dist.replay.saving.snapshot import CHUNK_BYTES
 
 
 class _StorageOfOwner(Storage):
-    """A storage whose pickle has only its owner. The receiving process builds its own storage from
-    the owner."""
+    """A storage that is pickled as its owner. The process that unpickles it builds a storage of its
+    own from the owner."""
 
     owner: ReplayOwner
 
@@ -50,15 +50,15 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
     :class:`RPCSamplerWithoutReplacement`, :class:`RPCSliceSampler` or
     :class:`RPCPrioritizedSliceSampler`.
 
-    If the buffer has a single host, ``RemoteStorage(owner)`` on the host's node returns a
-    :class:`SharedMemmapStorage` for the host's directory instead, and the samplers are replaced
-    accordingly, so RPC is not used. A pickled copy on another node uses RPC.
+    If the buffer has a single host, processes on the host's node do not use RPC. There,
+    ``RemoteStorage(owner)`` returns a :class:`SharedMemmapStorage` for the host's directory, and
+    the samplers draw from this directory. A copy that is unpickled on another node uses RPC.
 
-    ``extend`` and ``update_priority`` queue their work and return. The index that ``extend``
-    returns, and sets in the data, is -1 until the host's answer fills it in. :meth:`flush` waits
-    for that answer. If an operation fails at the host, a later call raises its error. ``len``,
-    reading by index, ``empty`` and saving block for one call, which the host answers after all
-    earlier operations.
+    ``extend`` and ``update_priority`` queue their work and return. ``extend`` returns the index,
+    and sets it in the data. The index is -1 until the host's answer fills it in; :meth:`flush`
+    waits for that answer. If an operation fails at the host, a later call raises the error.
+    ``len``, reading by index, ``empty`` and saving block for one call, which the host answers after
+    all earlier operations.
 
     Args:
         owner: the result of :func:`host_replay`.
@@ -78,7 +78,7 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
     """
 
     attaches_by_session = True
-    """Whether the process of the copy must be in the session."""
+    """Whether the process that unpickles a copy must be in the session."""
 
     samplers_to_use: ClassVar[Mapping[str, str]] = {
         name: form.replace("Shared", "RPC").replace(")", ", owner=owner)").replace("(, ", "(")
@@ -99,7 +99,7 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
             return storage
         return super().__new__(cls)
 
-    _pace: Pace | None = None  # the pace of reads
+    _pace: Pace | None = None  # of reads by index
 
     def __init__(self, owner: ReplayOwner) -> None:
         self.owner = owner
@@ -118,14 +118,14 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
         """Block until the hosts have applied everything that this process queued.
 
         Raises:
-            DeadlineError, PeerLostError: the host does not answer, or a host that was left out has
-                not applied operations of this process.
+            DeadlineError: a host with operations of this process does not answer. They stay queued.
+            PeerLostError: the only host, or too many of several hosts, are lost.
             RemoteError: an operation failed at a host.
         """
         self.client.flush()
 
     def close(self) -> None:
-        """Flush, and end this process's use of the storage. The end of the session does this,
+        """Flush, and end this process's use of the storage. The session does this at its end,
         too."""
         self.client.close()
 
@@ -170,7 +170,7 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
 
     @property
     def limiter_counts(self) -> Counts:
-        """The counts of rows that the limiter uses, summed over the hosts that answer.
+        """The counts that the limiter uses, summed over the hosts.
 
         Blocks for one call, which the hosts answer after all operations of this process."""
         self.client.states()
@@ -184,8 +184,8 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
         """Queue rows, see :meth:`SharedMemmapStorage.append`.
 
         The returned slots and generations are -1 until the host has answered. If a limiter limits
-        writes, this blocks for one call, and until the rows are admitted. If one shard cannot hold
-        all rows, this blocks until they are written."""
+        writes, this blocks for one call, and then until the limiter admits the rows. If one shard
+        cannot hold all rows, this blocks until the hosts have written them."""
         check_batch(data)
         if priority is not None:
             check_priorities(priority)
@@ -243,8 +243,8 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
         return generation
 
     def empty(self, *, reset_write_count: bool = True) -> None:
-        """Drop all rows, for all processes. A host that does not answer drops its rows when it
-        returns."""
+        """Drop all rows, for all processes. A host that does not answer now drops its rows when it
+        answers again."""
         try:
             self.client.invoke_everywhere("empty", reset_write_count, secrets.randbits(62))
             self.client.apply_queued()
@@ -277,11 +277,12 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
 
     @staticmethod
     def _is_from_the_end(index: slice) -> bool:
-        """Whether a slice counts from the last written slot, as its negative bounds do.
+        """Return whether a slice counts from the last written slot, as ``-5:`` and ``-5:-2`` do.
 
         Raises:
-            IndexError: only one of its bounds does. An index of several shards counts the slots of
-                each, also those not in use, so nothing lies between the bounds.
+            IndexError: one bound counts from the first slot and the other from the last, as in
+                ``:-2``. Over several shards the first count includes unused slots, and the second
+                does not.
         """
         bounds = [bound for bound in (index.start, index.stop) if bound is not None]
         if not any(bound < 0 for bound in bounds):
@@ -308,7 +309,8 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
         return torch.from_numpy(global_index(shard, slot, self.owner.shard_capacity))
 
     def _rows_at(self, index: np.ndarray, *, wait: bool = True) -> TensorDictBase:
-        """Read in parts, each with its own deadline, because the connection's speed is unknown."""
+        """Read rows in parts. Each part has a deadline of its own, because the connection's speed
+        is unknown."""
         left = self._by_shard(index) or [(0, index, index)]
         self._pace = pace = self._pace or Pace(self.client.timeout_s, CHUNK_BYTES)
         spec, found, places = None, [], []
@@ -333,7 +335,9 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
         return rows.build(rows.tensors(columns, spec), spec, (index.size,))
 
     def _by_shard(self, index: np.ndarray) -> list[tuple[int, np.ndarray, np.ndarray]]:
-        """Return ``(shard, positions, slots)`` of the entries >= 0."""
+        """Return ``(shard, positions, slots)`` for each shard, without entries below 0.
+
+        ``positions`` are the shard's entries in ``index``, and ``slots`` their slots."""
         if index.size and index.max() >= self.max_size:
             raise IndexError(f"index {index.max()} is beyond the capacity {self.max_size}")
         shards, slots = split_index(index, self.owner.shard_capacity)
@@ -349,7 +353,7 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
     # --- saving ------------------------------------------------------------------------------
 
     def shards(self) -> list[RemoteShard | None]:
-        """Return the shards of all hosts that answer, for saving."""
+        """Return the shards, for saving. A shard is None if its host does not answer."""
         self.client.check()
         era = secrets.randbits(62)
         return [
