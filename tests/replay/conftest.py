@@ -20,7 +20,7 @@ from torchrl_dist.runtime import ForkServer
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A replay directory in memory, removed afterwards."""
+    """Yield the path of a replay directory in memory, which is removed after the test."""
     path = Path("/dev/shm") / f"torchrl_dist-test-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     yield path
     shutil.rmtree(path, ignore_errors=True)
@@ -35,7 +35,7 @@ def kept_as(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def make_rows(values: torch.Tensor | range, width: int = 4) -> TensorDict:
-    """Rows whose fields all repeat one value, so that a mix of two rows is recognised."""
+    """Make rows whose fields all repeat one value, so that a mix of two rows is recognised."""
     value = torch.as_tensor(list(values), dtype=torch.int64)
     n = value.numel()
     return TensorDict(
@@ -50,7 +50,7 @@ def make_rows(values: torch.Tensor | range, width: int = 4) -> TensorDict:
 
 @pytest.fixture
 def make_buffer(folder: Path) -> Iterator[Callable[..., Any]]:
-    """Open buffers like ``faults.attach``, in a folder that the last buffer removes."""
+    """Open buffers as ``faults.attach`` does, in a folder that the last buffer removes."""
     built: list[Any] = []
 
     def make(capacity: int = 64, **options: Any) -> Any:
@@ -72,7 +72,7 @@ def cluster(folder: Path, fork_server: ForkServer) -> Iterator[Session]:
 
 @pytest.fixture
 def make_hosted(cluster: Session, folder: Path) -> Callable[..., HostedReplayBuffer]:
-    """A buffer that the first owners keep, used by RPC."""
+    """Make a buffer whose rows are in the first owners. The test uses it by RPC."""
 
     def make(shards: int = 1, **options: Any) -> HostedReplayBuffer:
         where = {"hosts": cluster.of_role("owner")[:shards], "scratch_dir": folder}

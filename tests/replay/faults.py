@@ -1,6 +1,6 @@
 """Faults for the shared replay: processes that die, stop or are interrupted at a chosen instant.
 
-Nothing in the package knows of them. An instant is chosen in one of four ways:
+The package has no code for these faults. An instant is chosen in one of four ways:
 
 - by *step*: the n-th function call, line or return in ``torchrl_dist/replay`` (:func:`at_step`), so
   that a sweep over n passes through every point of an operation;
@@ -60,11 +60,11 @@ _PACKAGE = str(Path(torchrl_dist.replay.__file__).parent)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-# --- rows that show what became of them ----------------------------------------------------------
+# --- rows that show whether they are whole --------------------------------------------------------
 
 
 def rows_of(keys: np.ndarray | range, width: int = 8) -> TensorDict:
-    """Rows of which every element follows from the row's key and the element's position."""
+    """Make rows in which the row's key and an element's position determine the element."""
     key = torch.as_tensor(np.asarray(keys), dtype=torch.int64)
     return TensorDict(
         {
@@ -86,7 +86,7 @@ def torn_rows(batch: TensorDict) -> int:
 
 
 def priority_of(keys: torch.Tensor) -> torch.Tensor:
-    """float64 in 0.1 .. 10.1, scattered over the keys."""
+    """Return a priority per key, float64, scattered over 0.1 .. 10.1."""
     return 0.1 + (keys * 2654435761 % 1000).double() / 100
 
 
@@ -102,9 +102,9 @@ def attach(
     batch_size: int = 64,
     **more: Any,
 ) -> Any:
-    """A buffer over the rows in the folder. ``more`` is for the buffer, or for its storage.
+    """Open a buffer over the rows in the folder. ``more`` is for the buffer, or for its storage.
 
-    In a test with the fixture ``kept_as``, the rows may be kept as frames, in its children too."""
+    In a test with the fixture ``kept_as``, the rows may be kept as frames, also in its children."""
     of_storage = ("job_id", "keep", "timeout_s", "limiter", "resume", "gather_threads", "frames")
     options = {name: more.pop(name) for name in of_storage if name in more}
     if os.environ.get(FRAMES):
@@ -130,12 +130,12 @@ def published(directory: ReplayDirectory) -> np.ndarray:
 
 
 def assert_lock_is_free(directory: ReplayDirectory) -> None:
-    """No other process holds the turnstile or the mutex."""
+    """Check that no other process holds the turnstile or the mutex."""
     assert not is_held(directory.lock_fd, 0, 2)
 
 
 def assert_sound(rb: TensorDictReplayBuffer) -> None:
-    """The invariants at the head of ``directory.py``, the tree, the length; and all rows whole."""
+    """Check the invariants of ``directory.py``, the tree, the length, and that rows are whole."""
     directory = rb.storage.directory
     assert_lock_is_free(directory)
     with directory.lock():
@@ -158,7 +158,7 @@ def assert_sound(rb: TensorDictReplayBuffer) -> None:
 
 
 def start_at(directory: ReplayDirectory, count: int) -> int:
-    """Pretend that each slot was written that many times. Return the first ticket."""
+    """Pretend that each slot was written ``count`` times. Return the first ticket."""
     words, ticket = directory.words, count // directory.capacity * directory.capacity
     words[Word.CURSOR] = words[Word.BASE] = ticket
     words[Word.WRITE_COUNT] = words[Word.INSERT_BASE] = count
@@ -167,7 +167,7 @@ def start_at(directory: ReplayDirectory, count: int) -> int:
 
 
 def own_claims(directory: ReplayDirectory) -> int:
-    """Reservations of this process that are not published or abandoned."""
+    """Count this process's reservations that are neither published nor abandoned."""
     claims = directory.claims
     return int(((claims[:, CLAIM_COUNT] > 0) & (claims[:, CLAIM_MEMBER] == directory.member)).sum())
 
@@ -176,7 +176,7 @@ def own_claims(directory: ReplayDirectory) -> int:
 
 
 def start(function: Callable[..., Any], *arguments: Any) -> int:
-    """Fork; a few ms, whatever is loaded. Returns the pid."""
+    """Fork and return the pid. This takes a few ms, however many modules are loaded."""
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -186,7 +186,7 @@ def start(function: Callable[..., Any], *arguments: Any) -> int:
     try:
         faulthandler.disable()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        gc.freeze()  # what belongs to the parent is not for this process to finalize
+        gc.freeze()  # this process must not finalize the parent's objects
         torch.set_num_threads(1)
         function(*arguments)
         status = 0
@@ -198,7 +198,7 @@ def start(function: Callable[..., Any], *arguments: Any) -> int:
 
 
 def end_of(pid: int, timeout_s: float = 60.0) -> int:
-    """Wait for a child; its exit status, or minus the signal that ended it."""
+    """Wait for a child. Return its exit status, or minus the signal that ended it."""
     fd = os.pidfd_open(pid)
     try:
         in_time = select.select([fd], [], [], timeout_s)[0]
@@ -212,13 +212,13 @@ def end_of(pid: int, timeout_s: float = 60.0) -> int:
 
 
 def run_forked(function: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0) -> int:
-    """Run in a forked child until it ends; its exit status, or minus the signal."""
+    """Run in a forked child. Return its exit status, or minus the signal that ended it."""
     return end_of(start(function, *arguments), timeout_s)
 
 
 @contextlib.contextmanager
 def forked(function: Callable[..., Any], *arguments: Any) -> Iterator[int]:
-    """The pid of a child that is killed at the end, if it still runs then."""
+    """Yield the pid of a child, which is killed at the end of the block if it still runs."""
     pid = start(function, *arguments)
     fd = os.pidfd_open(pid)
     try:
@@ -242,7 +242,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
 
 
 def in_thread(function: Callable[[], Any]) -> Future:
-    """Call it in another thread, for which the end of this process does not wait."""
+    """Call ``function`` in another thread. The process ends without waiting for that thread."""
     future: Future = Future()
 
     def run() -> None:
@@ -300,9 +300,9 @@ def interrupted_at(point: int) -> contextlib.AbstractContextManager[Callable[[],
 def at_point(point: int, handler: Callable[[], object]) -> Iterator[Callable[[], int]]:
     """Call ``handler`` at the given point (from 1) of this thread inside the replay package.
 
-    A point is where Python may handle a signal: the entry of a function, or just after a call, but
-    not the one with which a ``with`` statement enters. Yields a function that says how many points
-    there were. The handler is called on top of what it interrupts, as that of a signal is.
+    At a point, Python may handle a signal. It is the entry of a function, or just after a call
+    except the call that enters a ``with`` block. Yields a function that returns the number of
+    points. As with a signal, the handler interrupts the code at the point.
     """
     done = 0
 
@@ -343,7 +343,7 @@ class Stores:
         self._library.disarm.restype = ctypes.c_long
 
     def watch(self, directory: ReplayDirectory) -> None:
-        """In the child, once it has joined."""
+        """Count the child's stores. The child calls this after joining."""
         tables = [
             (directory.words_address, "control.bin"),
             (directory.versions.ctypes.data, "versions.bin"),
@@ -358,7 +358,7 @@ class Stores:
 
     @contextlib.contextmanager
     def dying_at(self, store: int) -> Iterator[None]:
-        """Be killed before the store of that number, from 1; 0: never."""
+        """Kill this process before the store with this number, from 1. With 0, never kill it."""
         self._library.arm(ctypes.c_long(store))
         try:
             yield
@@ -367,7 +367,7 @@ class Stores:
 
 
 def die_on_store(address: int) -> None:
-    """Have this process die (SIGSEGV) when it first stores to the page at the address."""
+    """Let this process die (SIGSEGV) when it first stores to the page at the address."""
     start = address // mmap.PAGESIZE * mmap.PAGESIZE
     if _libc.mprotect(ctypes.c_void_p(start), ctypes.c_size_t(mmap.PAGESIZE), 1):
         raise OSError(ctypes.get_errno(), "mprotect")

@@ -1,4 +1,4 @@
-"""Functions that tests run in other processes; imports little, because each process imports it."""
+"""Functions that tests run in other processes. It imports little, because each imports it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def settle(buffer: Any) -> None:
 
 
 def slow_down(delay_s: float, calls: int | None = None) -> None:
-    """Runs in an owner: its next calls, or all from now on, take that long."""
+    """In an owner, delay the next ``calls`` calls, or all calls from now on."""
     serve = ReplayHost.serve
     counter = itertools.count()
 
@@ -42,8 +42,8 @@ def slow_down(delay_s: float, calls: int | None = None) -> None:
 
 
 def when_rows_are_saved(what: str, writes: int) -> None:
-    """Runs in an owner that writes its rows to a checkpoint: after that many writes to files the
-    disk is full once, or the process is killed or paused."""
+    """In an owner that saves its rows, cause a failure after ``writes`` writes to files: the disk
+    is full once, or the process is killed or paused."""
     pwrite, counter = os.pwrite, itertools.count()
 
     def fail(fd: int, data: memoryview, offset: int) -> int:
@@ -60,7 +60,7 @@ _synced: list[str] = []
 
 
 def note_syncs() -> None:
-    """Runs in an owner, before :func:`synced_here`."""
+    """In an owner, record which files it syncs, for :func:`synced_here`."""
     fsync = os.fsync
 
     def note(fd: int) -> None:
@@ -71,22 +71,22 @@ def note_syncs() -> None:
 
 
 def synced_here() -> list[str]:
-    """Runs in an owner: files that it had synced, as often as it had."""
+    """In an owner, return the files that it synced, with one entry per sync."""
     return _synced
 
 
 def written_here() -> int:
-    """Runs in an owner: rows ever written to its buffers."""
+    """In an owner, return the number of rows ever written to its buffers."""
     return sum(host.storage.write_count for host in keeper._hosts.values())
 
 
 def build_here(**options: Any) -> ReplayOwner:
-    """Runs in any process: the keepers of its buffer."""
+    """In any process, build its buffer and return the buffer's owner."""
     return replay_buffer(current_session(), **options).storage.owner
 
 
 def descriptors_here() -> tuple[int, list[str]]:
-    """Runs in any process: how many descriptors and which files of replay buffers it has open."""
+    """In any process, count open descriptors, and list the mapped files of replay buffers."""
     gc.collect()
     maps = Path("/proc/self/maps").read_text().splitlines()
     rows = [line.split()[-1] for line in maps if "torchrl_dist-" in line and ".bin" in line]
@@ -94,14 +94,14 @@ def descriptors_here() -> tuple[int, list[str]]:
 
 
 def draw_ids(buffer: HostedReplayBuffer) -> list[int]:
-    """Samples after seeding everything alike."""
+    """Sample after seeding all generators equally."""
     torch.manual_seed(0)
     np.random.seed(0)
     return sample_times(buffer, 4)
 
 
 def extend_twice(buffer: HostedReplayBuffer) -> torch.Tensor:
-    """The indices of two extends of 8 rows."""
+    """Return the indices of two extends of 8 rows."""
     value = torch.arange(8)
     rows = {"id": value, "obs": value[:, None].expand(8, 4).double()}
     rows["next"] = TensorDict({"obs": rows["obs"] + 0.5}, [8])
@@ -111,7 +111,7 @@ def extend_twice(buffer: HostedReplayBuffer) -> torch.Tensor:
 
 
 def write_by_rpc(buffer: HostedReplayBuffer, number: int) -> None:
-    """Extend indefinitely with rows as ``faults.rows_of`` makes them, of keys of its own."""
+    """Extend indefinitely with rows of ``faults.rows_of``. Each ``number`` has its own keys."""
     from tests.replay.faults import rows_of
 
     for first in itertools.count(number << 40, 40):
@@ -121,7 +121,7 @@ def write_by_rpc(buffer: HostedReplayBuffer, number: int) -> None:
 
 
 def write_until(buffer: HostedReplayBuffer, rows: int, extend: int) -> int:
-    """Extend with that many rows at a time, ``rows`` in all; how many times."""
+    """Write ``rows`` rows, ``extend`` at a time. Return the number of extends."""
     value = torch.arange(extend)
     data = {"id": value, "obs": value[:, None].expand(extend, 4).double()}
     data["next"] = TensorDict({"obs": data["obs"] + 0.5}, [extend])
@@ -132,7 +132,7 @@ def write_until(buffer: HostedReplayBuffer, rows: int, extend: int) -> int:
 
 
 def sample_times(buffer: HostedReplayBuffer, times: int) -> list[int]:
-    """The ids of that many samples."""
+    """Return the ids of ``times`` samples."""
     found = []
     for _ in range(times):
         found += buffer.sample()["id"].tolist()
@@ -141,7 +141,7 @@ def sample_times(buffer: HostedReplayBuffer, times: int) -> list[int]:
 
 
 def sample_until_refused(buffer: HostedReplayBuffer, timeout_s: float) -> list[int]:
-    """The ids of samples until the limiter lets none pass for ``timeout_s``."""
+    """Return the ids of samples until the limiter refuses one for ``timeout_s``."""
     buffer.storage.client.timeout_s = timeout_s
     found = []
     while True:
@@ -152,7 +152,7 @@ def sample_until_refused(buffer: HostedReplayBuffer, timeout_s: float) -> list[i
 
 
 def write_trajectories(buffer: HostedReplayBuffer, writer: int, seconds: float) -> int:
-    """Extend with trajectories of random lengths, in parts, for that long; how many rows."""
+    """Extend with parts of random trajectories for ``seconds``. Return the number of rows."""
     from tests.replay.test_slices import trajectory
 
     random, end, rows = np.random.default_rng(writer), time.monotonic() + seconds, 0

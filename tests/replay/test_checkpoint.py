@@ -1,4 +1,4 @@
-"""Checkpoints of one directory: what is in them, whatever others do, and after a crash."""
+"""Checkpoints of one directory: their content, during writes of others and after a crash."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def rb(folder: Path) -> Iterator[TensorDictReplayBuffer]:
 
 
 def fill(rb: TensorDictReplayBuffer, first: int, count: int) -> None:
-    """Rows with these keys and priorities of their own."""
+    """Write rows with these keys, each with its own priority."""
     for at in range(first, first + count, CAPACITY // 8):
         keys = range(at, min(at + CAPACITY // 8, first + count))
         rb.update_priority(rb.extend(rows_of(keys)), priority_of(torch.tensor(list(keys))))
@@ -92,7 +92,7 @@ def assert_own_priorities(saved: SavedShard) -> None:
 
 @contextlib.contextmanager
 def before_rows_are_written(function: Callable[[], None]) -> Iterator[None]:
-    """Call it in another thread each time that rows of a chunk go to the disk."""
+    """Call ``function`` in another thread before rows of each chunk are written to disk."""
     original = disk.ShardFiles.write
 
     def write(self: disk.ShardFiles, arrays: list[np.ndarray]) -> None:
@@ -603,7 +603,7 @@ def test_a_batch_ahead_that_failed_does_not_fail_a_restore(make_buffer, tmp_path
 def test_rows_with_and_without_streams_and_wider_text_are_restored(
     folder: Path, tmp_path: Path
 ) -> None:
-    """Streams are unknown then; a field for text has room for what is saved."""
+    """Streams are then unknown. A field for text has room for the saved text."""
 
     def rows_with(text: str, first: int) -> TensorDict:
         found = make_rows(range(first, first + 10))

@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, and folders in which others keep files of their own."""
+"""Damaged checkpoints, and folders in which other programs keep files."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def rb(folder: Path) -> SharedReplayBuffer:
 
 
 def state_of(rb: SharedReplayBuffer) -> dict[str, Any]:
-    """All that a refused checkpoint must leave as it was."""
+    """Return everything that a refused checkpoint must leave unchanged."""
     directory = rb.storage.directory
     return {
         "keys": rb[:]["key"].tolist(),
@@ -206,7 +206,7 @@ def test_something_else_than_a_state_changes_nothing(rb, state: Any) -> None:
 
 
 def _sign(manifest: dict) -> dict:
-    """Add the right checksum, as a program that writes nonsense would."""
+    """Add the right checksum, as a program with a bug would."""
     manifest.pop("checksum", None)
     text = json.dumps(manifest, sort_keys=True).encode()
     return manifest | {"checksum": zlib.crc32(text)}
@@ -284,7 +284,7 @@ def test_a_manifest_of_others_is_not_replaced(rb, tmp_path: Path) -> None:
 
 
 def test_a_note_of_others_removes_nothing(rb, tmp_path: Path) -> None:
-    """The file that lists folders of killed writers is not trusted beyond this folder."""
+    """In the file that lists folders of killed writers, names of other folders are ignored."""
     outside = tmp_path / "outside" / "rows-0123456789ab"
     (outside / "shard-0").mkdir(parents=True)
     (outside / "shard-0" / "key.bin").write_text("mine")

@@ -1,4 +1,4 @@
-"""Checkpoints of buffers that other processes keep, restored to as many shards or others."""
+"""Checkpoints of buffers over hosts, restored to the same or another number of shards."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Make = Callable[..., HostedReplayBuffer]
 
 @pytest.fixture
 def make(make_hosted: Make, monkeypatch) -> Make:
-    """A buffer over that many shards, of 48 rows each unless told otherwise."""
+    """Make a buffer over some shards, with 48 rows each by default."""
     monkeypatch.setattr(snapshot, "_CHUNK_ROWS", 8)
     names = iter("abcdef")
 
@@ -46,21 +46,21 @@ def make(make_hosted: Make, monkeypatch) -> Make:
 
 
 def rows_of(ids: range | list[int]) -> TensorDict:
-    """Each with a priority of its own."""
+    """Make rows, each with its own priority."""
     data = make_rows(ids)
     data["td_error"] = 1.0 + data["id"].double()
     return data
 
 
 def fill(buffer: HostedReplayBuffer, extends: int) -> None:
-    """That many extends of 10 rows, to the shards in turn, with priorities of their own."""
+    """Extend ``extends`` times with 10 rows of different priorities, to the shards in turn."""
     for extend in range(extends):
         buffer.extend(rows_of(range(10 * extend, 10 * extend + 10)))
     buffer.flush()
 
 
 def law(buffer: HostedReplayBuffer) -> dict[int, float]:
-    """The mass of each row, from many draws: weights are (p / p_min) ** -beta."""
+    """Estimate the mass of each row from many draws: weights are (p / p_min) ** -beta."""
     found: dict[int, float] = {}
     for _ in range(100):
         batch = buffer.sample()
@@ -142,7 +142,7 @@ def test_one_nodes_checkpoint_goes_to_shards_and_back(make, folder: Path, tmp_pa
 
 
 def hide_folders(monkeypatch) -> None:
-    """From the hosts, as if they were on other machines."""
+    """Hide folders from the hosts, as if the hosts were on other machines."""
     shard = disk.DumpWriter.shard
 
     @contextlib.contextmanager
@@ -155,7 +155,7 @@ def hide_folders(monkeypatch) -> None:
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    """The rows' files by name."""
+    """Return the content of the rows' files, by name."""
     (rows,) = path.glob("rows-*")
     return {str(each.relative_to(rows)): each.read_bytes() for each in rows.rglob("*.bin")}
 

@@ -1,4 +1,4 @@
-"""Which rows go where when a checkpoint is given to another number of shards. Pure."""
+"""Where rows go when a checkpoint is restored to another number of shards. Needs no files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPEC = RowSpec((ColumnSpec(("key",), torch.int64, ()),))
 
 
 def saved_shard(number: int, capacity: int, cursor: int, gaps: set[int], alpha=0.6) -> SavedShard:
-    """A shard after ``cursor`` rows: keys say shard and ticket; slots in ``gaps`` are missing."""
+    """Make a shard after ``cursor`` rows. Keys tell shard and ticket; ``gaps`` are empty slots."""
     tickets = [t for t in range(max(0, cursor - capacity), cursor) if t % capacity not in gaps]
     slots = np.array([t % capacity for t in tickets], dtype=np.int64)
     versions = np.array([2 * (t // capacity + 1) for t in tickets], dtype=np.int64)

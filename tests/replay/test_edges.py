@@ -1,4 +1,4 @@
-"""Small things that users of TorchRL's buffers try, and what they get here."""
+"""Small things that users of TorchRL's buffers try, and their results with shared buffers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_an_empty_batch_is_written_as_nothing(make_buffer, kind) -> None:
 
 @pytest.mark.parametrize("wrong", [1e150, -1.0, float("nan"), "too few"])
 def test_a_refused_batch_has_overwritten_nothing(make_buffer, wrong) -> None:
-    """Only the last of its parts is wrong, and only under this alpha."""
+    """Only the last part of the batch is wrong, and only under this alpha."""
     rb = make_buffer(64, alpha=2.0, kind=SharedReplayBuffer, batch_size=8)
     rb.extend(make_rows(range(64)))
     before = rb.storage.generations_of(torch.arange(64)).tolist(), rb[:]["id"].tolist()

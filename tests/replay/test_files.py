@@ -1,4 +1,4 @@
-"""Whose files and locks are whose: what a replay directory adopts, refuses, keeps and removes."""
+"""Files and locks: which of them a replay directory adopts, refuses, keeps and removes."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_child_of_a_killed_member_does_not_keep_it_alive(folder: Path) -> None
 
 
 def contents(folder: Path) -> dict[str, Any]:
-    """Every file below the folder with its bytes, every folder and link by name."""
+    """Return every file below the folder with its bytes, and every folder and link by name."""
     return {
         str(each.relative_to(folder)): os.readlink(each)
         if each.is_symlink()
@@ -159,7 +159,7 @@ def test_a_link_is_followed_once(folder: Path, tmp_path: Path) -> None:
 
 
 def test_only_folders_that_this_project_renamed_are_removed(folder: Path) -> None:
-    """Folders whose names look like those of half removed directories."""
+    """Other folders have names like those of partly removed directories."""
     foreign = folder.with_name(f".{folder.name}.removed-1")
     by_name = folder.with_name(f".{folder.name}.removed-old")
     half = folder.with_name(f".{folder.name}.removed-2")
@@ -198,7 +198,7 @@ def test_a_mount_point_is_emptied_and_can_be_used_again(mount_point: Path) -> No
 def test_killed_while_files_are_removed_one_by_one_the_next_one_works(
     folder: Path, beside: bool
 ) -> None:
-    """A directory that cannot be renamed as a whole, at every step of its removal."""
+    """The directory cannot be renamed as a whole. The kill comes at every step of its removal."""
 
     def close(step: int) -> None:
         storage = store(folder)
@@ -353,7 +353,7 @@ _DAMAGE: dict[str, Callable[[Path], object]] = {
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory that a job has left."""
+    """Make a directory that a job has left."""
     folder = tmp_path_factory.mktemp("sound") / "replay"
     rb = SharedReplayBuffer(storage=store(folder, keep=True), batch_size=4)
     rb.extend(rows_of(range(40)))

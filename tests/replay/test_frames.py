@@ -38,7 +38,7 @@ STACK, SIDE = 4, 3
 
 
 class Episodes:
-    """Rows of an env with stacks of frames, padded by the first frame or by zeros."""
+    """Make rows of an env with stacks of frames, padded by the first frame or by zeros."""
 
     def __init__(self, seed: int, steps: int = 1, zeros: bool = False, mean: int = 20) -> None:
         self.random = np.random.default_rng(seed)
@@ -90,7 +90,7 @@ def same(one: TensorDict, other: TensorDict) -> bool:
 def test_samples_equal_those_of_a_plain_storage_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str, steps: int
 ) -> None:
-    """Interleaved actors, extends of any length, several laps, priorities, and reading by index."""
+    """Actors take turns for several laps. Extends have any length. Rows are also read by index."""
     monkeypatch.setenv("TORCHRL_DIST_KERNEL", kernel)
     capacity, random = 200, np.random.default_rng(steps)
     buffers = []
@@ -160,7 +160,7 @@ def test_rows_that_repeat_nothing_die_early_and_are_never_torn(tmp_path: Path) -
 def test_rows_stay_whole_where_old_frames_return_and_the_ring_is_small(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str, seed: int
 ) -> None:
-    """Rows of new frames, of frames of rows that are gone, and both; emptied now and then."""
+    """Rows have new frames, frames of dropped rows, or both. The buffer is sometimes emptied."""
     monkeypatch.setenv("TORCHRL_DIST_KERNEL", kernel)
     monkeypatch.setattr(node_frames, "_FEW", 64)
     storage = storage_at(tmp_path / "frames", 50)
@@ -300,7 +300,7 @@ def _size(folder: Path) -> int:
 def test_a_checkpoint_has_each_frame_once_and_fits_other_capacities(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str
 ) -> None:
-    """Saved in several chunks, after several laps of two actors that take turns."""
+    """It is saved in several chunks, after several laps of two actors that take turns."""
     monkeypatch.setenv("TORCHRL_DIST_KERNEL", kernel)
     monkeypatch.setattr(snapshot, "_CHUNK_ROWS", 150)
     buffers = []
@@ -332,7 +332,7 @@ def test_a_checkpoint_has_each_frame_once_and_fits_other_capacities(
 
 
 def _numbers(state: dict[str, Any]) -> torch.Tensor:
-    """The numbers of the frames of the first column with frames, in a state_dict."""
+    """Return the frame numbers of the first column with frames, from a state_dict."""
     shard = state["shards"][0]
     stacks = [column.get("stack", 0) > 0 for column in shard["head"]["spec"]["leaves"]]
     return shard["rows"][stacks.index(True)]
@@ -480,7 +480,7 @@ def test_the_files_of_frames_are_removed_with_the_buffer(tmp_path: Path) -> None
 def test_frames_of_a_writer_that_has_stopped_are_not_overwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others wait for it, up to their deadline."""
+    """The other writers wait for it, up to their deadline."""
     storage = storage_at(tmp_path / "frames", 50, timeout_s=1)
     rows = Episodes(0).take(6)
     storage.append(rows[:1])
@@ -536,14 +536,14 @@ def test_more_frames_than_a_row_can_name_are_refused_before_anything_is_written(
 
 
 class Numbered:
-    """Rows whose frames follow from their numbers, so that a reader can tell a torn one."""
+    """Makes rows whose numbers determine their frames, so that a reader recognises torn rows."""
 
     def __init__(self, seed: int, repeats: bool) -> None:
         self.random, self.repeats = np.random.default_rng(seed), repeats
 
     @staticmethod
     def frames(first: torch.Tensor) -> torch.Tensor:
-        """uint8 [n, STACK, 84, 84] for int64 [n]. Torch's threads would be missing after a fork."""
+        """uint8 [n, STACK, 84, 84] for int64 [n]. Avoids torch, whose threads a fork loses."""
         values = (first.numpy()[:, None] + np.arange(STACK)) * 0x9E3779B97F4A7C1
         bytes_ = np.repeat(values[..., None], 84 * 84 // 8, -1).view(np.uint8)
         return torch.from_numpy(bytes_.reshape(-1, STACK, 84, 84))
@@ -580,7 +580,7 @@ def write_for_a_while(storage: SharedMemmapStorage, seed: int, repeats: bool, ro
 def test_no_sampled_row_is_torn_while_writers_overtake_and_are_killed(
     tmp_path: Path, repeats: bool
 ) -> None:
-    """Without repeats, rows are dropped before their slots are used again."""
+    """If frames do not repeat, rows are dropped before their slots are used again."""
     capacity = 2_000
     storage = storage_at(tmp_path / "frames", capacity)
     sampler = SharedPrioritizedSampler(capacity, alpha=0.7, beta=0.5)

@@ -55,7 +55,7 @@ TIMEOUT_S = 0.02  # of waits for the limiter, which no other process ends
 
 
 class Actor:
-    """One user of the buffer: what the rules have done, and what it sees."""
+    """One user of the buffer: its operations, and the rows that it sees."""
 
     def open(self, folder: str, case: Case, uniform: bool) -> None:
         self.rb = SharedReplayBuffer(
@@ -185,7 +185,7 @@ def _rows(ids: list[int], priority: list[float] | None) -> TensorDict:
 
 
 class Elsewhere:
-    """An actor in a process of its own, which lives from one example to the next."""
+    """An actor in its own process, which is used for many examples."""
 
     def __init__(self, context: Any) -> None:
         self._pipe, theirs = context.Pipe()
@@ -407,7 +407,7 @@ class Machine(RuleBasedStateMachine):
         start: int,
         frames: bool,
     ) -> None:
-        """The counts of the buffer pass 0 or a larger number."""
+        """Build a buffer whose counts start at 0 or at a larger number."""
         batch_size = limiter.min_size_to_sample if limiter else 4
         if limiter and limiter.max_times_sampled:
             start = min(start, 2**47)  # counts of samples leave 48 bits to generations
@@ -430,7 +430,7 @@ class Machine(RuleBasedStateMachine):
         return self.attached[which % len(self.attached)]
 
     def has_priorities(self, which: bool) -> bool:
-        """Whether the actor samples by priority; if not, its writes ignore priorities, too."""
+        """Whether the actor samples by priority. If not, its writes also ignore priorities."""
         return not (self.uniform and self.one(which) is self.actors[1])
 
     def new_keys(self, count: int) -> list[int]:
@@ -469,7 +469,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(nothing_is_being_written)
     @rule(share=st.sampled_from([0.1, 0.5]))
     def begin_write(self, share: float) -> None:
-        """Others do not see rows that are not published yet."""
+        """Begin a write. Other users must not see its rows before they are published."""
         count = math.ceil(largest_reservation(self.model.capacity) * share)
         self.in_hand = self.new_keys(count)
         self.actors[0].begin_write(self.in_hand)
@@ -497,7 +497,7 @@ class Machine(RuleBasedStateMachine):
         value=st.none() | priorities,
     )
     def sample(self, which: bool, share: float, value: float | None) -> None:
-        """And then, as a learner does, give these rows a priority."""
+        """Sample, and then give these rows a priority, as a learner does."""
         actor, count = self.one(which), math.ceil(self.case.batch_size * share)
         allowed = self.model.may_sample(count)
         assert actor.can_sample(count) == allowed

@@ -1,4 +1,4 @@
-"""The rate limiter on one node: threads and processes that wait for each other's rows."""
+"""The rate limiter on one node: threads and processes wait for each other's rows."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_waiting_thread_of_the_stock_buffer_holds_no_lock_of_it(make_buffer: C
 def test_batches_fetched_ahead_are_admitted_in_their_order(
     make_buffer: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``sample`` waits for the oldest, and its thread is the one that writes."""
+    """``sample`` waits for the oldest batch, and the same thread must also write."""
     limiter = RateLimiter(8, samples_per_insert=1.0, error_buffer=16)
     rb = make_buffer(prefetch=3, limiter=limiter, timeout_s=5.0)
     draw, late = rb._sample, []
@@ -522,7 +522,7 @@ def test_rows_of_slices_count_as_they_are_returned(folder: Path, pad: bool) -> N
 
 
 def _until_it_waits(folder: Path, timeout_s: float) -> SharedReplayBuffer:
-    """A buffer whose batches fetched ahead wait for rows."""
+    """Return a buffer whose batches fetched ahead wait for rows."""
     limiter = RateLimiter(8, samples_per_insert=1.0, error_buffer=16.0)
     rb = shared(folder, limiter, uniform=True, batch_size=8, prefetch=2, timeout_s=timeout_s)
     rb.extend(make_rows(range(24)))

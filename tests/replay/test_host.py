@@ -1,4 +1,4 @@
-"""The host of a replay directory by direct calls: in order, and what a draw says."""
+"""A host of a replay directory, called directly: the order of calls, and the reply to a draw."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def priorities(slots: list[int], values: list[float], generation: int | None = 1
 
 
 def content(host: ReplayHost) -> dict[int, float]:
-    """Leaf of each published row by its id."""
+    """Return the leaf of each published row, by id."""
     stored = host.storage[:]
     leaves = host.storage.directory.tree.leaves
     return dict(zip(stored["id"].tolist(), leaves[: len(stored)].tolist(), strict=True))

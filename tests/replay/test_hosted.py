@@ -1,4 +1,4 @@
-"""Buffers that other processes keep: what they promise beyond the contract of every buffer."""
+"""Buffers over hosts: their promises beyond those that every buffer makes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def make(make_hosted: Make) -> Make:
 
 
 def shorten_deadlines(buffer: HostedReplayBuffer, timeout_s: float) -> None:
-    """From now on, because building a buffer takes longer on a busy machine."""
+    """Shorten deadlines only now, because building a buffer takes longer on a busy machine."""
     client = buffer.storage.client
     client.timeout_s = timeout_s
     for link in client.links:
@@ -269,7 +269,7 @@ def test_beta_is_applied_when_a_batch_is_used(make) -> None:
 def test_batches_have_the_law_of_one_buffer(
     make, cluster, shards: int, alike: bool, uniform: bool
 ) -> None:
-    """Shards that are alike, or have very different sizes and masses, and no rows in the last."""
+    """Shards are alike, or have very different sizes and masses. The last one may be empty."""
     rng = np.random.default_rng(shards)
     sizes = np.full(shards, 20) if alike else rng.integers(1, 40, shards)
     scale = np.ones(shards) if alike else 10.0 ** rng.uniform(-3, 3, shards)
@@ -693,7 +693,7 @@ def test_batches_drawn_ahead_end_with_their_rows(make, uniform: bool, tmp_path: 
 
 
 def test_shards_that_are_one_folder_are_refused(cluster, folder, monkeypatch) -> None:
-    """A launcher may call one machine several nodes, whose processes have one local rank."""
+    """A launcher may treat one machine as several nodes, whose processes have equal local ranks."""
     monkeypatch.setattr(keeper, "_identity", lambda path: ("boot", 1, 2))
     me = cluster.me
     with pytest.raises(ConfigurationError, match=r"shards 0 and 1 \(learner0 .* are one folder"):

@@ -1,4 +1,4 @@
-"""``torchrl-dist inspect``: what it says is true, and it changes nothing."""
+"""``torchrl-dist inspect`` shows the right figures, and changes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Claims with tickets beyond 2**31 and what a float64 can count; ``test_fuzz`` has the rest."""
+"""Claims with tickets beyond 2**31 and 2**53; ``test_fuzz`` tests other large numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CAPACITY = 24
 def test_claims_beyond_the_number_are_kept_apart_and_taken_over(
     make_buffer: Callable[..., TensorDictReplayBuffer], start: int
 ) -> None:
-    """A killed publisher's claim is completed, a live writer's slots are passed over."""
+    """A killed publisher's claim is completed, and a live writer's slots are skipped."""
     rb = make_buffer(_CAPACITY, keep=True)
     directory = rb.storage.directory
     ticket = start_at(directory, start - 30)

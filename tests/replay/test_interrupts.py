@@ -1,4 +1,4 @@
-"""A lock holder that is stopped, and Ctrl-C at every point: nothing is lost, nothing stays held."""
+"""A stopped lock holder, and Ctrl-C at every point: no row is lost, and no lock stays held."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _CAPACITY = 80
 
 @contextlib.contextmanager
 def _probe(folder: Path) -> Iterator[Callable[[], bool]]:
-    """Says whether the lock is free, as another process sees it."""
+    """Tells whether the lock is free, as another process sees it."""
     ours, theirs = socket.socketpair()
 
     def answer() -> None:
@@ -129,8 +129,8 @@ HANDLERS: dict[str, Callable[[TensorDictReplayBuffer], object]] = {
 def test_a_signal_handler_that_uses_the_buffer_at_any_point_harms_nothing(
     folder: Path, handler: str
 ) -> None:
-    """The handler's operation works or is refused, no other process enters the lock of the
-    interrupted thread, and the interrupted operation ends as usual."""
+    """The handler's operation works or is refused. No other process enters the lock of the
+    interrupted thread. The interrupted operation ends as usual."""
     torch.set_num_threads(1)
     rb = attach(folder, _CAPACITY, kind=SharedReplayBuffer, timeout_s=5)
     rb.extend(rows_of(range(_CAPACITY)))
@@ -187,8 +187,8 @@ INTERRUPTED: dict[str, Callable[[TensorDictReplayBuffer], object]] = {
 def test_a_handler_does_not_wait_for_a_thread_that_waits_for_what_it_interrupted(
     folder: Path, kind: type[TensorDictReplayBuffer], prefetch: int | None
 ) -> None:
-    """At any point of an operation another thread samples, which may have to wait for the lock of
-    the directory, or of a table, while it has the buffer's; and then the handler samples."""
+    """At any point of an operation, another thread samples, and then the handler samples. The
+    other thread holds the buffer's lock, and may wait for that of the directory or of a table."""
     ours = kind is SharedReplayBuffer
 
     def program() -> None:
@@ -264,7 +264,7 @@ def test_a_handler_waits_in_bounds_for_rows_that_it_interrupted_the_writing_of(
 
 
 def test_a_signal_handler_that_closes_the_buffer_at_any_point_tears_no_row(folder: Path) -> None:
-    """The interrupted operation ends as usual or with an error; a write is never cut in two."""
+    """The interrupted operation ends as usual or with an error. A write is never split."""
     torch.set_num_threads(1)
     other = attach(folder, _CAPACITY)
     other.extend(rows_of(range(_CAPACITY)))

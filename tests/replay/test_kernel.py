@@ -1,4 +1,4 @@
-"""C and NumPy do the same: any operations, by both, leave the same bytes in every shared file."""
+"""C and NumPy do the same: after any operations, every shared file has the same bytes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ operations = st.lists(
 
 
 class Side:
-    """One of the two, in a folder of its own."""
+    """The C kernel or NumPy, with its own folder."""
 
     def __init__(
         self, kernel: str, capacity: int, exponents: tuple[float, float], times: int

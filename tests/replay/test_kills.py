@@ -1,7 +1,7 @@
-"""kill -9 while rows and tables are copied, and while directories come and go: the others go on.
+"""After kill -9 during copies, or while directories come and go, the other processes continue.
 
-``test_stores`` kills between any two stores to the tables, ``test_soak`` at any time. With
-``TORCHRL_DIST_LONG_TESTS=1`` there are many times as many kills.
+``test_stores`` kills between any two stores to the tables, and ``test_soak`` at any time.
+``TORCHRL_DIST_LONG_TESTS=1`` multiplies the number of kills.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def rb(folder: Path) -> Iterator[TensorDictReplayBuffer]:
 
 
 def refill(rb: TensorDictReplayBuffer) -> None:
-    """One lap of new rows with priorities of their own; after it every slot is in use."""
+    """Write one lap of new rows, each with its own priority. Then every slot is in use."""
     capacity = rb.storage.max_size
     at = rb.storage.directory.words[Word.CURSOR]
     index = rb.extend(rows_of(range(at, at + capacity)))
@@ -102,7 +102,7 @@ class State:
 
 @contextlib.contextmanager
 def _wide_buffer(folder: Path) -> Iterator[TensorDictReplayBuffer]:
-    """Rows of 4 KiB and tables of several pages each."""
+    """Make a buffer with rows of 4 KiB and tables of several pages."""
     rb = attach(folder, 2048)
     rb.extend(rows_of(range(2048), 256))
     yield rb
@@ -110,7 +110,7 @@ def _wide_buffer(folder: Path) -> Iterator[TensorDictReplayBuffer]:
 
 
 def _address(directory: ReplayDirectory, what: str, slot: int) -> int:
-    """Where a slot's mass is, or its ``("next", "last")`` will be stored."""
+    """Return the address of a slot's leaf, or where its ``("next", "last")`` will be stored."""
     if what == "leaves":
         return directory.tree.leaves[slot:].ctypes.data
     frames, spec = directory.frames, directory.rows
@@ -125,7 +125,7 @@ def _address(directory: ReplayDirectory, what: str, slot: int) -> int:
 
 @pytest.mark.parametrize("what", ["leaves", "last"])
 def test_killed_in_the_middle_of_a_store_the_others_go_on(folder: Path, what: str, request) -> None:
-    """The table of leaves, and a column of the rows."""
+    """The kill hits the table of leaves, or a column of the rows."""
     randomness = random.Random(what)
     with _wide_buffer(folder) as rb:
         directory = rb.storage.directory

@@ -1,7 +1,7 @@
-"""Rows are drawn by the law of the paper, after everything that several processes did before.
+"""Rows are drawn by the law of the paper, whatever several processes did before.
 
-Chi-square tests at a false alarm rate of 1e-7, with so many draws that a bias of 2.5 % for half
-of the rows is found; each test shows that on the same draws.
+Chi-square tests have a false alarm rate of 1e-7. They use enough draws to find a bias of 2.5 % for
+half of the rows, and each test shows this on its draws.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def draw_counts(rb: TensorDictReplayBuffer, draws: int = _DRAWS) -> np.ndarray:
 
 
 def disturb(folder: Path, alpha: float, first: int) -> None:
-    """Extends over several laps, priorities for what was written, drawn and overwritten since."""
+    """Extend over several laps, and set priorities of written, drawn and overwritten rows."""
     rb = attach(folder, _CAPACITY, alpha=alpha)
     randomness = random.Random(first)
     late = []
@@ -94,7 +94,7 @@ def run_together(function: Callable[..., None], calls: list[tuple]) -> None:
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6])
 def test_the_law_holds_after_what_several_processes_did(folder: Path, alpha: float) -> None:
-    """Measured in a process that never wrote a row or a priority."""
+    """The measuring process never wrote a row or a priority."""
     torch.set_num_threads(1)
     rb = attach(folder, _CAPACITY, alpha=alpha)
     run_together(disturb, [(folder, alpha, 10_000 * k) for k in range(4)])

@@ -33,7 +33,7 @@ from torchrl_dist.runtime.world import World, process_stamp
 
 @pytest.fixture(scope="module")
 def dead() -> str:
-    """Stamp of a process that has ended."""
+    """Return the stamp of a process that has ended."""
     told, tell = os.pipe()
     end_of(start(lambda: os.write(tell, process_stamp(os.getpid()).encode())))
     stamp = os.read(told, 200).decode()
@@ -136,7 +136,7 @@ def test_the_command_removes_what_dead_jobs_left_and_nothing_else(
 
 
 def test_a_job_that_died_leaves_nothing_for_long(folder: Path, monkeypatch) -> None:
-    """Without a name to find it by, the next buffer removes what a killed starter left."""
+    """No later job could find the directory by a name, so the next buffer removes it."""
     folder.mkdir()
     monkeypatch.setattr(keeper, "_default_parent", lambda: str(folder))
     leave(folder / "users", "7.0")
@@ -162,8 +162,8 @@ def test_a_job_that_died_leaves_nothing_for_long(folder: Path, monkeypatch) -> N
 def test_a_job_that_is_named_by_another_machines_process_finds_its_rows_again(
     folder: Path, monkeypatch
 ) -> None:
-    """torchrun without ``--rdzv-id``, over several nodes: the id is of rank 0's agent. This process
-    is the agent of this machine."""
+    """For torchrun without ``--rdzv-id`` over several nodes, the job id names rank 0's agent. This
+    process is the agent of this machine."""
     folder.mkdir()
     monkeypatch.setattr(keeper, "_default_parent", lambda: str(folder))
     elsewhere = re.sub("[^-]*$", "00000000", process_stamp(os.getpid()))

@@ -1,4 +1,4 @@
-"""The arithmetic of the rate limiter: what waits, and that no wait is endless."""
+"""The arithmetic of the rate limiter: which operations wait, and that no wait is endless."""
 
 from __future__ import annotations
 

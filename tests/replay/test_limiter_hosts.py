@@ -1,4 +1,4 @@
-"""The rate limiter of a node, of one host by RPC and of shards."""
+"""The rate limiter on a node, over one host by RPC, and over several shards."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_a_killed_writer_is_an_error_at_the_deadline(make: Make, cluster: Sessio
 
 
 def sample_all(buffer: HostedReplayBuffer, batch_size: int = 16) -> collections.Counter:
-    """Count the samples of each id until the limiter refuses and says what is missing."""
+    """Count the samples of each id until the limiter refuses and says how many rows are missing."""
     seen: collections.Counter = collections.Counter()
     with pytest.raises(RateLimitError, match=r"for \d+ more rows to be written before the next"):
         while True:
@@ -206,7 +206,7 @@ def test_rows_are_sampled_as_often_as_allowed_and_not_more(
 
 
 def test_draws_of_batches_that_are_dropped_count_no_more(make: Make) -> None:
-    """Another batch size drops what was drawn ahead."""
+    """A change of the batch size drops the batches that were drawn ahead."""
     buffer = make(2, limiter=RateLimiter(16, max_times_sampled=1), prefetch=4)
     buffer.storage.client.timeout_s = 0.6
     buffer.extend(make_rows(range(64)))

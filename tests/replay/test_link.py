@@ -57,7 +57,7 @@ CAPACITY = 32
 
 
 class HeldHost:
-    """Stands for a ``Remote`` of a host: calls are answered at once, or while ``held`` later."""
+    """Stands for a ``Remote`` of a host. It answers calls at once, but later while ``held``."""
 
     def __init__(self, folder: Path, number: int = 0, limiter: RateLimiter | None = None) -> None:
         self.peer = Peer("owner", number, number, "here")
@@ -99,14 +99,14 @@ class HeldHost:
             future.set_exception(DeadlineError(f"{self.peer} did not answer"))
 
     def fall_silent(self, link: RemoteLink) -> None:
-        """It has answered nothing for a deadline."""
+        """Let the host be silent for longer than a deadline."""
         self.held = True
         link.ask(None, None)
         self.come()
         link._since -= link._timeout_s  # type: ignore[operator]
 
     def come(self) -> None:
-        """Wait for a call, which is held."""
+        """Wait for a call to arrive. The call is held."""
         wait_until(lambda: bool(self._waiting))
 
     def lose(self) -> None:
@@ -852,7 +852,7 @@ def test_a_checkpoint_goes_over_a_connection_that_needs_many_deadlines(
 
 
 def test_a_host_that_goes_on_answering_is_not_late(hosts) -> None:
-    """Every request takes most of the deadline, and all together many of them."""
+    """Every request takes most of a deadline, and all together take many deadlines."""
     client = connect(hosts[:1], timeout_s=0.8)
     link = client.links[0]
     serve = hosts[0].host.serve
@@ -917,7 +917,7 @@ def test_a_caller_that_gave_up_waiting_leaves_no_draw_behind(hosts) -> None:
 
 
 def test_an_exception_of_a_signal_handler_leaves_the_link_whole(hosts) -> None:
-    """Wherever it strikes: what returned was applied once, in order, and the link goes on."""
+    """At any point: calls that returned were applied once, in order, and the link still works."""
 
     class Struck(Exception):
         pass

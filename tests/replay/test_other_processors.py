@@ -1,7 +1,7 @@
-"""Processors that may reorder loads, and whose system calls' numbers are not known.
+"""Processors that may reorder loads, or whose system call numbers are not known.
 
-There rows are copied under the lock, and a waiting process polls instead of sleeping in a futex.
-Tests of both run once more, in processes that take this machine for such a one.
+There, rows are copied under the lock, and a waiting process polls instead of sleeping in a futex.
+These tests repeat tests of both in processes that treat this machine as such a processor.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ def test_a_restarted_job_goes_on_with_the_pass(make) -> None:
 
 @contextlib.contextmanager
 def writing(buffer: ReplayBuffer, count: int, seconds: float) -> Iterator[None]:
-    """A thread writes rows, and takes that long for it."""
+    """In another thread, reserve rows at once, and publish them after at most ``seconds``."""
     cursor, begun, end = buffer.storage._cursor, threading.Event(), threading.Event()
 
     def write() -> None:
@@ -218,7 +218,7 @@ def test_a_batch_of_nothing_is_of_no_pass(make, drop_last: bool) -> None:
 def test_an_iteration_ends_with_its_pass_if_another_process_takes_the_last_row(
     make, monkeypatch, prefetch: int, drop_last: bool
 ) -> None:
-    """The other process takes it after this one has seen that rows are left."""
+    """The other process takes it after this process has seen that rows are left."""
     options = {"kind": SharedReplayBuffer, "drop_last": drop_last, "batch_size": 4}
     one, other = make(prefetch=prefetch, **options), make(**options)
     one.extend(make_rows(range(42)))

@@ -32,7 +32,7 @@ def make(make_buffer) -> Callable[..., TensorDictReplayBuffer]:
 
 
 def fill(buffer: TensorDictReplayBuffer) -> np.ndarray:
-    """Trajectories of several lengths, with priorities of their own; returns these."""
+    """Write trajectories of several lengths. Return the rows' priorities."""
     for number, length in enumerate(LENGTHS):
         buffer.extend(trajectory(number, range(length)))
     priority = torch.linspace(0.1, 3.0, sum(LENGTHS))[torch.randperm(sum(LENGTHS))]

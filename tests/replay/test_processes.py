@@ -1,5 +1,5 @@
-"""Several processes on one replay directory: exact under load, safe under SIGSTOP. Torn rows are in
-test_torn.py, kill -9 in test_kills.py and test_stores.py."""
+"""Several processes on one replay directory: exact under load, safe under SIGSTOP. test_torn.py
+tests torn rows; test_kills.py and test_stores.py test kill -9."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def torn(batch: TensorDict) -> int:
 
 
 def assert_consistent(rb: TensorDictReplayBuffer) -> None:
-    """Sums equal leaves, leaves belong to published rows, the length is their number."""
+    """Check that sums match leaves, only published rows have leaves, and the length counts them."""
     directory = rb.storage.directory
     with directory.lock():
         directory.tree.refresh()

@@ -1,9 +1,8 @@
 """Programs of two processes, with threads, forks, signals and deaths at any store, on one buffer.
 
-The model is plain: whatever happened, every row is whole and comes back as it was written, its mass
-in the tree is that of the priority that follows from its key, under the exponent that the directory
-names at the end, and processes that have left hold nothing. ``PROGRAM_FUZZ_ROUNDS`` sets how many
-rounds run.
+Whatever happened, every row must be whole and as it was written. A row's key determines its
+priority, and its leaf must match this priority under the directory's final exponent. Processes that
+have left must hold nothing. ``PROGRAM_FUZZ_ROUNDS`` sets the number of rounds.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ _ROUNDS = int(os.environ.get("PROGRAM_FUZZ_ROUNDS", "6"))
 
 
 def rows_with(keys: range, texts: bool) -> TensorDict:
-    """Wide rows with TensorDicts of other batch sizes and without content, with text or not."""
+    """Make wide rows with TensorDicts of other batch sizes, empty ones and, if ``texts``, text."""
     rows = rows_of(keys, _WIDTH)
     count = len(keys)
     seen = rows["key"][:, None].expand(count, 3).clone()
@@ -93,7 +92,7 @@ def open_buffer(folder: Path) -> SharedReplayBuffer:
 
 
 class Program:
-    """The operations of one process, which follow from the seed."""
+    """The operations of one process, which the seed determines."""
 
     def __init__(self, folder: Path, seed: int, texts: bool) -> None:
         self.folder, self.random, self.texts = folder, random.Random(seed), texts
@@ -175,7 +174,7 @@ class Program:
             self.random.choice((self.extend, self.update))()
 
     def run(self, steps: int, operations: dict[Callable[[], None], int]) -> None:
-        """Operations by weight; another thread writes and samples, and a timer interrupts."""
+        """Run operations by weight. Another thread writes and samples, and a timer interrupts."""
         signal.signal(signal.SIGALRM, self.handle)
         signal.setitimer(signal.ITIMER_REAL, 0.01, 0.017)
         stop, errors = threading.Event(), []
@@ -209,7 +208,7 @@ class Program:
         }  # fmt: skip
 
     def run_beside(self) -> None:
-        """Operations of a process that will not die, because they move the watched tables."""
+        """Run operations that move the watched tables, in a process that will not be killed."""
         self.run(20, self.common() | {self.fork: 8, self.close: 3})
 
     def run_with_others(self) -> None:
@@ -257,7 +256,7 @@ def check(folder: Path, texts: bool) -> None:
 
 @pytest.fixture
 def folders(folder: Path):
-    """For plain rows, and for rows with text and frames."""
+    """Return the folders for plain rows, and for rows with text and frames."""
     yield folder / "plain", folder / "texts"
 
 

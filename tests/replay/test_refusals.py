@@ -1,4 +1,4 @@
-"""Arguments that no buffer can have, and calls that come too early: a word that helps, at once."""
+"""Impossible arguments and calls that come too early: a helpful error comes at once."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ class Step:
 
 
 def agents_rows(start: int, count: int, *, task: Any = None) -> TensorDict:
-    """Rows of three agents, with batch sizes of their own, empty nodes, text and a tensorclass;
-    every field tells the row's number."""
+    """Make rows of three agents, with nested batch sizes, empty nodes, text and a tensorclass.
+    Every field tells the row's number."""
     number = torch.arange(start, start + count)
     tasks = NonTensorStack(*[f"task {n}" for n in number.tolist()]) if task is None else task
     agents = number[:, None].expand(count, 3).clone()
@@ -59,7 +59,7 @@ def agents_rows(start: int, count: int, *, task: Any = None) -> TensorDict:
 
 
 def check_agents_rows(found: TensorDict, *, text: bool = True) -> None:
-    """Whatever rows of :func:`agents_rows` these are."""
+    """Check rows of :func:`agents_rows`, whichever they are."""
     count, number = found.batch_size[0], found["number"]
     assert found["agents"].batch_size == (count, 3)
     assert found["agents", "hand"].batch_size == (count, 3, 2)

@@ -1,4 +1,4 @@
-"""One replay buffer over three hosts, each a network namespace, and what can happen to them."""
+"""One replay buffer over three hosts, each in a network namespace, and their failures."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def over_all_hosts(job: Session) -> HostedReplayBuffer:
 
 
 def sample_until(buffer: HostedReplayBuffer, hosts: set[int], timeout_s: float) -> list[str]:
-    """Sample until batches come from exactly these hosts; the warnings on the way."""
+    """Sample until batches come from exactly these hosts. Return the warnings until then."""
     deadline = time.monotonic() + timeout_s
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -74,8 +74,8 @@ def sample_until(buffer: HostedReplayBuffer, hosts: set[int], timeout_s: float) 
 
 
 def the_learner_samples(folder: str, events: list[str]) -> None:
-    """What the learner sees at each of the things that happen to the last host, one after the
-    other; it comes back after all but ``"killed"``."""
+    """Sample while failures happen to the last host, one after the other. It comes back after each
+    of them except ``"killed"``."""
     wait_until_all_are_up(Path(folder))
     with session(ROLES, timeout_s=SESSION_S) as job:
         if not job.is_driver:
@@ -123,7 +123,7 @@ def the_learner_samples(folder: str, events: list[str]) -> None:
 
 
 def sample_alone(buffer: HostedReplayBuffer, timeout_s: float) -> None:
-    """Until the buffer has no error to tell any more."""
+    """Sample until two samples have succeeded."""
     deadline = time.monotonic() + timeout_s
     for _ in range(2):
         while True:
@@ -134,7 +134,7 @@ def sample_alone(buffer: HostedReplayBuffer, timeout_s: float) -> None:
 
 
 def disturb(job: HostJob, folder: Path, event: str, by: Callable[[], None]) -> None:
-    """Have it happen, and check that the learner reports it once and goes on."""
+    """Cause a failure, and check that the learner reports it once and continues."""
     wait_for(folder / f"ready to be {event}", job=job)
     by()
     (folder / event).touch()
@@ -207,8 +207,8 @@ VANISH_S = 6.0  # of the session: a host that gives no sign of life for so long 
 
 
 def write_until_lost(buffer: HostedReplayBuffer, first: int) -> tuple[int, int, str]:
-    """One row after the other, ids from ``first`` on: how many were taken, how often the host was
-    late, and what said that it is lost."""
+    """Write one row after the other, with ids from ``first`` on. Return how many were accepted, how
+    often the host was late, and the error that reported its loss."""
     taken = late = 0
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline:

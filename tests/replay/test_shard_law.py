@@ -44,7 +44,7 @@ ALARM = 1e-7  # of a true law, where threads make each run another
 
 
 class Shards:
-    """Tables of leaves in place of shards, and a client that asks them as the module says."""
+    """Tables of leaves in place of shards, and a client that samples as the module describes."""
 
     def __init__(self, leaves: list[np.ndarray], seed: int = 0) -> None:
         self.leaves = leaves
@@ -67,7 +67,7 @@ class Shards:
         return self.random.choice(leaves.size, count, p=leaves / leaves.sum())
 
     def sample(self, batch_size: int, *, believed: np.ndarray | None = None) -> np.ndarray:
-        """Global indices of one batch; ``believed`` replaces the masses that are known."""
+        """Return global indices of one batch. ``believed`` replaces the known masses."""
         if believed is not None:
             self.known.masses = np.asarray(believed, dtype=float)
         if not self.known.has_mass:
@@ -148,7 +148,7 @@ def test_a_uniform_buffer_is_the_case_of_the_length_as_mass() -> None:
 
 @pytest.mark.parametrize("believed", [[1.0, 1.0], [30.0, 1.0], [1.0, 30.0]])
 def test_two_draws_of_one_batch_are_independent_in_shard_and_row(believed: list[float]) -> None:
-    """The table of (row of draw a, row of draw b) over many batches is the product of the laws."""
+    """Over many batches, the table of (row of draw a, row of draw b) is the product of the laws."""
     shards = Shards([np.array([4.0, 1.0]), np.array([1.0, 2.0, 3.0])])
     batches = np.stack([shards.sample(3, believed=np.array(believed)) for _ in range(3_000)])
     # rows of second rounds are part of the test; they are rare if the masses are known well
@@ -185,7 +185,7 @@ def test_whether_a_draw_kept_its_shard_says_nothing_about_its_row() -> None:
 @pytest.mark.parametrize("shard_count", [2, 8])
 @pytest.mark.parametrize("step", [0.0, 0.0005, 0.02], ids=["still", "slow", "fast"])
 def test_a_second_round_is_rare_while_masses_drift(shard_count: int, step: float) -> None:
-    """Masses walk at random, by ``step`` of themselves per batch: spare rows keep up."""
+    """Each mass changes at random, by the fraction ``step`` per batch. Spare rows suffice."""
     random = np.random.default_rng(shard_count)
     masses, known = np.full(shard_count, 1e5), KnownMasses(shard_count)
     known.learn(masses)
@@ -272,7 +272,7 @@ def test_any_masses_give_a_whole_batch_from_shards_that_hold_rows(masses, batch_
 @settings(deadline=None, max_examples=50)
 @given(masses_of)
 def test_the_corrected_shares_are_the_new_ones_by_arithmetic(masses) -> None:
-    """No chance in it: every combination of two quantiles from a fine grid, counted."""
+    """Without random numbers: count every combination of two quantiles from a fine grid."""
     old, new = masses
     grid = (np.arange(400) + 0.5) / 400
     start = np.repeat(choose_shards(old, 400, lambda n: grid), 400)
@@ -350,7 +350,7 @@ def test_a_global_index_names_shard_and_slot(capacity: int, shard: int, data) ->
 
 
 class ThreadedHost(HeldHost):
-    """Serves each call in a thread of its own, and keeps the leaves that it drew by."""
+    """Serves each call in its own thread, and keeps the leaves that each draw used."""
 
     def __init__(self, folder: Path, number: int, threads: ThreadPoolExecutor) -> None:
         super().__init__(folder, number)
@@ -378,7 +378,7 @@ MakeHosts = Callable[[int], list[ThreadedHost]]
 
 @pytest.fixture
 def make_hosts(folder: Path) -> Iterator[MakeHosts]:
-    """Hosts full of rows."""
+    """Make hosts full of rows."""
     hosts: list[ThreadedHost] = []
     with ThreadPoolExecutor(16) as threads:
 
@@ -394,7 +394,7 @@ def make_hosts(folder: Path) -> Iterator[MakeHosts]:
 
 
 def keep_changing(client: ReplayClient, end: threading.Event) -> None:
-    """Priorities of a whole shard, up to 10 times larger or smaller, and rows in all of them."""
+    """Set priorities of a whole shard, whose scale varies up to tenfold, and write rows to all."""
     random = np.random.default_rng(1)
     rows = make_rows(range(3))
     while not end.is_set():
@@ -504,7 +504,7 @@ def excess_of(batches: np.ndarray, law: np.ndarray) -> np.ndarray:
 def test_clients_that_sample_at_the_same_time_with_equal_seeds_draw_independently(
     make_hosts: MakeHosts,
 ) -> None:
-    """Two laws, one after the other, so that every batch is corrected."""
+    """The law changes between two values, so that every batch is corrected."""
     hosts = make_hosts(4)
     clients, batches, batch_size = 3, 300, 64
     spread = np.random.default_rng(0).uniform(0.5, 1.5, (4, HOST_ROWS))

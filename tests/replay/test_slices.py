@@ -29,7 +29,7 @@ _FORK = multiprocessing.get_context("fork")
 
 
 def trajectory(number: int, steps: range, width: int = 2) -> TensorDict:
-    """Rows that say which step of which trajectory they are, in every field."""
+    """Make rows in which every field tells the trajectory and the step."""
     step = torch.arange(steps.start, steps.stop)
     value = (number * 10_000 + step).double()[:, None].expand(-1, width).clone()
     return TensorDict(
@@ -60,7 +60,7 @@ def make_buffers(make_buffer) -> Callable[..., SharedReplayBuffer]:
 
 
 def assert_slices(batch: TensorDict, slice_len: int) -> None:
-    """Whole rows, ``slice_len`` consecutive steps of one trajectory each."""
+    """Check that rows are whole, and slices are ``slice_len`` consecutive steps of a trajectory."""
     traj = batch["collector", "traj_ids"].reshape(-1, slice_len)
     step = batch["step_count"].reshape(-1, slice_len)
     assert (traj == traj[:, :1]).all()
@@ -183,7 +183,7 @@ def _write_trajectories(folder: Path, capacity: int, writer: int, longest: int) 
 def test_slices_never_run_across_writers_nor_hold_torn_rows(
     folder, make_buffers, fragmented: bool, longest: int
 ) -> None:
-    """Writers write many trajectories, or a single one that goes round the ring."""
+    """Writers write many trajectories, or a single one that wraps around the ring."""
     capacity, writers = 512, 3 if longest < 512 else 1
     rb = make_buffers(capacity, slice_len=8, batch_size=64, fragmented=fragmented)
     processes = [
@@ -271,7 +271,7 @@ def test_ids_may_be_floats_under_the_usual_name_and_one_element_wide(make_buffer
 
 
 def _unnamed(number: int, steps: range) -> TensorDict:
-    """Rows without an id; a test can still tell them apart."""
+    """Make rows without an id. A test can still tell them apart."""
     data = trajectory(number, steps).exclude(("collector", "traj_ids"))
     return data.set("who", torch.full((len(steps),), number))
 

@@ -1,7 +1,7 @@
-"""Everything at once, for a while: writers, learners, checkpoints, and kills, pauses, restarts.
+"""Everything at the same time: writers, learners, checkpoints, kills, pauses and restarts.
 
-A few seconds each; several minutes with ``TORCHRL_DIST_LONG_TESTS=1``, or as many seconds as
-``TORCHRL_DIST_SOAK_S`` says.
+Each test takes a few seconds, or several minutes with ``TORCHRL_DIST_LONG_TESTS=1``.
+``TORCHRL_DIST_SOAK_S`` sets another number of seconds.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ _SLACK_BYTES = 16 * 2**20  # above all the rings of recent handles, which fill u
 
 
 def shared(*shape: int) -> np.ndarray:
-    """int64, zeros, seen by forked children."""
+    """Return an int64 array of zeros that forked children share."""
     return np.frombuffer(mmap.mmap(-1, 8 * int(np.prod(shape))), np.int64).reshape(shape)
 
 
 class Log:
-    """The processes' actions, in memory that outlives the processes."""
+    """The actions of the processes, in memory that outlives these processes."""
 
     def __init__(self) -> None:
         self.progress = shared(WRITERS + LEARNERS + SAVERS)
@@ -127,7 +127,7 @@ def save(folder: Path, log: Log, number: int, place: int) -> None:
 
 
 def check_saved(target: Path) -> int:
-    """All rows are whole, of this test, and there once. Returns how many there are."""
+    """Check that saved rows are whole, unique and of this test. Return their number."""
     keys = []
     for saved in read_dump(target)[0]:
         if saved is None:
@@ -146,7 +146,7 @@ def check_saved(target: Path) -> int:
 
 @dataclasses.dataclass
 class Worker:
-    """One place in the job; restarted by the driver."""
+    """One place in the job, whose process the driver restarts."""
 
     name: str
     function: Callable[..., None]
@@ -161,7 +161,7 @@ class Worker:
 
 
 class Driver:
-    """Starts the processes, hurts them, and looks whether all goes on."""
+    """Starts, kills and pauses the processes, and checks that the job continues."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -196,7 +196,7 @@ class Driver:
         self.counts["pauses"] += 1
 
     def live(self, seconds: float) -> None:
-        """One life of the job: from the start of all to the death of all."""
+        """Run one life of the job, from the start to the death of all processes."""
         self.counts["jobs"] += 1
         for worker in self.workers:
             self.start(worker)
@@ -242,7 +242,7 @@ class Driver:
             self.start(worker)
 
     def watch(self) -> None:
-        """Every process lives, and has done something a short while ago."""
+        """Check that every process is alive and was active a short while ago."""
         now = time.monotonic()
         for place, worker in enumerate(self.workers):
             ended, status = os.waitpid(worker.pid, os.WNOHANG)
@@ -255,7 +255,7 @@ class Driver:
             json.dumps(inspect(self.folder))
 
     def measure(self, *, first: bool) -> None:
-        """Memory and open files of the spared ones must not grow."""
+        """Check that memory and open files of processes that are never killed do not grow."""
         for worker in self.workers:
             if not worker.spared:
                 continue
@@ -278,7 +278,7 @@ def resume(pid: int) -> None:
 
 
 def footprint(pid: int) -> tuple[int, int]:
-    """Bytes of the process's own, and open files."""
+    """Return the bytes of the process's own memory, and the number of its open files."""
     return anonymous_bytes(pid), len(os.listdir(f"/proc/{pid}/fd"))
 
 
@@ -289,7 +289,7 @@ def assert_no_growth(name: str, first: tuple[int, int], now: tuple[int, int]) ->
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Memory of the process's own: shared rows and files do not count."""
+    """Return the bytes of the process's own memory, without shared rows and files."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Anonymous:"):
             return int(line.split()[1]) * 1024
@@ -297,7 +297,7 @@ def anonymous_bytes(pid: int) -> int:
 
 
 def assert_nothing_published_is_lost(folder: Path, log: Log) -> int:
-    """Each row that a writer knew to be published is there, or a later row took its slot.
+    """Check that each row that a writer knew to be published is there, or was overwritten.
 
     Returns the number of rows that were found.
     """
@@ -419,7 +419,7 @@ def no_checkpoint_is_left(folder: Path) -> Iterator[None]:
 
 
 class Service:
-    """A job whose rows other processes keep; this process learns, saves, and hurts the others."""
+    """A job over hosts. This process learns and saves, and kills and pauses the others."""
 
     def __init__(self, folder: Path, fork_server: ForkServer, shards: int) -> None:
         self.folder, self.shards = folder, shards
@@ -432,7 +432,7 @@ class Service:
         """Generation and key of each row that the next job has to find, by index."""
 
     def live(self, seconds: float, *, last: bool) -> None:
-        """One job, which ends in order if it is the ``last``, else by the death of all others."""
+        """Run one job. If it is not the ``last``, all its other processes die at its end."""
         self.counts["jobs"] += 1
         roles = {"learner": 1, "owner": self.shards, "writer": 3}
         with local_cluster(roles, timeout_s=HANG_S, fork_server=self.fork_server) as job:
@@ -495,7 +495,7 @@ class Service:
         self.counts["rows sampled"] += len(batch)
 
     def pause(self, pid: int) -> None:
-        """For a moment, in which the others go on, and this process if it needs no answer."""
+        """Pause a process for a moment. The others continue unless they need an answer from it."""
         os.kill(pid, signal.SIGSTOP)
         threading.Timer(self.random.random() * 0.2, resume, (pid,)).start()
         self.counts["pauses"] += 1
@@ -509,7 +509,7 @@ class Service:
         self.counts["kills"] += 1
 
     def content(self, buffer: HostedReplayBuffer) -> dict[int, tuple[int, int]]:
-        """Rows of the shards that answer, which are whole and there once."""
+        """Return rows of the shards that answer, after checking that they are whole and unique."""
         generation = buffer.storage.generations_of(torch.arange(buffer.storage.max_size))
         index = (generation >= 0).nonzero().squeeze(-1)
         if not index.numel():

@@ -1,7 +1,6 @@
-"""kill -9 between any two stores of every change of several words: all of it is done, or nothing.
+"""kill -9 between any two stores of a change of several words: all of it is done, or nothing.
 
-The stores are not listed: whatever instruction writes to the shared tables is one, see
-``faults.Stores``.
+Every instruction that writes to the shared tables counts as a store, see ``faults.Stores``.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Stores:
 
 @dataclass
 class State:
-    """A buffer as every process sees it; read under the lock, so repaired."""
+    """A buffer as every process sees it. It is read under the lock, which repairs it first."""
 
     versions: np.ndarray
     visible: np.ndarray
@@ -121,7 +120,7 @@ def same_rows(before: State, after: State) -> bool:
 
 
 def untouched(before: State, after: State) -> bool:
-    """No row has changed; some may be gone, whose slots the killed one had reserved."""
+    """Return whether no row changed. Rows in slots that the killed process reserved may be gone."""
     new = after.visible & (after.versions != before.versions)
     return (
         not new.any()
@@ -133,7 +132,7 @@ def untouched(before: State, after: State) -> bool:
 
 
 def check_written(before: State, after: State, sizes: list[int], leaf: Callable | None) -> None:
-    """The first reservations, of these sizes, are there; no other row has changed."""
+    """Check that the first reservations, of these sizes, were written, and no other row changed."""
     new = after.visible & (after.versions != before.versions)
     written = np.sort(after.keys[new]) - _NEW
     whole = np.concatenate([[0], np.cumsum(sizes)])
@@ -196,7 +195,7 @@ def check_sample(before: State, after: State) -> None:
 
 
 def check_restored(before: State, after: State) -> None:
-    """In part, but each row as it was; or nothing but the emptying was done."""
+    """Check that a part of the rows was restored unchanged, or that the buffer was only emptied."""
     assert set(after.keys[after.visible]) <= set(before.keys)
     leaf = dict(zip(before.keys.tolist(), before.leaves.tolist(), strict=True))
     for key, found in zip(after.keys[after.visible], after.leaves[after.visible], strict=True):
@@ -272,7 +271,7 @@ def build(folder: Path, limiter: RateLimiter | None) -> TensorDictReplayBuffer:
 
 
 def refill(rb: TensorDictReplayBuffer) -> None:
-    """The same rows, priorities and counts each time."""
+    """Write the same rows, priorities and counts each time."""
     directory = rb.storage.directory
     rb.sampler.alpha = _ALPHA
     if directory.words[Word.WRITE_COUNT]:

@@ -1,5 +1,5 @@
 """Threads and forked children of a process that uses the buffer: no row is torn, nothing hangs, and
-no thread enters a lock of another."""
+no thread enters a lock that another thread holds."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def rb(folder: Path) -> Iterator[TensorDictReplayBuffer]:
 
 
 class Paused(np.ndarray):
-    """Rows whose store stops in the middle, until it may go on."""
+    """Rows whose copying stops in the middle until the test lets it continue."""
 
     here, go_on = threading.Event(), threading.Event()
 
@@ -65,7 +65,7 @@ class Paused(np.ndarray):
 
 
 def write_slowly(rb: TensorDictReplayBuffer, key: int) -> threading.Thread:
-    """A daemon thread that has copied half of its ten rows."""
+    """Start a daemon thread, and wait until it has copied half of its ten rows."""
     Paused.here, Paused.go_on = threading.Event(), threading.Event()
     arrays = rb.storage.directory.arrays
     arrays[0] = arrays[0].view(Paused)
@@ -107,7 +107,7 @@ def test_a_process_leaves_when_the_writes_of_its_threads_have_ended(rb, way: str
 
 
 def test_a_thread_that_waits_does_not_enter_a_closed_lock(rb) -> None:
-    """Nor does it lock a file that has got the descriptor's number."""
+    """It does not lock another file that now has the descriptor's number, either."""
     directory = rb.storage.directory
     errors: list[Exception] = []
 
@@ -143,7 +143,7 @@ def _is_entering(frame: FrameType | None) -> bool:
 
 
 def test_every_lock_that_a_thread_may_have_taken_is_new_in_a_child(rb) -> None:
-    """One by one, and surely: another thread holds each of them at the fork."""
+    """Another thread holds each of these locks at a fork, one lock per fork."""
     recent = rb._sampler._recent
     directory = rb.storage.directory
     locks = [

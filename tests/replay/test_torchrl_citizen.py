@@ -1,4 +1,4 @@
-"""The shared parts next to TorchRL's: same numbers, refusals, the buffer of #1397."""
+"""Shared parts compared with TorchRL's: equal numbers, refusals, and the buffer of #1397."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_another_threads_sampling_does_not_hold_up_writes_and_updates(make_buffe
 
 
 class _OwnWriter(TensorDictRoundRobinWriter):
-    """A user's, with TorchRL's cursor."""
+    """A user's writer, with TorchRL's cursor."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""No reader ever sees a row that mixes two writes, whatever writers do; and no reader starves.
+"""Whatever writers do, no reader sees a row that mixes two writes, and no reader starves.
 
 ``TORCHRL_DIST_LONG_TESTS=1`` samples twenty times as many rows.
 """
@@ -42,12 +42,12 @@ SEEN, TORN, WAYS = 0, 1, 4
 
 
 def shared_table() -> np.ndarray:
-    """int64 [readers, WAYS], seen by the forked children."""
+    """Return an int64 table [readers, WAYS] that the forked children share."""
     return np.frombuffer(mmap.mmap(-1, 8 * _READERS * WAYS), np.int64).reshape(_READERS, WAYS)
 
 
 def batches_of(writer: int, rows: int, width: int) -> list[TensorDict]:
-    """Made beforehand, so that a writer spends its time on writing."""
+    """Make batches beforehand, so that a writer spends its time on writing."""
     first = 1 + writer * _POOL * rows
     return [
         rows_of(np.arange(at, at + rows), width) for at in range(first, first + _POOL * rows, rows)
@@ -92,8 +92,8 @@ def read_shared(folder: Path, table: np.ndarray, batch_size: int) -> None:
 
 
 def pause_now_and_then(pid: int, rb: TensorDictReplayBuffer, stop: Callable[[], bool]) -> int:
-    """Stop the writer again and again, until the others have lapped it five times while it held
-    slots, and ``stop``. Returns how often they did."""
+    """Stop the writer repeatedly, until ``stop`` is set and the others have lapped it five times
+    while it held slots. Returns how often they did."""
     directory = rb.storage.directory
     wait_until(lambda: (directory.members[:, MEMBER_PID] == pid).any())
     at = int(np.flatnonzero(directory.members[:, MEMBER_PID] == pid)[0])

@@ -1,4 +1,4 @@
-"""The tree, with the kernel that is there; ``test_kernel`` shows that the other does the same."""
+"""The tree, with C or NumPy, whichever is used. ``test_kernel`` shows that both do the same."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_process_killed_between_mark_and_leaf_leaves_a_tree_that_repairs_itsel
     tree.refresh()
 
     class Deadly(np.ndarray):
-        """Half of what is stored arrives, then the process dies."""
+        """Stores half of the data, and then the process dies."""
 
         def __setitem__(self, slots: np.ndarray, values: float) -> None:
             super().__setitem__(slots[: slots.size // 2], values)

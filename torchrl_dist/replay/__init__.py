@@ -31,8 +31,8 @@ a kill leaves the old or new checkpoint    one rename, ``disk``; the ring's     
 all of these, in any order of calls        a plain model                         fuzz
 =========================================  ====================================  ================
 
-.. [1] If the C kernel was built, its ``replay_update`` compares generations, also over hosts, to
-   which the client sends them. If a call names only slots, generations are looked up
+.. [1] If the C kernel was built, its ``replay_update`` compares generations. Over hosts, the client
+   sends the generations to the host. If a call names only slots, generations are looked up
    among the rows that this process drew or wrote (``sampler.RecentGenerations``). Priorities of
    other slots are set without a check, and counted as ``unverified_updates``.
 """

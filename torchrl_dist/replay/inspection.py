@@ -1,8 +1,8 @@
 """Read what ``torchrl-dist inspect`` shows about a replay directory or a checkpoint.
 
-This module only reads: it joins no directory, and locks and changes no file. So it does not disturb
-a running job, and can inspect read-only files. The figures of a running job belong to slightly
-different instants.
+This module only reads: it joins no directory, and locks and changes no file. It therefore does not
+disturb a running job, and can inspect read-only files. The figures of a running job belong to
+slightly different instants.
 """
 
 from __future__ import annotations

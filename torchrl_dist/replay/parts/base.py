@@ -1,4 +1,4 @@
-"""The base of the storages: all that does not depend on where the rows are."""
+"""The base class of the storages: everything that does not depend on where the rows are."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, Ten
         """Write at given slots, as in ``storage[i] = data``. See :meth:`write_at`.
 
         Raises:
-            ConfigurationError: a buffer over the storage has a writer of TorchRL's, which has its
-                own cursor.
+            ConfigurationError: a buffer over the storage has one of TorchRL's writers, which keeps
+                its own cursor.
         """
         if set_cursor:
             self.check_writers()
@@ -122,7 +122,7 @@ class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, Ten
         self.write_at(index, _one_row_each(index, data))
 
     def write_at(self, index: torch.Tensor, data: TensorDictBase) -> torch.Tensor:
-        """Replace whole rows at given slots. Their generation advances as in any write.
+        """Replace whole rows at given slots. Each slot's generation grows, as in any write.
 
         If a slot occurs twice, its last row is written.
 
@@ -130,7 +130,7 @@ class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, Ten
             The new generations, int64 [n].
         """
         slots = as_slots(index)
-        slots = slots if slots.ndim == 1 else slots.reshape(-1)  # samplers know this tensor again
+        slots = slots if slots.ndim == 1 else slots.reshape(-1)  # samplers recognise this tensor
         if data.batch_size[0] != slots.numel():
             raise ConfigurationError(
                 f"got {data.batch_size[0]} rows for {slots.numel()} slots, expected one per slot"
@@ -172,8 +172,8 @@ class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, Ten
         returns that entry of all rows.
 
         Raises:
-            IndexError: a slot has no row, and no process is writing one. Over hosts, this is a
-                RemoteError.
+            IndexError: a slot has no row, and no process is writing one. A
+                ``RemoteStorage`` raises RemoteError instead.
             KeyError: the rows do not have the key.
             DeadlineError: a row was still being written at the deadline.
         """
@@ -220,7 +220,7 @@ class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, Ten
         return found
 
     def _slots_in(self, span: slice) -> torch.Tensor:
-        """Return the slots in a slice of the slots in use, or of all slots if none is in use."""
+        """Apply a slice to the slots in use, or to all slots if none is in use."""
         return torch.arange(*span.indices(self.shape[0] or self.max_size), device="cpu")
 
     def _from_the_end(self, index: torch.Tensor) -> torch.Tensor:
@@ -242,7 +242,7 @@ class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, Ten
 
 def check_rows(data: Any) -> None:
     """Raise ConfigurationError unless ``data`` is a TensorDict or a tensorclass."""
-    if type(data) is not TensorDict and not is_tensor_collection(data):  # the first is faster
+    if type(data) is not TensorDict and not is_tensor_collection(data):  # type() is faster
         raise ConfigurationError(
             f"rows are TensorDicts or tensorclasses, got {type(data).__name__}; wrap the data in a "
             "TensorDict"
@@ -273,7 +273,7 @@ def _names_an_entry(index: Any) -> bool:
 def _one_row_each(index: torch.Tensor, data: TensorDictBase) -> TensorDictBase:
     """Return the rows that ``storage[index] = data`` writes, ``[index.numel(), ...]``.
 
-    There is one row for each number of ``index``, whatever its shape."""
+    There is one row for each element of ``index``, whatever its shape."""
     if index.ndim < 2:
         return data.expand(index.numel(), *data.batch_size[1:])
     rest = data.batch_size[index.ndim :]

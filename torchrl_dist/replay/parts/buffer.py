@@ -1,4 +1,4 @@
-"""TorchRL's TensorDict buffer for shared parts, with exact priorities and unlocked writes."""
+"""TorchRL's ``TensorDictReplayBuffer`` for a shared storage, sampler and writer."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
 
     - A priority reaches the row for which it was computed, or no row.
       ``update_tensordict_priority`` uses ``"index_generation"`` of the batch, which may be the
-      sample itself, a clone, or a part of it. Late priorities are dropped and counted
-      (``storage.counters["stale_updates"]``).
+      sample itself, a clone, or a part of it. Priorities for overwritten rows are dropped and
+      counted (``storage.counters["stale_updates"]``).
     - ``extend`` and ``add`` publish rows together with the priorities under ``priority_key``
       (reduced per row by the sampler's ``reduction``). If a priority is invalid, no row is written.
     - ``extend``, ``add`` and ``update_priority`` do not take the buffer's lock, which TorchRL's
@@ -86,8 +86,8 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
                 ``priority_key`` of the batch is ignored.
 
         Returns:
-            The slots, int64 [n]; -1 for rows that were not kept, because the batch is longer
-            than the ring.
+            The slots, int64 [n]; -1 for rows that were not kept because the batch is longer than
+            the ring.
         """
         return self._write(tensordicts, update_priority is not False)
 
@@ -97,7 +97,7 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         Returns:
             Its slot, int64 [].
         """
-        rows = data.unsqueeze(0) if isinstance(data, TensorDictBase) else data  # _write refuses it
+        rows = data.unsqueeze(0) if isinstance(data, TensorDictBase) else data  # _write then raises
         index = self._write(rows, True)
         return index[0] if index.numel() else index
 
@@ -138,7 +138,7 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
 
     def share(self, shared: bool = True) -> SharedReplayBuffer:
         """Do nothing: copies in other processes have the same rows, and need no common lock."""
-        # the base class's constructor calls this; its own method then checks the options
+        # the base class's constructor also calls this: there, its own method checks the options
         return self if "_write_lock" in self.__dict__ else super().share(shared)
 
     def query(
@@ -176,7 +176,7 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
 
         The checkpoint has the rows with priorities and generations, cursor, counters, alpha, beta,
         and the states of the transforms and of ``set_rng``. It replaces an earlier checkpoint
-        atomically. The storage's ``dumps`` says how long this blocks and what it raises. Batches
+        atomically. See the storage's ``dumps`` for how long this blocks and what it raises. Batches
         drawn ahead are not saved. Nothing is pickled.
 
         Raises:
@@ -254,7 +254,7 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
                 f"the checkpoint does not fit or is damaged: {error}; the buffer is unchanged"
             ) from error
 
-    # TorchRL's other names for the same thing
+    # TorchRL's other names for these methods
     save = dump = dumps
     load = loads
 
@@ -304,8 +304,8 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         super()._restore_prefetch_queue_locked(prefetch_state, **how)
 
     def _next_sample(self, batch_size: int | None) -> tuple[TensorDictBase, dict[str, Any]]:
-        # skip a batch fetched ahead if it timed out at the rate limiter, if it found its pass
-        # over, or if the buffer was emptied after it was drawn
+        # Skip batches fetched ahead whose draw failed, because it timed out at the rate limiter or
+        # its pass was over. Also skip batches that were drawn before the buffer was emptied.
         for _ in range(len(self._prefetch_queue) if self._prefetch else 0):
             with contextlib.suppress(RateLimitError, PassOverError):
                 data, info, drawn_of = ReplayBuffer.sample(self, batch_size)
@@ -328,7 +328,7 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
                 yield self.sample()
 
     def _sample(self, batch_size: int) -> tuple[Any, dict[str, Any]]:
-        """Return ``((batch, info, emptied), info)``; ``emptied`` is the storage's before the draw.
+        """Return ``((batch, info, emptied), info)``, with ``storage.emptied`` before the draw.
 
         TorchRL's ``sample`` returns the first item, also for batches fetched ahead."""
         drawn_of = self._storage.emptied
@@ -350,7 +350,7 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         in TorchRL. A misspelled key therefore makes sampling nearly uniform.
 
         Args:
-            data: has ``"index"``, and ``"index_generation"`` as every sample does. Without
+            data: has ``"index"`` and, like every sample, ``"index_generation"``. Without
                 generations, rows are matched as in :meth:`update_priority`.
         """
         _torchrl.initialize(self)
@@ -401,7 +401,7 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
 
 
 def _per_row(values: torch.Tensor, priority: torch.Tensor) -> torch.Tensor:
-    """Return one value per priority. TorchRL repeats values over further batch dimensions."""
+    """Return one value per priority. TorchRL repeats each value over further batch dimensions."""
     while values.ndim > priority.ndim:
         values = values[..., 0]
     return values

@@ -30,8 +30,8 @@ class Drawn:
         mass: the mass of all units that could be drawn, at the time of the first draw.
         lengths: int64 [units], the number of rows of each slice; None if the units are rows.
         shape: slices as TorchRL's sampler describes them, see ``SliceSampler._finalize_index``.
-        scale: float64 [units], factors of the leaves in the weights, see ``hosts.batches``; None
-            if they are 1.
+        scale: float64 [units], factors that correct the leaves for the weights, see
+            ``hosts.batches``; None if all are 1.
     """
 
     spec: RowSpec
@@ -55,7 +55,7 @@ class Drawn:
         columns: list[np.ndarray],
         *more: Any,
     ) -> Drawn:
-        """Return rows that were read as arrays. ``spec`` is known, because there are rows."""
+        """Convert rows that were read as arrays. ``spec`` is not None, because rows exist."""
         assert spec is not None
         index, stamps = torch.from_numpy(slots), torch.from_numpy(generation)
         return cls(spec, index, stamps, leaf, tensors(columns, spec), *more)
@@ -92,7 +92,7 @@ class Drawn:
         units: slice | np.ndarray,
         lengths: torch.Tensor | None = None,
     ) -> Drawn:
-        """Return some units. ``take`` returns their entries of a tensor with one entry per row."""
+        """Return some units. ``take`` selects their rows from a tensor with one entry per row."""
         return replace(
             self,
             index=take(self.index),

@@ -11,8 +11,8 @@ of the processes:
 - The pass is in the directory, so a restarted job continues it. It is not part of checkpoints.
 
 ``pass.bin`` has three counters, an order of slots, and the versions that these slots had. A draw
-stores one number, the count of passed rows. A new order becomes valid by the last store, that of
-its length. A kill at any point therefore leaves a valid pass.
+stores one number, the count of passed rows. The length of a new order is stored last, and makes the
+order valid. A kill at any point therefore leaves a valid pass.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Passes:
             parts.append((slots[there], versions[there]))
             missing -= parts[-1][0].size
             passed = part.stop
-        while passed < stop:  # skip overwritten rows, so that ``left`` is 0 if no other remain
+        while passed < stop:  # skip overwritten rows, so that ``left`` is 0 if no others remain
             part = slice(passed, min(passed + _LOOK_AHEAD, stop))
             there = self._directory.versions[self._slots[part]] == self._versions[part]
             passed += int(there.argmax()) if there.any() else there.size
@@ -159,18 +159,18 @@ def take_of_pass(
 
 
 class PassOverError(RuntimeError):
-    """The pass of the current iteration has no row left, and no other pass has begun."""
+    """The pass of the current iteration has no row left."""
 
 
 class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
     """Sample uniformly without replacement, among all processes of the node.
 
-    It replaces ``SamplerWithoutReplacement``. In a *pass*, each row is drawn at most once, by any
-    of the processes. A pass visits the rows that were published when it began. Rows that are
-    overwritten before their turn are omitted, and later rows wait for the next pass. The next pass
-    begins with the first sample that finds nothing left of this one, including after ``empty()``
-    and ``loads()``. Rows that a process drew count as drawn even if it is killed. The pass is in
-    the replay directory, so a restarted job continues it.
+    It replaces ``SamplerWithoutReplacement``. In a *pass*, all processes together draw each row at
+    most once. A pass visits the rows that were published when it began. Rows that are overwritten
+    before their turn are omitted, and later rows wait for the next pass. The next pass begins with
+    the first sample that finds no row left, for example after ``empty()`` or ``loads()``. Rows that
+    a process drew count as drawn even if it is killed. The pass is in the replay directory, so a
+    restarted job continues it.
 
     The last batch of a pass is shorter if the rows do not fill it. With a
     :class:`SharedReplayBuffer`, ``for batch in buffer`` ends with the pass in every process.

@@ -21,7 +21,7 @@ _END_KEYS = ("done", "terminated", "truncated")
 def trajectories(
     saved: Sequence[SavedShard | None], key: NestedKey | None
 ) -> Iterator[tuple[TensorDictBase, NestedKey]]:
-    """Yield rows ``[n]`` ordered by trajectory, in parts, and the key of their trajectory ids.
+    """Yield parts of the rows, ``[n]`` by trajectory, and the key of their trajectory ids.
 
     Rows of a trajectory are neighbours, in the order of writing. In each part, neighbouring
     trajectories have different ids, and the oldest trajectory comes first.
@@ -69,7 +69,7 @@ def _ids_of(data: TensorDict, key: NestedKey | None) -> tuple[NestedKey, np.ndar
 
 
 def _ends_of(data: TensorDict) -> np.ndarray:
-    """Return whether an episode ends with the row, bool [n]; False if rows have no such flag."""
+    """Return whether an episode ends at each row, bool [n]; all False without such flags."""
     for place in ((("next", key) for key in _END_KEYS), _END_KEYS):
         flags = [flag for key in place if (flag := data.get(key, None)) is not None]
         if flags:
@@ -92,10 +92,10 @@ def _order(ids: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, list[tuple[in
     """Order rows by trajectory. Return the row numbers, int64 [n], and the order's parts.
 
     The given rows are in the order of writing. In each part ``(start, stop)``, neighbouring
-    trajectories have different ids. Writers cut each other's trajectories into pieces. A piece
-    continues the previous piece of the same id, unless an episode ended there.
+    trajectories have different ids. Rows of other writers divide a trajectory into pieces. A piece
+    continues the previous piece of the same id, unless an episode ended with that piece.
     """
-    first = np.flatnonzero(np.append(True, ids[1:] != ids[:-1]))  # rows of pieces
+    first = np.flatnonzero(np.append(True, ids[1:] != ids[:-1]))  # of each piece
     length = np.diff(np.append(first, ids.size))
     by_id = np.argsort(ids[first], kind="stable")
     same = ids[first][by_id[1:]] == ids[first][by_id[:-1]]

@@ -51,16 +51,16 @@ _T = TypeVar("_T")
 class RecentGenerations:
     """The generations that recent index tensors of this process referred to.
 
-    TorchRL's ``update_priority`` receives slots without generations. This object
-    recognises the slots of a batch that was drawn or written here by the tensor itself, or by its
-    values, because batches are often cloned or sent to another device and back.
+    TorchRL's ``update_priority`` receives slots without generations. This object recognises them
+    if this process drew or wrote a batch with these slots. It compares first the index tensor
+    itself, then the values, because batches are often cloned or sent to another device and back.
 
     The values are copied into rings. If the small tensors of thousands of batches stayed alive,
-    they would lie between large ones, and the allocator could not reuse that memory.
+    they would lie between large ones, and the allocator could not reuse the memory around them.
 
     In a signal handler that interrupted a use of this object, ``remember`` does nothing, and
-    ``recall`` raises. Both do the same in another thread if the main thread does not end its use:
-    a handler there may be waiting for a lock of TorchRL's buffer that the other thread holds.
+    ``recall`` raises. Both do the same in another thread if the main thread's use does not end. A
+    signal handler in the main thread may be waiting for a lock that the other thread holds.
     """
 
     def __init__(self) -> None:
@@ -74,13 +74,13 @@ class RecentGenerations:
         self._next = 0  # position in the rings, which keeps growing beyond their size
         self._batches: deque[_Batch] = deque()  # the oldest first
         self._by_identity: dict[int, _Batch] = {}
-        # Hashing costs as much as the lock, so it is deferred until an index is another tensor.
+        # Hashing costs as much as the lock, so only a lookup of an unknown tensor causes it.
         self._unhashed: deque[_Batch] = deque()
         self._by_values: dict[bytes, deque[_Batch]] = {}
 
     def _renew(self) -> None:
         if not self._lock.acquire(blocking=False):
-            self._clear()  # another thread, which the fork did not copy, was changing them
+            self._clear()  # another thread, which the fork did not copy, was changing the rings
         self._lock = threading.RLock()
         self._main_thread = threading.main_thread().ident  # in a child, the thread that forked
 
@@ -95,8 +95,8 @@ class RecentGenerations:
         """Return ``action(*args)``, called while no other thread uses this object.
 
         Raises:
-            DirectoryError: in a signal handler that interrupted such a use, or after
-                ``patience_s``.
+            DirectoryError: in a signal handler that interrupted such a use, or if another thread's
+                use did not end in ``patience_s``.
         """
         lock = self._lock
         owned = lock._is_owned()  # type: ignore[attr-defined]  # not in typeshed
@@ -201,8 +201,8 @@ def _digest(slots: np.ndarray) -> bytes:
 class SharedSampler(Sampler):
     """The base of all samplers. It has the storage's directory and the random numbers.
 
-    Random numbers come from a generator of the process that the operating system seeds, so ranks
-    with equal seeds draw different batches. ``ReplayBuffer.set_rng`` replaces the generator.
+    Each process has a generator that the operating system seeds, so ranks with equal seeds draw
+    different batches. ``ReplayBuffer.set_rng`` replaces the generator.
     """
 
     _directory: ReplayDirectory | None
@@ -254,7 +254,7 @@ class SharedSampler(Sampler):
         """Prepare draws from a directory, or raise ConfigurationError."""
 
     def note_written(self, index: torch.Tensor, generation: torch.Tensor) -> None:
-        """Note new rows. The writer of this process calls it after it published them."""
+        """Note new rows. The writer of this process calls this after publishing them."""
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         """Return whether ``sample`` would begin without a wait."""
@@ -327,7 +327,7 @@ class SharedSampler(Sampler):
         self.load_state_dict(json.loads(own_files.read_plain(Path(path, "sampler.json"))))
 
     def __getstate__(self) -> dict[str, Any]:
-        # not PrioritizedSampler's, which refuses to copy its trees; here, processes share the tree
+        # PrioritizedSampler's method refuses to copy trees, but here processes share the tree
         state = Sampler.__getstate__(self)
         for name in self._not_copied:
             state.pop(name, None)
@@ -504,7 +504,7 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
                 directory.commit()
             shared = directory.get_float(Word.ALPHA), directory.get_float(Word.EPS)
             within = bool(words[Word.MAX_WITHIN])
-        if self._copy_of == directory.identity:  # its alpha was right when it was copied
+        if self._copy_of == directory.identity:  # the alphas agreed at the time of the copy
             self._alpha = shared[0]
         if (*shared, within) != (self._alpha, self._eps, self._max_priority_within_buffer):
             raise ConfigurationError(
@@ -564,9 +564,10 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
 
     @property
     def default_priority(self) -> float:
-        """The largest priority seen (or present, see the constructor), or 1 without rows.
+        """The priority of new rows: the largest seen, or 1 without rows.
 
-        Over hosts, it blocks for one call."""
+        With ``max_priority_within_buffer``, the largest present. Over hosts, it blocks for one
+        call."""
         raw = self._max_priority[0]
         return 1.0 if raw is None else raw
 

@@ -88,8 +88,8 @@ class _Columns:
     Args:
         directory: a directory that has rows.
         columns: arrays in shared memory, one number per slot. The first has trajectory ids or, with
-            ``ends``, streams: numbers that tell the threads that wrote the rows apart. A second one
-            has steps, if rows are ordered by step or neighbours must be consecutive steps.
+            ``ends``, streams. A stream identifies the thread that wrote the row. A second array has
+            steps, if rows are ordered by step or neighbours must be consecutive steps.
         ends: flags per slot. After a row with a flag, another trajectory begins.
     """
 
@@ -126,8 +126,8 @@ class _Columns:
         settled = directory.versions[changed] == versions
         self.versions[changed] = np.where(settled, versions, -1)  # -1: read it again next time
         self._published[changed] = settled & (versions & 1 == 0) & (versions > 0)
-        # Drop slots that were reserved since. Their old rows, next to new rows of the same
-        # trajectory, would look consecutive.
+        # Drop slots that were reserved since ``cursor`` was read. Their old rows, next to new rows
+        # of the same trajectory, would look consecutive.
         reserved = min(int(directory.words[Word.CURSOR]) - cursor, capacity)
         for start, stop in slot_ranges(cursor, reserved, capacity):
             self.versions[start:stop] = -1
@@ -152,7 +152,7 @@ class _Columns:
         start = np.flatnonzero(self._published & ~self._follows)
         stop = np.flatnonzero(self._published & ~np.roll(self._follows, -1))
         self._follows[cursor] = newest_to_oldest
-        if start.size and stop[0] < start[0]:  # runs across the end of the ring
+        if start.size and stop[0] < start[0]:  # a run crosses the end of the ring
             start = np.roll(start, 1)
         length = (stop - start) % self.directory.capacity + 1
         return _Runs(state, _as_boundaries(start, stop, length))
@@ -244,8 +244,8 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
     ring to the oldest. Trajectory ids must be unique in the job, as those of
     ``RPCBatchedCollector`` are, because equal ids of two writers look like one trajectory.
 
-    Writers that take turns cut each other's trajectories into short runs of neighbouring rows.
-    Either extend whole trajectories, or number the steps and pass ``fragmented=True``. Slices then
+    If writers take turns, rows of one trajectory are neighbours only in short runs. Therefore
+    either extend whole trajectories, or number the steps and pass ``fragmented=True``. Slices then
     follow ``step_key`` through any slots.
 
     A draw after a write scans the versions of the whole ring, as TorchRL's sampler scans its
@@ -259,9 +259,9 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         end_key, end_keys: flags, one per row, for rows without a trajectory id. After a row with a
             flag, another trajectory begins. With ``traj_key``, flags are ignored. With flags, a
             slice has rows that one thread of one process wrote consecutively, so each ``extend``
-            must hold consecutive steps. Use this sampler in the buffers of all processes, including
-            those that only write, because the writer of each row must be recorded from the first
-            row on. Rows that came by RPC are never joined to slices.
+            must hold consecutive steps. Use this sampler in the buffers of all processes, even of
+            processes that only write, because the writer of each row must be recorded from the
+            first row on. Rows that came by RPC never follow each other in a slice.
         cache_values: has no effect. Trajectories are looked up again when rows have changed.
         fragmented, truncated_key, init_key, strict_length, pad_output, span: as in
             ``SliceSampler``.
@@ -269,7 +269,8 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
     Raises:
         ConfigurationError: for arguments that cannot work over a shared buffer (``ends``,
             ``trajectories``, ``compile`` and ``use_gpu``), for ``fragmented`` without trajectory
-            ids, and for rows without the keys or from before a sampler requested ``end_key``.
+            ids, for rows without the keys, and for rows written before a sampler requested
+            ``end_key``.
         RuntimeError: from ``sample``, if there is no row and none is being written, or if no run is
             long enough.
 
@@ -290,8 +291,8 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
     _no_counts = "takes the rows of a slice regardless of their counts"
 
     consecutive = False
-    """Whether neighbours must be consecutive steps. Over hosts, rows between them may be in another
-    shard."""
+    """Whether neighbours must be consecutive steps. Over hosts, steps between two neighbours may be
+    in another shard."""
 
     # TorchRL's class sets these
     slice_len: int | None
@@ -358,7 +359,7 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         return (drawn.index,), self._info(drawn)
 
     def _info(self, drawn: Drawn) -> dict[Any, torch.Tensor]:
-        """Return the entries of TorchRL's sampler, which only needs the number of slots."""
+        """Return the entries that TorchRL's sampler adds. It needs only the number of slots."""
         count = drawn.index.numel()
         if drawn.shape is None:  # no slice was requested from hosts
             return {}
@@ -369,7 +370,7 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
     def draw(
         self, storage: Storage, count: int, with_mass: bool = False, *, stored: bool = False
     ) -> Drawn:
-        """Draw slices with ``count`` rows in total, all of them whole at one moment."""
+        """Draw slices with ``count`` rows in total, all of which were published at one moment."""
         directory, fresh = self.attach(storage), False
         assert isinstance(storage, SharedMemmapStorage)
 
@@ -534,8 +535,8 @@ class SharedPrioritizedSliceSampler(
     run may always begin a slice. :class:`SharedSliceSampler` defines a run. ``fragmented=True``
     also works.
 
-    Priorities belong to rows, so a row within a slice may have a low priority. Late priorities are
-    dropped as by :class:`SharedPrioritizedSampler`.
+    Priorities belong to rows, so a row within a slice may have a low priority. Priorities for
+    overwritten rows are dropped, as by :class:`SharedPrioritizedSampler`.
 
     Example:
         >>> sampler = SharedPrioritizedSliceSampler(

@@ -47,7 +47,7 @@ _T = TypeVar("_T")
 Draw = Callable[[int, bool], tuple[np.ndarray, np.ndarray, Any]]
 """``draw(n, locked) -> (slots, versions, extra)``.
 
-It returns at most ``n`` slots, the versions of their published rows, and one number more per row.
+It returns at most ``n`` slots, the versions of their published rows, and one more number per row.
 With ``locked``, the caller holds the directory's lock."""
 
 
@@ -79,10 +79,10 @@ class SharedMemmapStorage(RowStorage):
     """Rows shared by every process of one node that names the same directory.
 
     Build it with the same arguments in each process. A copy (``pickle``, ``torch.save``, ``spawn``,
-    ``deepcopy``) has the place of the rows, not the rows. It attaches to the same directory as the
-    original, or raises ``DirectoryError`` if that directory no longer exists. ``len`` is the number
-    of published rows, the same in all processes. It is below ``max_size`` while rows of a full ring
-    are being rewritten.
+    ``deepcopy``) has the path of the directory, not the rows. It attaches to the original's
+    directory, or raises ``DirectoryError`` if that directory no longer exists. ``len`` is the
+    number of published rows, the same in all processes. It is below ``max_size`` while rows of a
+    full ring are being rewritten.
 
     Args:
         max_size: capacity in rows.
@@ -92,26 +92,26 @@ class SharedMemmapStorage(RowStorage):
             memory; on a disk it survives a reboot. It is created for this user alone (mode 0700).
             A directory that another user created or can write to is refused.
         job_id: processes with the same id share the directory. Default: torchrun's run id or
-            SLURM's job id. Under another launcher, pass one.
+            SLURM's job id. Under another launcher, pass an id.
         resume: continue with the rows that an earlier job left in the directory.
         keep: keep the directory when the last process ends. By default, that process removes it
             at a clean end. It keeps the directory for a restart if a signal asked a process of a
             session to stop, or if an exception ended a process.
         timeout_s: longest wait for another process, in seconds.
-        limiter: limits how often rows are sampled and when writes wait. Pass the same in every
-            process. Default: the limiter of the directory, or none.
+        limiter: limits how often rows are sampled, and makes writes wait. Pass the same limiter in
+            every process. Default: the limiter of the directory, or none.
         gather_threads: number of threads that copy sampled rows if a batch has more than 1 MiB. The
             gain for images depends on free cores and on the memory's bandwidth.
-
         frames: number of frames per value, by key, for values that repeat frames: each frame is
             then stored once. Use ``{"pixels": 4}`` if the first dimension of ``"pixels"`` and
-            ``("next", "pixels")`` (also n-step ones) holds 4 frames, ``{"pixels": 1}`` if each
-            value is one frame. Batches stay the same, bit for bit. A process finds repeated frames
-            among those that it wrote recently, by their bytes. There is room for 1.07 new frames
-            per row, plus the frames of 3 % of the rows. Rows need more if episodes are shorter than
-            about 15 steps, or if frames do not repeat. The oldest rows are then dropped early, with
-            a warning, and counted (``"dropped_rows"``): pass a larger ``max_size``. Pass the same
-            frames in every process. Default: the frames of the directory, or none.
+            ``("next", "pixels")`` holds 4 frames, also with n-step returns. Use ``{"pixels": 1}``
+            if each value is one frame. Batches stay the same, bit for bit. A process recognises
+            repeated frames by their bytes, among the frames that it wrote recently. There is room
+            for 1.07 new frames per row, plus the frames of 3 % of the rows. Rows need more if
+            episodes are shorter than about 15 steps, or if frames do not repeat. The oldest rows
+            are then dropped early, with a warning, and counted (``"dropped_rows"``). To avoid this,
+            pass a larger ``max_size``. Pass the same ``frames`` in every process. Default: the
+            ``frames`` of the directory, or none.
 
     Raises:
         DirectoryError: the directory belongs to another job or user, has another capacity, or is on
@@ -295,7 +295,7 @@ class SharedMemmapStorage(RowStorage):
     def generations_of(self, slots: torch.Tensor) -> torch.Tensor:
         """Return how often each slot was written by all processes, int64.
 
-        It is -1 where no row is published, and for a slot of -1."""
+        The number is -1 where no row is published, and for a slot of -1."""
         versions = torch.from_numpy(self._directory.versions)[slots.clamp_min(0)]
         published = (versions & 1 == 0) & (versions > 0) & (slots >= 0)
         return torch.where(published, versions // 2, -1)
@@ -357,7 +357,7 @@ class SharedMemmapStorage(RowStorage):
         if parts == [(0, count)]:
             slots, generations = self._append_part(source, 0, count, priority, limited)
             return torch.from_numpy(slots), torch.from_numpy(generations)
-        if count > self.max_size:  # the other rows would be overwritten anyway
+        if count > self.max_size:  # the first rows would be overwritten anyway
             if limited and self._directory.gate is not None:
                 self._directory.gate.wait_to_write(self._cursor, self)
                 limited = False
@@ -491,8 +491,7 @@ class SharedMemmapStorage(RowStorage):
         return generation
 
     def empty(self, *, reset_write_count: bool = True) -> None:
-        """Drop every row for all processes. Indices and generations from before name no row any
-        more."""
+        """Drop every row for all processes. Earlier slots and generations then name no row."""
         self.check_open()
         try:
             empty(self._directory, reset_write_count=reset_write_count)
@@ -524,8 +523,8 @@ class SharedMemmapStorage(RowStorage):
         return self.once_rows_are_published(lambda: self.read_rows(draw, count, stored=stored))
 
     def once_rows_are_published(self, read: Callable[[], _T]) -> _T:
-        """Return the result of ``read``. If ``read`` finds too few rows, wait and call it again
-        while rows are being written.
+        """Return the result of ``read``. If ``read`` raises NoRowsError, wait for rows that are
+        being written, and call it again.
 
         Raises:
             NoRowsError: ``read`` raised it, and no process is writing a row.

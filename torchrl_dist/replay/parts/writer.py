@@ -25,13 +25,13 @@ _MARKS = 32
 class SharedCursorWriter(Writer):
     """Round-robin writer whose cursor, length and generations belong to the storage's directory.
 
-    It replaces ``TensorDictRoundRobinWriter``. Each process that writes through one gets its own
-    slots, and readers see whole rows only. If a slot is reused after a sample, the sample's
-    ``"index_generation"`` shows that its priority is not for the present row.
+    It replaces ``TensorDictRoundRobinWriter``. Each process writes to slots of its own, and readers
+    see whole rows only. If a sampled row is overwritten, the sample's ``"index_generation"`` shows
+    that its priority is not for the new row.
 
     An extend of more than ``max_size`` rows keeps the last ``max_size``. The rows that are not kept
-    get the index -1. If the writers of a :class:`RemoteStorage` write to their own shard, only
-    as many rows as this shard can hold are kept, with a warning. The batch itself is not changed.
+    get the index -1. If the writers of a :class:`RemoteStorage` write to their own shard, an extend
+    keeps only as many rows as this shard can hold, with a warning. The batch itself is not changed.
 
     Raises:
         ConfigurationError: if the storage is neither a :class:`SharedMemmapStorage` nor a
@@ -95,7 +95,7 @@ class SharedCursorWriter(Writer):
     def _without_mark(self, data: Any) -> Any:
         """Return ``data`` without the ``"index"`` that TorchRL's buffer set in an earlier
         extend."""
-        if type(data) is not TensorDict and not is_tensor_collection(data):  # the first is faster
+        if type(data) is not TensorDict and not is_tensor_collection(data):  # type() is faster
             return data
         mark = _torchrl.value_of(data, "index")
         if mark is None or not isinstance(mark, torch.Tensor) or mark.ndim != len(data.batch_size):
@@ -116,7 +116,7 @@ class SharedCursorWriter(Writer):
         slots = as_slots(index)
         if slots.ndim == 0:
             data = data.unsqueeze(0)
-        flat = slots if slots.ndim == 1 else slots.reshape(-1)  # samplers know this tensor again
+        flat = slots if slots.ndim == 1 else slots.reshape(-1)  # samplers recognise this tensor
         self._announce(flat, self._storage.write_at(flat, data))
         return slots
 
@@ -132,12 +132,12 @@ class SharedCursorWriter(Writer):
     def generations_of(self, index: int | torch.Tensor) -> torch.Tensor:
         """Return how often each slot was written by all processes.
 
-        It is -1 for a slot without a published row, and for an index of -1.
+        The number is -1 for a slot without a published row, and for an index of -1.
         """
         handed = self._storage.handed_generation(index)
         if handed is not None:
             return handed
-        self._check_buffers()  # set_sampler does not tell the writer of the new sampler
+        self._check_buffers()  # set_sampler does not notify the writer
         index = torch.as_tensor(index[0] if isinstance(index, tuple) else index)
         return self._storage.generations_of(index.cpu().long()).to(index.device)
 

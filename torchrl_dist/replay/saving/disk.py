@@ -6,7 +6,7 @@
     rows-<unique>/      shard-0/ ...: a file per array of the rows' stored form (``row.stacks``),
                         priority.bin, runs.bin;
                         extra/: tensors of the buffer's transforms and random generator
-    .torchrl_dist-rows  only while a checkpoint is written: its folder, and the earlier one's
+    .torchrl_dist-rows  only during a write: the names of the new folder and the earlier one
 
 A new checkpoint is written to its own folder and synced. Then one file is renamed to
 ``checkpoint.json``, which makes the new checkpoint valid, and the earlier folder is removed. After
@@ -104,8 +104,8 @@ class DumpWriter:
             raise
 
     def _note_folders(self) -> None:
-        """Store the names of the folders before the new one is made. After a crash, the next writer
-        finds it by its name."""
+        """Store the folders' names before making the new folder. After a crash, the next writer
+        finds that folder by its name."""
         made = [self._folder.name] + ([] if self._earlier is None else [self._earlier])
         text = "\n".join(made).encode()
         own_files.atomic_write(
@@ -180,7 +180,7 @@ class DumpWriter:
         return entries
 
     def remove_unless_valid(self) -> None:
-        """Remove the folders unless they were committed."""
+        """Remove the new folder unless it was committed."""
         if _folder_of(self._path) != self._folder.name:
             _remove_folder(self._folder)
             (self._path / _MADE_HERE).unlink(missing_ok=True)
@@ -200,8 +200,8 @@ Ends = tuple[int, ...]
 
 
 class RowFiles:
-    """A shard's rows, in a file per array of their stored form. Any process that can access the
-    folder may write them.
+    """The files of a shard's rows, one per array of their stored form. Any process that can access
+    the folder may write them.
 
     Attributes:
         parts: for each file, the length and the CRC-32 of the array written last.

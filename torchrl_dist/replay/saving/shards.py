@@ -28,7 +28,7 @@ Arrays = list[np.ndarray]
 
 
 class Sink(Protocol):
-    """Takes the rows of a shard that is saved.
+    """Receives the rows of a shard that is being saved.
 
     Attributes:
         folder: the folder of the rows' files, or None. The shard's process may write the files
@@ -61,7 +61,7 @@ class RestoredRows(NamedTuple):
 class Shard:
     """One directory, which this process has open. Every method blocks for a bounded time.
 
-    A host is a shard, and ``hosts.shard.RemoteShard`` calls the shard of another process."""
+    ``ReplayHost`` is a subclass, and ``hosts.shard.RemoteShard`` calls one in another process."""
 
     def __init__(self, cursor: SharedCursor) -> None:
         self._cursor = cursor
@@ -268,7 +268,7 @@ def _restore_shard(
 
 
 class SavedStorage:
-    """The part that storages over one or more directories have in common: saving and restoring.
+    """Saving and restoring, for storages over one or more directories.
 
     A checkpoint can be loaded into a buffer with any number of shards and any capacity. If both
     are unchanged, every row keeps its slot and generation. Otherwise :func:`snapshot.deal` assigns

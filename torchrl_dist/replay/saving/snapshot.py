@@ -33,7 +33,7 @@ from torchrl_dist.replay.row.stacks import Column, Stacks
 from torchrl_dist.tensors import array_of
 
 CHUNK_BYTES = 2**24
-_CHUNK_ROWS = 2**16  # copy at most this many versions and leaves per hold of the lock
+_CHUNK_ROWS = 2**16  # copy at most this many versions and leaves each time the lock is held
 _ATTEMPTS = 3 if ORDERED_LOADS else 0
 _LARGEST_BLOCK = 1024
 
@@ -541,8 +541,8 @@ def restore_rows(
 
     Args:
         since: the result of :func:`begin_restore`.
-        version: the version of all these rows. If the directory has already passed it, the rows
-            get a new version.
+        version: the version of all these rows. A slot whose next version is larger gets that
+            version instead.
         leaf: float64 [n], leaves under ``alpha``.
         arrays: [n, ...] per column of the spec.
 
