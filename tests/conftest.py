@@ -8,6 +8,7 @@ another at the end, while the other parts wait or have ended.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import os
 import signal
@@ -28,6 +29,11 @@ from tests.turns import ALONE, Turns, is_alone
 
 _MARK = "TORCHRL_DIST_TEST"
 _GRACE_S = 5.0
+# A test ends within the timeout of pyproject.toml, unless that timeout itself fails: some tests use
+# the same timer, and it does not cover the wait for a turn. Then the process shows where it hangs,
+# and ends.
+_HANGS_AFTER_S = 1500.0
+_stderr = os.dup(2)  # pytest captures the other one
 
 # Programs that tests start find tests/children/sitecustomize.py by either of these two.
 _CHILDREN = str(Path(__file__).parent / "children")
@@ -132,10 +138,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Wait for the turn outside all other hooks, so that the wait does not count as test time."""
-    if _turns is None:
-        return (yield)
-    with _turns.take(alone=is_alone(item.nodeid)):
-        return (yield)
+    faulthandler.dump_traceback_later(_HANGS_AFTER_S, exit=True, file=_stderr)
+    try:
+        if _turns is None:
+            return (yield)
+        with _turns.take(alone=is_alone(item.nodeid)):
+            return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.hookimpl(hookwrapper=True)
