@@ -354,7 +354,7 @@ def test_flags_must_be_asked_for_before_the_first_row(folder: Path) -> None:
     storage = SharedMemmapStorage(64, scratch_dir=folder, job_id="test")
     rb = SharedReplayBuffer(storage=storage, batch_size=3)
     rb.extend(_unnamed(1, range(10)))
-    with pytest.raises(ConfigurationError, match="do not name their writers"):
+    with pytest.raises(ConfigurationError, match="do not tell which row follows"):
         SharedReplayBuffer(storage=storage, sampler=SharedSliceSampler(**END), batch_size=3)
     storage.close()
     storage = SharedMemmapStorage(64, scratch_dir=folder, job_id="test")

@@ -37,6 +37,7 @@ from torchrl_dist.replay.node.frames import each_once, with_stacks
 from torchrl_dist.replay.parts.drawn import Drawn
 from torchrl_dist.replay.parts.sampler import RecentGenerations
 from torchrl_dist.replay.row import rows
+from torchrl_dist.replay.row.numbers import RowNumbers
 from torchrl_dist.replay.row.packing import pack, spec_from_text
 from torchrl_dist.replay.row.spec import RowSpec
 from torchrl_dist.runtime.awake import awake
@@ -120,6 +121,7 @@ class ReplayClient:
         self._turn = itertools.count(first_shard)
         self._min_shards = min_shards
         self._numbers = itertools.count(1)
+        self._row_numbers = RowNumbers()
         self._spec: RowSpec | None = None
         self._pending: dict[int, _PendingWrite] = {}  # by the address of the index
         self._reported: dict[int, int] = {}  # by shard, the number of its replies when it failed
@@ -306,7 +308,10 @@ class ReplayClient:
 
     def in_buffer(self, shard: int, rows: Drawn) -> Drawn:
         """Give the rows of a shard their indices in the whole buffer."""
-        rows.index = rows.index + shard * self.shard_capacity
+        first = shard * self.shard_capacity
+        rows.index = rows.index + first
+        if rows.anchors is not None:
+            rows.anchors = rows.anchors + torch.tensor([first, 0, 0])
         return rows
 
     def return_draws(self, rows: Drawn, which: Any = slice(None)) -> None:
@@ -453,7 +458,7 @@ class ReplayClient:
         self.check()
         spec = self.agreed_spec(data)
         count = data.batch_size[0]
-        sent, columns = spec, rows.matching_columns(data, spec)
+        sent, columns = spec, rows.matching_columns(data, spec, self._row_numbers)
         if any(link.sends_rows for link in self.links):
             columns = each_once(columns, spec)
         else:

@@ -15,11 +15,12 @@ A host does not know whether it serves a whole buffer or one shard of a larger b
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import math
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,10 +52,15 @@ from torchrl_dist.replay.node.tables import Word
 from torchrl_dist.replay.node.times_sampled import TooFewDrawsError, give_back
 from torchrl_dist.replay.parts.drawn import Drawn
 from torchrl_dist.replay.parts.passes import Passes, take_of_pass
-from torchrl_dist.replay.parts.sampler import SharedPrioritizedSampler, SharedRandomSampler
+from torchrl_dist.replay.parts.sampler import (
+    SharedPrioritizedSampler,
+    SharedRandomSampler,
+    SharedSampler,
+)
 from torchrl_dist.replay.parts.slices import SharedPrioritizedSliceSampler, SharedSliceSampler
 from torchrl_dist.replay.parts.storage import SharedMemmapStorage
 from torchrl_dist.replay.row.packing import Part, pack, spec_from_text, unpack
+from torchrl_dist.replay.row.spec import ORDER
 from torchrl_dist.replay.row.stacks import values
 from torchrl_dist.replay.saving.disk import Ends, RowFiles, after
 from torchrl_dist.replay.saving.shards import RestoredRows, Shard
@@ -93,7 +99,7 @@ class ReplayHost(Shard):
         self._storage = storage
         self._uniform = SharedRandomSampler()
         self._prioritized: SharedPrioritizedSampler | None = None
-        self._slicers: dict[Law, SharedSliceSampler] = {}  # in the order of last use
+        self._slicers: dict[Law, SharedSampler] = {}  # in the order of last use
         self._passes: Passes | None = None
         now_and_in_children(self, ReplayHost._renew)
 
@@ -257,7 +263,7 @@ class ReplayHost(Shard):
         directory = self._storage.directory
         words = directory.words
         if law.slices is None:
-            drawn, mass, minimum = self._draw_rows(count, law.prioritized, stored)
+            drawn, mass, minimum = self._draw_rows(count, law, stored)
         else:
             drawn, mass, minimum = self._draw_slices(count, law, law.slices, stored)
         if drawn is not None and directory.gate is None:
@@ -278,12 +284,20 @@ class ReplayHost(Shard):
         )
         return state, drawn
 
-    def _draw_rows(
-        self, count: int, prioritized: bool, stored: bool
+    def _draw_rows(self, count: int, law: Law, stored: bool) -> tuple[Drawn | None, float, float]:
+        """Draw rows or windows. Return them, the mass of all rows, and the smallest leaf."""
+        if law.window is None:
+            return self._draw_by(self._sampler_of(law), count, stored)
+        with self._slicing:
+            return self._draw_by(self._cached(law, self._windower), count, stored)
+
+    def _sampler_of(self, law: Law) -> SharedSampler:
+        return self._sampler() if law.prioritized else self._uniform
+
+    def _draw_by(
+        self, sampler: SharedSampler, count: int, stored: bool
     ) -> tuple[Drawn | None, float, float]:
-        """Draw rows. Return them, the mass of all rows, and the smallest leaf."""
         directory = self._storage.directory
-        sampler = self._sampler() if prioritized else self._uniform
         while count and directory.length:
             try:
                 drawn = sampler.draw(self._storage, count, stored=stored)
@@ -293,7 +307,7 @@ class ReplayHost(Shard):
             except RuntimeError:
                 if directory.length:
                     raise
-        if prioritized:
+        if isinstance(sampler, SharedPrioritizedSampler):
             with directory.lock():
                 directory.tree.refresh()
                 return None, directory.tree.total, directory.tree.minimum
@@ -306,14 +320,33 @@ class ReplayHost(Shard):
         """Draw slices, or none if none is possible. See :meth:`SharedSliceSampler.draw_slices`."""
         key = replace(law, slices=replace(slices, slice_len=1))
         with self._slicing:  # without a deadline, because the work inside has deadlines
-            sampler = self._slicers.pop(key, None) or self._slicer(law.prioritized, slices)
-            while len(self._slicers) >= _MOST_SLICERS:
-                del self._slicers[next(iter(self._slicers))]
-            self._slicers[key] = sampler
+            sampler = self._cached(key, self._slicer)
             sampler.slice_len = slices.slice_len
             return sampler.draw_slices(self._storage, count, stored=stored)
 
-    def _slicer(self, prioritized: bool, slices: SliceLaw) -> SharedSliceSampler:
+    def _cached(self, law: Law, build: Callable[[Law], Any]) -> Any:
+        """Return the sampler for a law that needs a copy of the rows' order. Called under
+        ``_slicing``."""
+        sampler = self._slicers.pop(law, None) or build(law)
+        while len(self._slicers) >= _MOST_SLICERS:
+            del self._slicers[next(iter(self._slicers))]
+        self._slicers[law] = sampler
+        return sampler
+
+    def _windower(self, law: Law) -> SharedSampler:
+        sampler = copy.copy(self._sampler_of(law))
+        sampler.attach(self._storage)
+        assert law.window is not None
+        sampler.draw_windows(law.window, self._storage)
+        return sampler
+
+    def number_rows(self) -> None:
+        """See ``ReplayDirectory.ask_for_numbers``."""
+        self._storage.directory.ask_for_numbers(ORDER)
+
+    def _slicer(self, law: Law) -> SharedSliceSampler:
+        slices, prioritized = law.slices, law.prioritized
+        assert slices is not None
         options = {name: value for name, value in vars(slices).items() if name != "consecutive"}
         if prioritized:
             shared = self._sampler()
@@ -334,11 +367,13 @@ class ReplayHost(Shard):
         # not copied, because nothing else refers to these tensors
         packed = pack([*handles, *map(array_of, drawn.tensors)], copy=False)
         lengths = None if drawn.lengths is None else drawn.lengths.numpy()
+        anchors = None if drawn.anchors is None else drawn.anchors.numpy()
         return {
             "count": drawn.units,
             "spec": drawn.spec.text,
             "packed": packed,
             "lengths": lengths,
+            "anchors": anchors,
         }
 
     # --- reading and replacing; clients make changes by an ``Invoke`` --------------

@@ -13,6 +13,7 @@ import torch
 from tensordict import NestedKey
 
 from torchrl_dist.replay.parts.drawn import Drawn
+from torchrl_dist.replay.parts.windows import Window
 from torchrl_dist.replay.row.packing import Part, spec_from_text, unpack
 from torchrl_dist.replay.row.stacks import values
 
@@ -100,10 +101,12 @@ class SliceLaw:
 
 @dataclass(frozen=True)
 class Law:
-    """The units of a draw, rows or slices of trajectories, by priority or uniformly."""
+    """The units of a draw: rows, slices of trajectories, or windows around rows. Rows, and the
+    first rows of slices, are drawn by priority or uniformly."""
 
     prioritized: bool
     slices: SliceLaw | None = None
+    window: Window | None = None
 
 
 UNIFORM, PRIORITIZED = Law(False), Law(True)
@@ -178,7 +181,8 @@ class Reply:
         count: number of rows or slices drawn. It is smaller than requested if the rows that may be
             sampled have too few draws left, and 0 if the buffer is empty or has no slice.
         spec: row spec of the drawn rows as text.
-        lengths: number of rows of each slice.
+        lengths: number of rows of each slice or window.
+        anchors: see ``Drawn``.
         packed: slot and generation of each row, leaf of each unit, and the stored form of the
             rows (``row.stacks``); see ``rows``.
     """
@@ -190,6 +194,7 @@ class Reply:
     state: HostState | None = None
     count: int = 0
     lengths: np.ndarray | None = None
+    anchors: np.ndarray | None = None
     spec: str = ""
     packed: Sequence[Part] = ()
 
@@ -201,6 +206,8 @@ class Reply:
         drawn = Drawn.of(spec, slot, generation, leaf, values(stored, spec))
         if self.lengths is not None:
             drawn.lengths = torch.from_numpy(self.lengths)
+        if self.anchors is not None:
+            drawn.anchors = torch.from_numpy(self.anchors)
         return drawn
 
 

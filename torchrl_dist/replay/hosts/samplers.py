@@ -111,11 +111,26 @@ class _SamplerOfOwner(SharedSampler):
 
     def _law(self, batch_size: int) -> tuple[Law, int]:
         """Return the law for a batch of that many rows, and its number of units."""
-        return PRIORITIZED if self._prioritized else UNIFORM, batch_size
+        if self._window is None:
+            return PRIORITIZED if self._prioritized else UNIFORM, batch_size
+        return Law(self._prioritized, window=self._window), batch_size // self._window.size
 
-    def _rows_of(self, batch_size: int) -> int:
-        """Return the number of rows that are drawn for a batch."""
-        return batch_size
+    def _ask_for_numbers(self) -> None:
+        if self._storage is None:
+            super()._ask_for_numbers()
+        else:
+            self._invoke(self._storage, "number_rows")
+
+    def _invoke(self, storage: RemoteStorage, method: str, *args: Any) -> None:
+        """Call a method of all hosts, and wait for the result."""
+        client = storage.client
+        client.invoke_everywhere(method, *args)
+        try:
+            client.apply_queued()
+        except RemoteError:  # the other hosts refused for the same reason
+            for link in client.links:
+                link.failure()
+            raise
 
     def _completed(self, batch: Drawn, count: int) -> Drawn:
         """Return a batch of ``count`` rows in the form in which the base class draws it."""
@@ -144,7 +159,8 @@ class _SamplerOfOwner(SharedSampler):
         if self._source is None:
             return super().can_sample(storage, batch_size)
         gate = remote.gate
-        return len(remote) > 0 and (gate is None or gate.can_sample(batch_size, self._source))
+        count = self._rows_of(batch_size)
+        return len(remote) > 0 and (gate is None or gate.can_sample(count, self._source))
 
     def note_written(self, index: torch.Tensor, generation: torch.Tensor) -> None:
         if self._source is None:  # otherwise the client notes them when the host answers
@@ -262,15 +278,8 @@ class RPCPrioritizedSampler(_SamplerOfOwner, SharedPrioritizedSampler):
         super()._set_owner(owner, *ahead)
 
     def _prepare(self, storage: RemoteStorage) -> None:
-        client = storage.client
-        client.invoke_everywhere("use_priorities", self._alpha, self._eps)
-        try:
-            client.apply_queued()
-        except RemoteError:  # the other hosts refused for the same reason
-            for link in client.links:
-                link.failure()
-            raise
-        self._recent = client.recent
+        self._invoke(storage, "use_priorities", self._alpha, self._eps)
+        self._recent = storage.client.recent
 
     def _alpha_now(self) -> float:
         if self._storage is not None:
@@ -514,6 +523,14 @@ class RPCSamplerWithoutReplacement(SharedSamplerWithoutReplacement, _SamplerOfOw
             uniforms=self._uniforms,
         )
         return source
+
+    def _ask_for_numbers(self) -> None:
+        if self._storage is not None:
+            raise ConfigurationError(
+                f"{type(self).__name__} draws no windows; with sample_unit=Sequence(...), use "
+                "RPCRandomSampler or RPCPrioritizedSampler"
+            )
+        super()._ask_for_numbers()
 
     def _begins(self, number: int) -> None:
         if self._only_one and self._pass not in (None, number):

@@ -86,7 +86,7 @@ from torchrl_dist.replay.node.tables import (
     control_tables,
     counters_in,
 )
-from torchrl_dist.replay.row.spec import STREAM, ColumnSpec, RowSpec, checked_spec
+from torchrl_dist.replay.row.spec import HIDDEN, ColumnSpec, RowSpec, checked_spec
 from torchrl_dist.stopping import stop_requested_since
 from torchrl_dist.tensors import array_of
 
@@ -468,9 +468,9 @@ class ReplayDirectory:
         if self.rows is not None:
             return self.rows
         spec = with_stacks(spec, self._stacks())
-        if self.words[Word.STREAMS] and STREAM not in spec.columns:
-            return replace(spec, columns=(*spec.columns, STREAM))
-        return spec
+        asked = [each for bit, each in enumerate(HIDDEN) if self.words[Word.HIDDEN] >> bit & 1]
+        more = [each for each in asked if each not in spec.columns]
+        return replace(spec, columns=(*spec.columns, *more)) if more else spec
 
     def create_rows(self, spec: RowSpec) -> None:
         """Allocate the data files. The first writer calls it. Blocks while another process does so.
@@ -575,22 +575,22 @@ class ReplayDirectory:
         self.users = tables[:users].reshape(MAX_MEMBERS, USER_COLUMNS)
         self.times_sampled = tables[users:] if self.words[Word.MAX_TIMES_SAMPLED] else None
 
-    def ask_for_streams(self) -> None:
-        """Store the stream of each row, see ``STREAM``. Call it before the first row is written.
+    def ask_for_numbers(self, hidden: ColumnSpec) -> None:
+        """Store numbers of rows in a hidden column. Call it before the first row is written.
 
         Raises:
-            ConfigurationError: there are already rows without streams.
+            ConfigurationError: there are already rows without numbers.
         """
         with self.lock():
             spec = self.rows
             if spec is None:
-                self.words[Word.STREAMS] = 1
-            elif STREAM not in spec.columns:
+                self.words[Word.HIDDEN] |= 1 << HIDDEN.index(hidden)
+            elif hidden not in spec.columns:
                 raise ConfigurationError(
-                    f"the rows in {self.path} do not name their writers, because no buffer "
-                    "asked for this before the first row was written; use the same sampler in the "
-                    "buffers of all processes, or store a trajectory id per row and pass "
-                    "traj_key="
+                    f"the rows in {self.path} do not tell which row follows which, because no "
+                    "buffer asked for this before the first row was written; use the same sampler "
+                    "and sample_unit in the buffers of all processes. To sample slices, you can "
+                    "also store a trajectory id per row and pass traj_key="
                 )
 
     def map_pass_table(self, size: int) -> np.ndarray:

@@ -84,7 +84,7 @@ class Word(enum.IntEnum):
     BELL_RUNG = 49
     LIMITER_WAITS = 50  # a counter
     ERA = 51  # the era of a shard, see ``host.HostState``
-    STREAMS = 52  # rows have a stream, see ``STREAM``
+    HIDDEN = 52  # a bit for each of ``spec.HIDDEN`` that rows have
     RESTORES = 53  # how often a checkpoint was restored
     DRAWN = 54  # rows that samples drew without a limiter; see ``count``
     INTERRUPTED = 55  # a member left after a stop signal or an exception, so nothing is removed

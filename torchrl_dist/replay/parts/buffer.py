@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer, Trajectory
+from torchrl.data.replay_buffers.sample_units import SampleUnit, Sequence
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 
 from torchrl_dist.errors import CheckpointError, ConfigurationError, RateLimitError
@@ -40,10 +41,31 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
       buffer holds while it samples. Sampling or prefetching in another thread therefore does not
       delay them. They wait only for the directory's lock.
 
+    - ``sample_unit=Sequence(...)`` of TorchRL expands each drawn row, the *anchor*, into a window
+      of consecutive rows of its trajectory, in whichever slots they are. See below.
+
     Without ``sampler=`` it samples uniformly. Without ``writer=`` it creates the writer.
 
+    **Windows.** A batch of ``Sequence(length, burn_in=..., bootstrap=...)`` has the entries of
+    TorchRL's, and ``"anchor_generation"``. It has ``batch_size`` windows one after the other. The
+    law of the sampler is that of the anchors, and ``"priority_weight"`` is the anchor's. A window
+    is read as a whole: all its rows were in the buffer at the same moment. Rows follow each other
+    if one thread wrote them one after the other, with the same trajectory id if rows have one
+    (``("collector", "traj_ids")`` or ``"episode"``). Use the same ``sample_unit`` in the buffers of
+    all processes, including those that only write. A limiter counts the rows of windows.
+
+    Args:
+        priority_key: key of the priorities, of which each row has one.
+        eta: weight of the largest priority of a window in that of its anchor, 0 to 1.
+            ``update_tensordict_priority`` sets ``eta * max + (1 - eta) * mean`` (Kapturowski et al.
+            2019, "Recurrent Experience Replay in Distributed Reinforcement Learning", eq. 1, with
+            0.9). The maximum is over the valid rows, as in TorchRL, and the mean over the valid
+            rows of the learning region. Default: 1, TorchRL's maximum.
+        kwargs: those of ``TensorDictReplayBuffer``.
+
     Raises:
-        ConfigurationError: the writer is of another kind, or data have no ``"index"``.
+        ConfigurationError: the writer is of another kind, data have no ``"index"``, or the sampler
+            draws no windows.
 
     Example:
         >>> storage = SharedMemmapStorage(100, scratch_dir="/dev/shm/example")
@@ -62,10 +84,31 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
     _replay_lock = _torchrl.EntryLock()
     _futures_lock = _torchrl.EntryLock()
 
-    def __init__(self, *, priority_key: str = "td_error", **kwargs: Any) -> None:
+    windows: Sequence | None = None
+    """The ``sample_unit``, if the sampler draws its windows."""
+
+    def __init__(self, *, priority_key: str = "td_error", eta: float = 1.0, **kwargs: Any) -> None:
+        if not 0 <= eta <= 1 or (eta != 1 and type(kwargs.get("sample_unit")) is not Sequence):
+            raise ConfigurationError(
+                f"eta={eta!r}: expected a number from 0 to 1, and sample_unit=Sequence(...), whose "
+                "windows have several priorities each"
+            )
+        self.eta = eta
         kwargs["writer"] = kwargs.get("writer") or SharedCursorWriter
         kwargs["sampler"] = kwargs.get("sampler") or SharedRandomSampler
         super().__init__(priority_key=priority_key, **kwargs)
+
+    @property
+    def _sample_unit(self) -> SampleUnit | None:
+        """What TorchRL's class expands: not windows, because the sampler draws them."""
+        return self.__dict__.get("_unit")
+
+    @_sample_unit.setter
+    def _sample_unit(self, unit: SampleUnit | None) -> None:
+        if type(unit) is Sequence:
+            self.windows = unit
+        else:
+            self.__dict__["_unit"] = unit
 
     def _init(self) -> None:
         super()._init()
@@ -351,7 +394,8 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
 
         Args:
             data: has ``"index"`` and, like every sample, ``"index_generation"``. Without
-                generations, rows are matched as in :meth:`update_priority`.
+                generations, rows are matched as in :meth:`update_priority`. Of windows, it has the
+                priorities of their rows, which set those of the anchors, see ``eta``.
         """
         _torchrl.initialize(self)
         if not isinstance(self._sampler, PrioritizedSampler):
@@ -367,11 +411,38 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
             priority = self._priority_per_row(data)
         else:
             priority = torch.as_tensor(self._get_priority_item(data))
-        self.update_priority(
-            _per_row(index, priority),
-            priority,
-            generation=None if generation is None else _per_row(generation, priority),
+        index = _per_row(index, priority)
+        generation = None if generation is None else _per_row(generation, priority)
+        if self.windows is not None and data.get("anchor_index", None) is not None:
+            index, generation, priority = self._of_anchors(data, priority)
+        self.update_priority(index, priority, generation=generation)
+
+    def _of_anchors(
+        self, data: TensorDictBase, priority: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return index, generation and priority of each anchor in a batch of windows."""
+        names = ("anchor_index", "anchor_generation", "validity_mask", "learning_mask")
+        missing = [name for name in names if data.get(name, None) is None]
+        if missing:
+            raise ConfigurationError(
+                f"the windows have no {missing}, which each sample of this buffer has: pass a "
+                "sample, or rows of one with all its entries"
+            )
+        index, generation, valid, learning = (
+            _per_row(data.get(name), priority).reshape(-1).cpu() for name in names
         )
+        priority = priority.detach().reshape(-1).cpu()
+        pairs = torch.stack([index, generation], 1)[valid]
+        anchors, which = torch.unique(pairs, dim=0, return_inverse=True)
+        value, learning = priority[valid], learning[valid]
+        found = value.new_zeros(len(anchors))
+        found.scatter_reduce_(0, which, value, "amax", include_self=False)
+        if self.eta < 1:
+            mean = torch.zeros_like(found)
+            which, value = which[learning], value[learning]
+            mean.scatter_reduce_(0, which, value, "mean", include_self=False)
+            found = self.eta * found + (1 - self.eta) * mean
+        return anchors[:, 0], anchors[:, 1], found
 
     def update_priority(
         self,

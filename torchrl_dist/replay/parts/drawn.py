@@ -16,22 +16,25 @@ from torchrl_dist.replay.row.spec import RowSpec
 
 @dataclass(eq=False, slots=True)
 class Drawn:
-    """Units that were drawn, with copies of their rows. A unit is a row or a slice.
+    """Units that were drawn, with copies of their rows. A unit is a row, a slice or a window.
 
     Attributes:
         spec: the row spec.
         index, generation: int64 [n], slot and generation of each row. In a batch over hosts, the
             index is that of the whole buffer.
-        leaf: float64 [units], ``p ** alpha`` of each row, or of the first row of each slice; 1 in
-            uniform sampling.
+        leaf: float64 [units], ``p ** alpha`` of each row, of the first row of each slice, or of the
+            anchor of each window; 1 in uniform sampling.
         tensors: the rows, one tensor [n, ...] per column of the row spec; or their stored form, see
             ``row.stacks``.
         minimum: the smallest leaf in the buffer at the time of the draw.
         mass: the mass of all units that could be drawn, at the time of the first draw.
-        lengths: int64 [units], the number of rows of each slice; None if the units are rows.
+        lengths: int64 [units], the number of rows of each slice or window; None if the units are
+            rows.
         shape: slices as TorchRL's sampler describes them, see ``SliceSampler._finalize_index``.
         scale: float64 [units], factors that correct the leaves for the weights, see
             ``hosts.batches``; None if all are 1.
+        anchors: int64 [n, 3], if the units are windows: index and generation of the anchor of each
+            row, and whether the row is valid, see ``windows``.
     """
 
     spec: RowSpec
@@ -44,6 +47,7 @@ class Drawn:
     lengths: torch.Tensor | None = None
     shape: dict[str, Any] | None = None
     scale: np.ndarray | None = None
+    anchors: torch.Tensor | None = None
 
     @classmethod
     def of(
@@ -101,6 +105,7 @@ class Drawn:
             tensors=[take(tensor) for tensor in self.tensors],
             lengths=lengths,
             scale=None if self.scale is None else self.scale[units],
+            anchors=None if self.anchors is None else take(self.anchors),
         )
 
     def part(self, start: int, stop: int) -> Drawn:
@@ -143,6 +148,7 @@ def joined(parts: Sequence[Drawn]) -> Drawn:
         return parts[0]
     lengths = [part.lengths for part in parts if part.lengths is not None]
     scales = [part.scale for part in parts if part.scale is not None]
+    anchors = [part.anchors for part in parts if part.anchors is not None]
     return replace(
         parts[0],
         index=torch.cat([part.index for part in parts]),
@@ -151,4 +157,5 @@ def joined(parts: Sequence[Drawn]) -> Drawn:
         tensors=[torch.cat(column) for column in zip(*(p.tensors for p in parts), strict=True)],
         lengths=torch.cat(lengths) if lengths else None,
         scale=np.concatenate(scales) if scales else None,
+        anchors=torch.cat(anchors) if anchors else None,
     )

@@ -236,32 +236,26 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
         """Draw the next rows of the pass, see the base class. ``mass`` is the number of rows."""
         directory = self.attach(storage)
         assert isinstance(storage, SharedMemmapStorage)
-        slots, generation, leaf, columns = storage.once_rows_are_published(
-            lambda: self._draw_rows(storage, count, stored)
-        )
-        return Drawn.of(
-            directory.rows, slots, generation, leaf, columns, 1.0, float(directory.length)
-        )
+        drawn = storage.once_rows_are_published(lambda: self._draw_rows(storage, count, stored))
+        drawn.mass = float(directory.length)
+        return drawn
 
-    def _draw_rows(
-        self, storage: SharedMemmapStorage, count: int, stored: bool
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
-        """Return slots, generations, leaves and copied rows of one pass, at least one row."""
+    def _draw_rows(self, storage: SharedMemmapStorage, count: int, stored: bool) -> Drawn:
+        """Return copied rows of one pass, at least one row."""
         directory, passes = storage.directory, self._passes
         assert passes is not None
         if count < 1:  # an empty batch belongs to no pass
             if not directory.length:
                 raise NoRowsError(EMPTY)
             nothing = np.empty(count, np.int64)  # raises for a negative count
-            return storage.read_rows(lambda *_: (nothing, nothing, np.empty(0)), 0)
+            return self._read_now(storage, lambda *_: (nothing, nothing, np.empty(0)), 0, stored)
         self._batch_size = count
         begin = functools.partial(self._begin, directory, passes)
         while True:
             draw = draw_of_pass(directory, passes, begin)
-            found = storage.read_rows(draw, count, stored=stored)
-            size = found[0].size
+            found = self._read_now(storage, draw, count, stored)
             # otherwise rows were overwritten while they were copied: draw again
-            if size == count or (size and not self.drop_last):
+            if found.units == count or (found.units and not self.drop_last):
                 return found
 
     def _begin(

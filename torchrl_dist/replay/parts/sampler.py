@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torchrl.data.replay_buffers.sample_units import Sequence
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler, RandomSampler, Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
@@ -30,8 +31,15 @@ from torchrl_dist.replay.node.priorities import set_alpha, update
 from torchrl_dist.replay.node.tables import Word
 from torchrl_dist.replay.node.times_sampled import TooFewDrawsError, count_draws
 from torchrl_dist.replay.parts.drawn import Drawn
-from torchrl_dist.replay.parts.storage import NoRowsError, SharedMemmapStorage
+from torchrl_dist.replay.parts.storage import (
+    Draw,
+    NoRowsError,
+    SharedMemmapStorage,
+    check_batch_size,
+)
+from torchrl_dist.replay.parts.windows import Neighbours, Window, read_windows
 from torchrl_dist.replay.row import _torchrl
+from torchrl_dist.replay.row.spec import ORDER
 
 EMPTY = (
     "Cannot sample from an empty storage. No row has been written yet, or the buffer was emptied: "
@@ -210,11 +218,22 @@ class SharedSampler(Sampler):
     """Whether the sampler remembers rows of one directory."""
     _no_counts = ""
     """Why the class cannot heed ``max_times_sampled``."""
-    _not_copied: tuple[str, ...] = ("_directory", "_random", "_random_pid", "_recent")
+    _no_windows = ""
+    """Why the class does not draw anchors of windows."""
+    _not_copied: tuple[str, ...] = (
+        "_directory",
+        "_neighbours",
+        "_random",
+        "_random_pid",
+        "_recent",
+    )
     """Attributes that ``_setup`` creates anew in a copy."""
+    _window: Window | None = None
+    """The windows that a buffer's ``sample_unit`` wants around each drawn row."""
 
     def _setup(self) -> None:
         self._directory = None
+        self._neighbours: Neighbours | None = None
         self._random = np.random.default_rng()
         self._random_pid = os.getpid()
 
@@ -253,15 +272,48 @@ class SharedSampler(Sampler):
     def _bind(self, storage: SharedMemmapStorage, directory: ReplayDirectory) -> None:
         """Prepare draws from a directory, or raise ConfigurationError."""
 
+    def draw_windows(self, unit: Sequence | Window, storage: Storage) -> None:
+        """From now on, draw windows around rows. A buffer with this ``sample_unit`` calls it.
+
+        Raises:
+            ConfigurationError: the class does not draw windows, another buffer has other ones, or
+                the storage has rows without numbers or a limiter with ``max_times_sampled``.
+        """
+        window = Window.of(unit)
+        if self._no_windows or self._window not in (None, window):
+            why = self._no_windows or f"draws windows of another buffer, {self._window}"
+            raise ConfigurationError(
+                f"{type(self).__name__} {why}; with sample_unit=Sequence(...), use a new "
+                "SharedRandomSampler or SharedPrioritizedSampler"
+            )
+        limiter: RateLimiter | None = storage.limiter
+        if limiter is not None:
+            if limiter.max_times_sampled is not None:
+                raise ConfigurationError(
+                    "windows of sample_unit=Sequence(...) take rows regardless of their counts; "
+                    "use a limiter without max_times_sampled"
+                )
+        self._ask_for_numbers()
+        self._window = window
+
+    def _ask_for_numbers(self) -> None:
+        """Have all rows numbered, see ``row.numbers``."""
+        assert self._directory is not None
+        self._directory.ask_for_numbers(ORDER)
+
+    def _rows_of(self, batch_size: int) -> int:
+        """Return the number of rows in a batch."""
+        return batch_size if self._window is None else batch_size * self._window.size
+
     def note_written(self, index: torch.Tensor, generation: torch.Tensor) -> None:
         """Note new rows. The writer of this process calls this after publishing them."""
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         """Return whether ``sample`` would begin without a wait."""
-        directory = self.attach(storage)
-        if directory.gate is not None and not directory.gate.can_sample(batch_size):
+        gate = self.attach(storage).gate
+        if gate is not None and not gate.can_sample(self._rows_of(batch_size)):
             return False
-        return directory.length > 0
+        return self.attach(storage).length > 0
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[Any, Any]]:
         """Return slots, int64 [batch_size], and what the class adds to a batch.
@@ -270,15 +322,37 @@ class SharedSampler(Sampler):
             RuntimeError: no row is published, and none is being written.
         """
         drawn = self._next(storage, batch_size)
-        return drawn.index, self._info(drawn)
+        info = self._info(drawn)
+        return drawn.index, info if self._window is None else info | self._window.info(drawn)
 
     def draw(self, storage: Storage, count: int, *, stored: bool = False) -> Drawn:
         """Draw rows, without waiting for a limiter, and return all that is known about them.
 
         Args:
+            count: number of rows, or of windows.
             stored: whether ``tensors`` are the stored form of the rows, see ``row.stacks``.
         """
         raise NotImplementedError
+
+    def _read(self, storage: SharedMemmapStorage, law: Draw, count: int, stored: bool) -> Drawn:
+        """Copy the rows that ``law`` draws, or their windows. Wait while rows are being written.
+
+        Raises:
+            NoRowsError, DeadlineError: see ``storage.once_rows_are_published``.
+            ConfigurationError: ``count`` is negative.
+        """
+        check_batch_size(count)
+        return storage.once_rows_are_published(lambda: self._read_now(storage, law, count, stored))
+
+    def _read_now(self, storage: SharedMemmapStorage, law: Draw, count: int, stored: bool) -> Drawn:
+        """Do the work of ``_read``, without waiting."""
+        window, near = self._window, self._neighbours
+        if window is None or storage.directory.rows is None:
+            slots, generation, leaf, columns = storage.read_rows(law, count, stored=stored)
+            return Drawn.of(storage.directory.rows, slots, generation, leaf, columns)
+        if near is None or near.busy or near.directory is not storage.directory:
+            self._neighbours = near = Neighbours(storage.directory, window.end_key)
+        return read_windows(storage, near, window, law, count, stored)
 
     def _info(self, drawn: Drawn) -> dict[Any, torch.Tensor]:
         """Return the entries that the class adds to a batch."""
@@ -290,10 +364,11 @@ class SharedSampler(Sampler):
         if gate is None:
             drawn = self.draw(storage, batch_size)
         else:
-            drawn = gate.draw(batch_size, lambda: self.draw(storage, batch_size), storage)
+            count = self._rows_of(batch_size)
+            drawn = gate.draw(count, lambda: self.draw(storage, batch_size), storage)
             # a batch has fewer rows at the end of a pass, or if slices end early
-            if drawn.index.numel() != batch_size:
-                gate.count_samples(drawn.index.numel() - batch_size)
+            if drawn.index.numel() != count:
+                gate.count_samples(drawn.index.numel() - count)
         storage.hand_over(drawn)
         return drawn
 
@@ -405,8 +480,9 @@ class SharedRandomSampler(SharedSampler, RandomSampler):
             return slots, versions, np.ones(count)
 
         law = draw if directory.times_sampled is None else draw_counted
-        slots, generation, leaf, columns = storage.read_drawn(law, count, stored=stored)
-        return Drawn.of(directory.rows, slots, generation, leaf, columns, 1.0, float(mass))
+        drawn = self._read(storage, law, count, stored)
+        drawn.mass = float(mass)
+        return drawn
 
 
 class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
@@ -621,8 +697,9 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
             with directory.lock():
                 return draw_locked(count)
 
-        slots, generation, leaf, columns = storage.read_drawn(draw, count, stored=stored)
-        return Drawn.of(directory.rows, slots, generation, leaf, columns, smallest, mass)
+        drawn = self._read(storage, draw, count, stored)
+        drawn.minimum, drawn.mass = smallest, mass
+        return drawn
 
     # --- priorities --------------------------------------------------------------------------
 

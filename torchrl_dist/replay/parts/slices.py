@@ -27,10 +27,10 @@ from torchrl_dist.replay.parts.sampler import (
     SharedSampler,
 )
 from torchrl_dist.replay.parts.storage import REDRAWS, NoRowsError, SharedMemmapStorage
+from torchrl_dist.replay.parts.windows import NoColumnError, column_of
 from torchrl_dist.replay.row import rows
+from torchrl_dist.replay.row.numbers import TRAJECTORY_KEYS
 from torchrl_dist.replay.row.spec import STREAM
-
-_USUAL_KEYS = (("collector", "traj_ids"), ("episode",))
 
 
 @dataclass(frozen=True)
@@ -78,18 +78,14 @@ class NoSlicesError(RuntimeError):
         )
 
 
-class _NoColumnError(ConfigurationError):
-    """The rows do not have that key."""
-
-
 class _Columns:
     """This process's copy of versions and trajectory ids, which is updated slot by slot.
 
     Args:
         directory: a directory that has rows.
         columns: arrays in shared memory, one number per slot. The first has trajectory ids or, with
-            ``ends``, streams. A stream identifies the thread that wrote the row. A second array has
-            steps, if rows are ordered by step or neighbours must be consecutive steps.
+            ``ends``, numbers of rows, see ``row.numbers``. A second array has steps, if rows are
+            ordered by step or neighbours must be consecutive steps.
         ends: flags per slot. After a row with a flag, another trajectory begins.
     """
 
@@ -136,14 +132,17 @@ class _Columns:
         touched = np.concatenate([changed, (changed + 1) % capacity])
         before = touched - 1  # for slot 0, the last slot
         ids = self._copies[0]
+        numbered = self._end_columns is not None
         self._follows[touched] = (
-            self._published[touched] & self._published[before] & (ids[touched] == ids[before])
+            self._published[touched]
+            & self._published[before]
+            & (ids[touched] == (ids[before] + 1 if numbered else ids[before]))
         )
         if len(self._copies) > 1:
             steps = self._copies[1]
             self._follows[touched] &= steps[touched] == steps[before] + 1
-        if self._end_columns is not None:  # in stream 0, predecessors are unknown
-            self._follows[touched] &= (ids[touched] != 0) & ~self._ends[before]
+        if self._end_columns is not None:  # of a row with number 0, nothing is known
+            self._follows[touched] &= (ids[before] != 0) & ~self._ends[before]
 
     def runs_by_position(self, state: tuple[int, ...], cursor: int) -> _Runs:
         """Return runs of neighbouring slots. The oldest row of the ring always begins a run."""
@@ -289,6 +288,7 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
     _knows_rows = True
     _not_copied = (*SharedSampler._not_copied, "_columns", "_runs", "_own_rng", "_given_rng")
     _no_counts = "takes the rows of a slice regardless of their counts"
+    _no_windows = "draws slices, not rows"
 
     consecutive = False
     """Whether neighbours must be consecutive steps. Over hosts, steps between two neighbours may be
@@ -422,7 +422,7 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
     def _bind(self, storage: SharedMemmapStorage, directory: ReplayDirectory) -> None:
         super()._bind(storage, directory)
         if self._by_end:
-            directory.ask_for_streams()
+            directory.ask_for_numbers(STREAM)
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         """Return whether a run is long enough."""
@@ -479,13 +479,15 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         if self._runs is not None and self._runs.state == state and not fresh:
             return self._runs
         if self._columns is None or self._columns.directory is not directory:
+            if directory.rows is None:
+                raise RuntimeError(EMPTY)
             if self._by_end:
-                stream = _column(directory, STREAM.key)
+                stream = column_of(directory, STREAM.key)
                 self._columns = _Columns(directory, [stream], self._end_flags(directory))
             else:
-                columns = [_column(directory, self._key_of_trajectory(directory))]
+                columns = [column_of(directory, self._key_of_trajectory(directory))]
                 if self._by_step or self.consecutive:
-                    columns.append(_column(directory, self.step_key))
+                    columns.append(column_of(directory, self.step_key))
                 self._columns = _Columns(directory, columns)
         self._columns.refresh(ticket)
         if self._by_step:
@@ -496,22 +498,23 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
 
     def _end_flags(self, directory: ReplayDirectory) -> list[np.ndarray]:
         if self.end_keys is None:
-            return [_column(directory, self.end_key)]
+            return [column_of(directory, self.end_key)]
         found = []
         for key in self.end_keys:  # as in TorchRL, one of them suffices
-            with suppress(_NoColumnError):
-                found.append(_column(directory, key))
-        return found or [_column(directory, self.end_keys[0])]
+            with suppress(NoColumnError):
+                found.append(column_of(directory, key))
+        return found or [column_of(directory, self.end_keys[0])]
 
     def _key_of_trajectory(self, directory: ReplayDirectory) -> NestedKey:
         if self.traj_key is None:
             stored = {column.key for column in directory.rows.columns} if directory.rows else set()
             if not stored:
                 raise RuntimeError(EMPTY)
-            found = next((key for key in _USUAL_KEYS if key in stored), None)
+            found = next((key for key in TRAJECTORY_KEYS if key in stored), None)
             if found is None:
                 raise ConfigurationError(
-                    f"the rows have no trajectory id under {' or '.join(map(str, _USUAL_KEYS))}; "
+                    f"the rows have no trajectory id under "
+                    f"{' or '.join(map(str, TRAJECTORY_KEYS))}; "
                     "pass traj_key=, or end_key= in the buffers of all processes"
                 )
             self.traj_key = unravel_key(found)
@@ -676,22 +679,3 @@ def shape_of(lengths: torch.Tensor, length: int) -> dict[str, Any]:
         "target_seq_length": None,
         "mask_flat": None,
     }
-
-
-def _column(directory: ReplayDirectory, key: NestedKey) -> np.ndarray:
-    """Return a column with one number per slot, in shared memory."""
-    if directory.rows is None:
-        raise RuntimeError(EMPTY)
-    name = unravel_key(key)
-    path = (name,) if isinstance(name, str) else name
-    for column, tensor in zip(directory.rows.columns, directory.tensors, strict=True):
-        if column.key == path:
-            if tensor.numel() != directory.capacity:
-                raise ConfigurationError(
-                    f"{key!r} has shape {list(column.shape)} per row, expected one number"
-                )
-            return tensor.reshape(-1).numpy()
-    raise _NoColumnError(
-        f"the rows have no {key!r}, only "
-        f"{[column.key for column in directory.rows.columns if column != STREAM]}"
-    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +34,8 @@ from torchrl_dist.replay.parts.base import RowStorage, check_batch
 from torchrl_dist.replay.parts.drawn import Drawn
 from torchrl_dist.replay.row import _torchrl, rows
 from torchrl_dist.replay.row.gather import Gatherer
-from torchrl_dist.replay.row.spec import STREAM, RowSpec
+from torchrl_dist.replay.row.numbers import RowNumbers
+from torchrl_dist.replay.row.spec import HIDDEN, RowSpec
 from torchrl_dist.replay.saving.shards import Shard
 
 REDRAWS = 8
@@ -49,14 +49,6 @@ Draw = Callable[[int, bool], tuple[np.ndarray, np.ndarray, Any]]
 
 It returns at most ``n`` slots, the versions of their published rows, and one more number per row.
 With ``locked``, the caller holds the directory's lock."""
-
-
-class _Stream(threading.local):
-    """A number per thread that no other writer has."""
-
-    def __init__(self) -> None:
-        self.pid = os.getpid()
-        self.number = int.from_bytes(os.urandom(7), "little") + 1
 
 
 def check_batch_size(batch_size: int) -> None:
@@ -194,7 +186,7 @@ class SharedMemmapStorage(RowStorage):
         self._set_up(max_size)
         self.scratch_dir = str(self._directory.path)
         self._cursor = SharedCursor(self._directory)
-        self._streams = _Stream()
+        self._numbers = RowNumbers()
         self._gatherer = Gatherer(gather_threads, timeout_s)
         self.timeout_s = timeout_s
         self._closed = False
@@ -331,7 +323,9 @@ class SharedMemmapStorage(RowStorage):
         Raises:
             RateLimitError: the limiter did not admit the rows in time.
         """
-        return self._append(self._checked(data), data.batch_size[0], priority, limited)
+        return self._append(
+            self._checked(data, self._numbers), data.batch_size[0], priority, limited
+        )
 
     def append_columns(
         self, spec: RowSpec, columns: list[np.ndarray], priority: np.ndarray | None = None
@@ -415,8 +409,9 @@ class SharedMemmapStorage(RowStorage):
         order = slots.size - 1 - last
         source: list[np.ndarray | None] = [value[order] for value in given]
         columns = self._spec().columns
-        if STREAM in columns:  # a replaced row keeps its place in its trajectory
-            source[columns.index(STREAM)] = None
+        for number, column in enumerate(columns):
+            if column in HIDDEN:  # a replaced row keeps its place in its trajectory
+                source[number] = None
         self._cursor.drop_interrupted()
         generations = np.empty(unique.size, dtype=np.int64)
         # a few runs of neighbours at a time, because all processes share a limited claim table
@@ -443,20 +438,14 @@ class SharedMemmapStorage(RowStorage):
                 done = stop
         return torch.from_numpy(generations[np.searchsorted(unique, slots)])
 
-    def _checked(self, data: TensorDictBase) -> list[np.ndarray]:
+    def _checked(self, data: TensorDictBase, numbers: RowNumbers | None = None) -> list[np.ndarray]:
         check_batch(data)
         spec = self._directory.rows
         if spec is None:
             self._directory.create_rows(rows.spec_of(data))
             spec = self._directory.rows
             assert spec is not None
-        return rows.matching_columns(data, spec, self._stream)
-
-    def _stream(self) -> int:
-        """Return the stream number of this thread's rows. It changes after a restore."""
-        if self._streams.pid != os.getpid():
-            self._streams = _Stream()  # a forked child's rows do not continue its parent's
-        return self._streams.number + self._directory.words[Word.RESTORES]
+        return rows.matching_columns(data, spec, numbers)
 
     def _fill(
         self,
@@ -500,28 +489,6 @@ class SharedMemmapStorage(RowStorage):
 
     # --- reading -----------------------------------------------------------------------------
 
-    def read_drawn(
-        self, draw: Draw, count: int, *, stored: bool = False
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
-        """Copy drawn rows, so that each is one whole published row. The samplers call this.
-
-        Rows that were rewritten during the copy are drawn again a few times, and finally under the
-        lock, where no process can rewrite them.
-
-        Args:
-            stored: whether to return the rows in their stored form, see ``row.stacks``.
-
-        Returns:
-            ``(slots, generation, extra, columns)``, ``count`` rows of each.
-
-        Raises:
-            NoRowsError, DeadlineError: as :meth:`once_rows_are_published`, if ``draw`` raises
-                NoRowsError.
-            ConfigurationError: ``count`` is negative.
-        """
-        check_batch_size(count)
-        return self.once_rows_are_published(lambda: self.read_rows(draw, count, stored=stored))
-
     def once_rows_are_published(self, read: Callable[[], _T]) -> _T:
         """Return the result of ``read``. If ``read`` raises NoRowsError, wait for rows that are
         being written, and call it again.
@@ -543,15 +510,18 @@ class SharedMemmapStorage(RowStorage):
     def read_rows(
         self, draw: Draw, count: int, *, whole: bool = False, stored: bool = False
     ) -> tuple[np.ndarray, np.ndarray, Any, list[np.ndarray]]:
-        """Do the work of :meth:`read_drawn`, without waiting.
+        """Copy drawn rows, so that each is one whole published row. The samplers call this.
 
-        Copy rows, compare their versions, and draw others for the rows that changed. Repeat this a
-        few times, and finally under the lock.
+        Compare the versions of the copied rows, and draw others for the rows that changed. Repeat
+        this a few times, and finally under the lock, where no process can rewrite them.
 
         Args:
             whole: whether to draw all rows again if one changed, as slices need. ``draw`` may then
                 return any number of rows, and any object as ``extra``.
             stored: whether to return the rows in their stored form, see ``row.stacks``.
+
+        Returns:
+            ``(slots, generation, extra, columns)``, at most ``count`` rows of each.
         """
         directory = self._directory
         stored = stored and directory.frames is not None

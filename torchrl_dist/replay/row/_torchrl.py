@@ -18,7 +18,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import expand_as_right
 from torchrl.data import RemoteTensorDictReplayBuffer, ReplayBuffer, TensorDictReplayBuffer
-from torchrl.data.replay_buffers.sample_units import Transition
+from torchrl.data.replay_buffers.sample_units import Sequence, Transition
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.writers import ImmutableDatasetWriter, Writer
@@ -49,7 +49,10 @@ def writer_of(buffer: Any) -> Any:
 
 def batch_size_of(buffer: Any) -> int | None:
     """Return the number of rows per sample, or None if the buffer was built without one."""
-    return getattr(buffer, "_batch_size", None)
+    size, unit = getattr(buffer, "_batch_size", None), windows_of(buffer)
+    return (
+        size if unit is None or not size else size * (unit.burn_in + unit.length + unit.bootstrap)
+    )
 
 
 @contextlib.contextmanager
@@ -304,6 +307,11 @@ def fetch_one_by_one(storage: Storage) -> None:
             buffer._prefetch_executor = ThreadPoolExecutor(1)
 
 
+def windows_of(buffer: Any) -> Sequence | None:
+    """Return the buffer's ``sample_unit`` if the sampler draws its windows, otherwise None."""
+    return getattr(buffer, "windows", None)
+
+
 def check_buffer(buffer: Any, storage: Storage) -> None:
     """Refuse a buffer over shared rows that would lose rows or break the sampling law.
 
@@ -322,6 +330,9 @@ def check_buffer(buffer: Any, storage: Storage) -> None:
         attach = getattr(sampler_of(buffer), "attach", None)
         if attach is not None:
             attach(storage)
+        unit = windows_of(buffer)
+        if unit is not None and attach is not None:
+            sampler_of(buffer).draw_windows(unit, storage)
         check_batch = getattr(storage, "check_batch", None)
         if check_batch is not None:
             check_batch(batch_size_of(buffer))
@@ -491,11 +502,17 @@ def what_cannot_be_shared(buffer: Any, samplers_to_use: Mapping[str, str]) -> st
             "process wrote, and other processes overwrite these"
             f"{_build_with(buffer, samplers_to_use)}"
         )
-    unit = buffer._sample_unit
+    unit = buffer._sample_unit  # a SharedReplayBuffer returns no Sequence, see ``windows_of``
+    if type(unit) is Sequence:
+        return (
+            f"sample_unit=Sequence(...) in a {type(buffer).__name__}, which takes the rows in the "
+            "next slots, although other processes write rows there: build a SharedReplayBuffer "
+            "with the same arguments"
+        )
     if not isinstance(unit, (Transition, type(None))):
         return (
             f"sample_unit={type(unit).__name__}, because other processes write rows between "
-            "neighbouring steps: use SharedSliceSampler"
+            "neighbouring steps: use torchrl.data.replay_buffers.Sequence"
         )
     if buffer._dim_extend:
         return (

@@ -3,7 +3,7 @@ values that are not tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,7 +20,8 @@ from tensordict import (
 
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.row import _torchrl
-from torchrl_dist.replay.row.spec import STREAM, ColumnSpec, NodeSpec, RowSpec
+from torchrl_dist.replay.row.numbers import RowNumbers
+from torchrl_dist.replay.row.spec import HIDDEN, ColumnSpec, NodeSpec, RowSpec
 from torchrl_dist.replay.row.text import (
     Path,
     Text,
@@ -158,13 +159,16 @@ def _column_spec(path: Path, value: torch.Tensor | Text) -> ColumnSpec:
     return ColumnSpec(path, torch.uint8, (*value.shape[1:], value.width), True)
 
 
+_HIDDEN_KEYS = frozenset(column.key for column in HIDDEN)
+
+
 def matching_columns(
-    data: TensorDictBase, spec: RowSpec, stream: Callable[[], int] = int
+    data: TensorDictBase, spec: RowSpec, numbers: RowNumbers | None = None
 ) -> list[np.ndarray]:
     """Return the columns of a batch in the order of the spec, as :func:`array_of` returns them.
 
     Args:
-        stream: returns the number for ``spec.STREAM``, if rows have this column.
+        numbers: gives the numbers for hidden columns, if rows have some. Default: zeros.
 
     Raises:
         ConfigurationError: a key is missing, unknown, or of another shape or dtype. The error
@@ -176,9 +180,10 @@ def matching_columns(
     ordered = []
     rows = data.batch_size[0]
     for column in spec.columns:
-        if column.key == STREAM.key and column == STREAM:  # keys first: faster
-            found[column.key] = torch.empty(0)  # replaces the number from another buffer
-            ordered.append(np.full(rows, stream()))
+        if column.key in _HIDDEN_KEYS and column in HIDDEN:  # keys first: faster
+            unknown = np.zeros(rows, np.int64)
+            ordered.append(unknown if numbers is None else numbers.of(column, rows, found))
+            found[column.key] = torch.empty(0)  # replaces the numbers from another buffer
             continue
         value = found.get(column.key)
         if value is None:
@@ -255,7 +260,7 @@ class _Node:
     def of(cls, spec: RowSpec) -> _Node:
         root = cls(spec.batch_dims)
         for number, column in enumerate(spec.columns):
-            if column == STREAM:
+            if column in HIDDEN:
                 continue
             root._at(column.key[:-1]).columns.append((column.key[-1], number))
         for node in spec.nodes:
@@ -322,7 +327,7 @@ def fitted(arrays: list[Any], spec: RowSpec, own: RowSpec) -> list[Any]:
     ordered = []
     for column in own.columns:
         other, array = given.pop(column.key, (None, None))
-        if column == STREAM and array is None:
+        if column in HIDDEN and array is None:
             ordered.append(np.zeros(len(arrays[0]), np.int64))
             continue
         if other is None or array is None:
@@ -343,7 +348,8 @@ def fitted(arrays: list[Any], spec: RowSpec, own: RowSpec) -> list[Any]:
             )
         else:
             ordered.append(array)
-    given.pop(STREAM.key, None)
+    for hidden in HIDDEN:
+        given.pop(hidden.key, None)
     problems += [f"unknown {shown(key)!r}" for key in given]
     problems += _node_problems(spec.nodes, own)
     if spec.batch_dims != own.batch_dims:

@@ -107,8 +107,12 @@ class ColumnSpec:
 
 
 STREAM = ColumnSpec(("_torchrl_dist_stream",), torch.int64, ())
-"""A hidden column of buffers whose slices end at flags. Rows in neighbouring slots that have the
-same number, other than 0, were written one after the other by one thread of one process."""
+"""A hidden column that numbers the rows of each thread, see ``row.numbers``."""
+
+ORDER = ColumnSpec(("_torchrl_dist_order",), torch.int64, ())
+"""A hidden column that numbers the rows of each trajectory, see ``row.numbers``."""
+
+HIDDEN = (STREAM, ORDER)
 
 
 @dataclass(frozen=True)

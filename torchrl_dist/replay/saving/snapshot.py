@@ -28,7 +28,7 @@ from torchrl_dist.replay.node.cursor import SharedCursor
 from torchrl_dist.replay.node.directory import ReplayDirectory
 from torchrl_dist.replay.node.priorities import check_rescaling, rescaled
 from torchrl_dist.replay.node.tables import COUNTERS, LARGEST_COUNT, ORDERED_LOADS, Word
-from torchrl_dist.replay.row.spec import STREAM, ColumnSpec, RowSpec, checked_spec
+from torchrl_dist.replay.row.spec import HIDDEN, ColumnSpec, RowSpec, checked_spec
 from torchrl_dist.replay.row.stacks import Column, Stacks
 from torchrl_dist.tensors import array_of
 
@@ -451,16 +451,16 @@ def _limiter_of_all(heads: list[Head], *, first: bool) -> list[float] | None:
 def require_same(own: RowSpec, saved: RowSpec) -> None:
     """Refuse to restore rows of another spec.
 
-    Two differences are allowed: the column ``STREAM`` may be missing, and fields for text may have
-    other sizes.
+    Two differences are allowed: hidden columns may be missing, and fields for text may have other
+    sizes.
 
     Raises:
         ConfigurationError: the specs differ. The message names every column that differs.
     """
     if own == saved:
         return
-    here = {column.key: column for column in own.columns if column != STREAM}
-    there = {column.key: column for column in saved.columns if column != STREAM}
+    here = {column.key: column for column in own.columns if column not in HIDDEN}
+    there = {column.key: column for column in saved.columns if column not in HIDDEN}
     differ = [
         f"{'.'.join(key)!r} is {_column_text(there.get(key))}, here {_column_text(here.get(key))}"
         for key in sorted({*here, *there})

@@ -1,0 +1,274 @@
+"""Windows of consecutive rows around drawn rows, for TorchRL's sample unit ``Sequence``.
+
+``Sequence`` expands a drawn row, the *anchor*, into the rows of the neighbouring slots. If many
+processes write the ring, the next step of a trajectory is in some other slot. :class:`Neighbours`
+finds it by the numbers of rows (``row.numbers``).
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NestedKey, unravel_key
+from torchrl.data.replay_buffers.sample_units import Sequence
+
+from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.replay.node.directory import ReplayDirectory
+from torchrl_dist.replay.parts.drawn import Drawn
+from torchrl_dist.replay.parts.storage import REDRAWS, Draw, SharedMemmapStorage
+from torchrl_dist.replay.row.spec import HIDDEN, ORDER
+
+
+class NoColumnError(ConfigurationError):
+    """The rows do not have that key."""
+
+
+def column_of(directory: ReplayDirectory, key: NestedKey) -> np.ndarray:
+    """Return a column with one number per slot, in shared memory.
+
+    Raises:
+        NoColumnError: the rows do not have the key.
+        ConfigurationError: the rows have several numbers under the key.
+    """
+    spec = directory.rows
+    assert spec is not None
+    name = unravel_key(key)
+    path = (name,) if isinstance(name, str) else name
+    for column, tensor in zip(spec.columns, directory.tensors, strict=True):
+        if column.key == path:
+            if tensor.numel() != directory.capacity:
+                raise ConfigurationError(
+                    f"{key!r} has shape {list(column.shape)} per row, expected one number"
+                )
+            return tensor.reshape(-1).numpy()
+    raise NoColumnError(
+        f"the rows have no {key!r}, only "
+        f"{[column.key for column in spec.columns if column not in HIDDEN]}"
+    )
+
+
+@dataclass(frozen=True)
+class Window:
+    """The arguments of TorchRL's ``Sequence``."""
+
+    length: int
+    burn_in: int
+    bootstrap: int
+    dilation: int
+    episode_boundary: str
+    done_key: NestedKey | None
+
+    @classmethod
+    def of(cls, unit: Sequence | Window) -> Window:
+        return cls(*(getattr(unit, field.name) for field in fields(cls)))
+
+    @property
+    def size(self) -> int:
+        """The number of rows of a window."""
+        return self.burn_in + self.length + self.bootstrap
+
+    @property
+    def end_key(self) -> NestedKey | None:
+        """The key of the flags after which no window continues."""
+        return None if self.episode_boundary == "include_reset" else self.done_key
+
+    def info(self, drawn: Drawn) -> dict[Any, torch.Tensor]:
+        """Return the entries that TorchRL's ``Sequence`` adds to a batch, one value per row.
+
+        ``"anchor_generation"`` is ours: the generation of ``"anchor_index"``."""
+        step = torch.arange(self.size)
+        learning = (step >= self.burn_in) & (step < self.burn_in + self.length)
+        anchors = torch.empty(0, 3, dtype=torch.int64) if drawn.anchors is None else drawn.anchors
+        return {
+            "sequence_id": torch.arange(drawn.units).repeat_interleave(self.size),
+            "step_in_sequence": step.repeat(drawn.units),
+            "learning_mask": learning.repeat(drawn.units),
+            "anchor_index": anchors[:, 0],
+            "anchor_generation": anchors[:, 1],
+            "validity_mask": anchors[:, 2] != 0,
+        }
+
+
+class Neighbours:
+    """This process's copy of which row follows which, updated slot by slot.
+
+    Args:
+        directory: a directory whose rows are numbered.
+        end_key: the key of the flags after which no row follows, or None.
+
+    Attributes:
+        versions: int64 [capacity], the versions of the rows in this copy.
+        busy: a use has begun and not ended. In a signal handler or after Ctrl-C, the copy may then
+            be incomplete: build another one.
+    """
+
+    def __init__(self, directory: ReplayDirectory, end_key: NestedKey | None) -> None:
+        capacity = directory.capacity
+        self.directory = directory
+        self.busy = False
+        self.versions = np.zeros(capacity, np.int64)
+        self._column = column_of(directory, ORDER.key)
+        self._ends = None if end_key is None else column_of(directory, end_key)
+        self._numbers = np.zeros(capacity, np.int64)
+        self._gone = np.zeros(capacity, bool)
+        self._after, self._before = (np.full(capacity, -1, np.int64) for _ in range(2))
+        # slots of rows without a neighbour on one side, by their numbers
+        self._first: dict[int, int] = {}
+        self._last: dict[int, int] = {}
+
+    def refresh(self) -> None:
+        """Read the slots that have changed."""
+        now = self.directory.versions
+        changed = np.flatnonzero(now != self.versions)
+        if not changed.size:
+            return
+        versions, numbers = now[changed], self._column[changed]
+        ends = np.zeros(changed.size, bool) if self._ends is None else self._ends[changed] != 0
+        settled = now[changed] == versions
+        self._remove(changed[self._numbers[changed] != 0])
+        self.versions[changed] = np.where(settled, versions, -1)  # -1: read it again next time
+        there = settled & (versions & 1 == 0) & (versions > 0) & (numbers != 0)
+        self._insert(changed[there], numbers[there], ends[there])
+
+    def _remove(self, slots: np.ndarray) -> None:
+        self._gone[slots] = True
+        for links, back, without, left in (
+            (self._before, self._after, self._first, self._last),
+            (self._after, self._before, self._last, self._first),
+        ):
+            near = links[slots]
+            for number in self._numbers[slots[near < 0]].tolist():
+                without.pop(number, None)
+            near = near[near >= 0]
+            near = near[~self._gone[near]]
+            back[near] = -1
+            left.update(zip(self._numbers[near].tolist(), near.tolist(), strict=True))
+        self._before[slots] = self._after[slots] = -1
+        self._numbers[slots] = 0
+        self._gone[slots] = False
+
+    def _insert(self, slots: np.ndarray, numbers: np.ndarray, ends: np.ndarray) -> None:
+        if not slots.size:
+            return
+        self._numbers[slots] = numbers
+        order = np.argsort(numbers)
+        slots, numbers, ends = slots[order], numbers[order], ends[order]
+        follows = (numbers[1:] == numbers[:-1] + 1) & ~ends[:-1]
+        self._link(slots[:-1][follows], slots[1:][follows])
+        for at in np.flatnonzero(np.append(~follows, True) & ~ends).tolist():
+            number, slot = int(numbers[at]), int(slots[at])
+            after = self._first.pop(number + 1, None)
+            if after is None:
+                self._last[number] = slot
+            else:
+                self._link(slot, after)
+        for at in np.flatnonzero(np.append(True, ~follows)).tolist():
+            number, slot = int(numbers[at]), int(slots[at])
+            before = self._last.pop(number - 1, None)
+            if before is None:
+                self._first[number] = slot
+            else:
+                self._link(before, slot)
+
+    def _link(self, before: Any, after: Any) -> None:
+        self._after[before] = after
+        self._before[after] = before
+
+    def _walk(
+        self, links: np.ndarray, slots: np.ndarray, steps: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Follow links from each slot. Return the slots, int64 [steps + 1, n], which stay at the
+        last row, and how many steps there were, int64 [n]."""
+        path = np.empty((steps + 1, slots.size), np.int64)
+        path[0] = slots
+        reached = np.zeros(slots.size, np.int64)
+        for step in range(steps):
+            near = links[path[step]]
+            there = near >= 0
+            path[step + 1] = np.where(there, near, path[step])
+            reached += there
+        return path, reached
+
+    def windows(self, window: Window, anchors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the slots of the windows of anchors, int64 [n, size], and which rows are valid.
+
+        The law is that of TorchRL's ``Sequence.expand`` (0.14.1)."""
+        ahead = window.dilation * (window.length + window.bootstrap - 1)
+        back = window.dilation * window.burn_in + (
+            ahead if window.episode_boundary == "stop" else 0
+        )
+        after, left = self._walk(self._after, anchors, ahead)
+        before, began = self._walk(self._before, anchors, back)
+        path = np.concatenate([before[:0:-1], after])  # the anchor is at position ``back``
+        if (
+            window.episode_boundary == "stop"
+        ):  # shift the window, so that it ends with the trajectory
+            shift = np.minimum(ahead - left, began)
+        else:
+            shift = np.zeros_like(left)
+        left, began = left + shift, began - shift
+        offset = window.dilation * (np.arange(window.size) - window.burn_in)[:, None]
+        valid = (offset <= left) & (offset >= -began)
+        offset = np.maximum(np.minimum(offset, left), -began)
+        places = path[back + offset - shift, np.arange(anchors.size)]
+        return np.ascontiguousarray(places.T), valid.T
+
+
+def read_windows(
+    storage: SharedMemmapStorage,
+    neighbours: Neighbours,
+    window: Window,
+    law: Draw,
+    count: int,
+    stored: bool,
+) -> Drawn:
+    """Copy the windows of ``count`` anchors that a law draws. All rows are whole published rows.
+
+    If a row of a window was rewritten during the copy, all windows are found and copied again.
+    Anchors stay the same unless they were rewritten themselves, so their law is that of ``law``.
+    """
+    directory = storage.directory
+    drawn: list[np.ndarray] = []
+
+    def anchors(count: int, locked: bool) -> None:
+        """Draw anchors until this process's copy of the neighbours has all of them."""
+        if not drawn:
+            drawn[:] = law(count, locked)
+        for attempt in itertools.count():
+            neighbours.refresh()
+            slots, versions, _ = drawn
+            gone = np.flatnonzero(neighbours.versions[slots] != versions)
+            if not gone.size:
+                return
+            if attempt == REDRAWS and not locked:
+                with directory.lock():
+                    anchors(count, True)
+                return
+            again = law(gone.size, locked)
+            size = again[0].size
+            for column, (old, new) in enumerate(zip(drawn, again, strict=True)):
+                old[gone[:size]] = new
+                drawn[column] = np.delete(old, gone[size:])
+
+    def draw(count: int, locked: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        neighbours.busy = True
+        anchors(count, locked)
+        places, valid = neighbours.windows(window, drawn[0])
+        slots = places.reshape(-1)
+        versions = neighbours.versions[slots]
+        neighbours.busy = False
+        return slots, versions, valid
+
+    slots, generation, valid, columns = storage.read_rows(draw, count, whole=True, stored=stored)
+    found = Drawn.of(directory.rows, slots, generation, drawn[2], columns)
+    found.lengths = torch.full((found.units,), window.size)
+    rows = np.empty((*valid.shape, 3), np.int64)
+    rows[..., 0] = drawn[0][:, None]
+    rows[..., 1] = (drawn[1] >> 1)[:, None]
+    rows[..., 2] = valid
+    found.anchors = torch.from_numpy(rows.reshape(-1, 3))
+    return found
