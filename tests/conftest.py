@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 from xdist.scheduler import LoadFileScheduling
 
 from tests import warm
@@ -33,7 +34,6 @@ _GRACE_S = 5.0
 # the same timer, and it does not cover the wait for a turn. Then the process shows where it hangs,
 # and ends.
 _HANGS_AFTER_S = 1500.0
-_stderr = os.dup(2)  # pytest captures the other one
 
 # Programs that tests start find tests/children/sitecustomize.py by either of these two.
 _CHILDREN = str(Path(__file__).parent / "children")
@@ -138,7 +138,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Wait for the turn outside all other hooks, so that the wait does not count as test time."""
-    faulthandler.dump_traceback_later(_HANGS_AFTER_S, exit=True, file=_stderr)
+    stderr = item.config.stash[fault_handler_stderr_fd_key]  # not the captured one
+    faulthandler.dump_traceback_later(_HANGS_AFTER_S, exit=True, file=stderr)
     try:
         if _turns is None:
             return (yield)
