@@ -118,8 +118,9 @@ def test_windows_are_consecutive_rows_of_a_trajectory(make, kind, write_to) -> N
 def test_anchors_follow_the_priorities_and_get_those_of_their_windows(make, kind) -> None:
     unit = Sequence(3, burn_in=1)
     rb = make(kind, 400, unit, uniform=False, write_to="all", eta=0.9)
-    index = torch.cat([rb.extend(steps(8 * k, [False] * 7 + [True])) for k in range(9)])
+    parts = [rb.extend(steps(8 * k, [False] * 7 + [True])) for k in range(9)]
     settle(rb)
+    index = torch.cat(parts)
     priority = torch.linspace(0.1, 3, 72)
     rb.update_priority(index, priority)
     leaf = ((priority + 1e-8) ** ALPHA).double().numpy()

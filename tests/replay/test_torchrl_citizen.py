@@ -235,7 +235,7 @@ class _OwnWriter(TensorDictRoundRobinWriter):
         (lambda: {"writer": _OwnWriter()}, "_OwnWriter, .* writer=SharedCursorWriter"),
         (lambda: {"writer": None, "delayed_init": True}, "RoundRobinWriter, .* writer="),
         (lambda: {"consume_after_n_samples": 1}, "ConsumingSampler"),
-        (lambda: {"sample_unit": Sequence(length=2)}, "SharedSliceSampler"),
+        (lambda: {"sample_unit": Sequence(length=2)}, "build a SharedReplayBuffer"),
         (lambda: {"shared": True}, "leave it out"),
         (lambda: {"dim_extend": 1}, "dim_extend=1"),
     ],
