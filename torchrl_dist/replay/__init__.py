@@ -11,6 +11,8 @@ a row that is read is one whole row        versions, compared after the copy:   
 a row has the frames it was written with   marks and claims, ``frames``          frames
 a slice is read as a whole, in one shard   ``storage.read_rows``; numbers of     slices,
                                            steps over hosts, ``slices``          contracts
+a window has the rows around its anchor    numbers of rows, ``numbers``; one     windows,
+                                           copy of their order, ``windows``      contracts
 a priority meets its row, or none [1]_     generations, ``priorities.update``    buffer, law,
                                                                                  hosted
 only published rows count and are drawn    four rules at the top of              kills, int64
