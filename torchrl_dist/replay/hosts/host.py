@@ -428,6 +428,14 @@ class ReplayHost(Shard):
         """See ``SharedMemmapStorage.write_at``. Return the new generations, int64 [n]."""
         return self._storage.write_at(slots, data)
 
+    def update_if_present(
+        self, slots: np.ndarray, generation: np.ndarray, *how: Any
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """See ``SharedMemmapStorage.update_if_present``."""
+        index, stamps = torch.from_numpy(slots), torch.from_numpy(generation)
+        updated, rejected = self._storage.update_if_present(index, stamps, *how)
+        return updated.numpy(), rejected.numpy()
+
     # --- saving; the base class has the rest -------------------------------------------------
 
     def save_chunk(

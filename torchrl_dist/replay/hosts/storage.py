@@ -14,6 +14,7 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.data.replay_buffers.storages import Storage
 
+from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.hosts.lifetimes import DirectStorage, open_directly
 from torchrl_dist.replay.hosts.owner import ReplayOwner
 from torchrl_dist.replay.hosts.shard import Pace, RemoteShard
@@ -242,6 +243,28 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
         self.client.recent.remember(index, generation, written=True)
         return generation
 
+    def _patch(
+        self, slots: np.ndarray, generation: np.ndarray, *how: Any
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """See the base class. Rows in a shard that does not answer are not patched."""
+        values, version_key, version, newer = how
+        given = dict(values.items(True, True) if isinstance(values, TensorDictBase) else values)
+        given = {key: torch.as_tensor(value).detach().cpu() for key, value in given.items()}
+        version = None if version is None else torch.as_tensor(version).detach().cpu()
+        updated, rejected = np.zeros(slots.size, bool), np.zeros(slots.size, bool)
+        calls, sizes, places = {}, {}, {}
+        for shard, where, own in self._by_shard(slots):
+            at = torch.from_numpy(where)
+            part = {key: _part_of(value, at, slots.size, key) for key, value in given.items()}
+            mine = version if version is None or not version.ndim else version[at]
+            calls[shard] = (own, generation[where], part, version_key, mine, newer)
+            sizes[shard] = sum(value.nbytes for value in part.values())
+            places[shard] = where
+        found = self.client.order_each("update_if_present", calls, sizes, self.client.note_trouble)
+        for shard, (done, refused) in found.items():
+            updated[places[shard]], rejected[places[shard]] = done, refused
+        return updated, rejected
+
     def empty(self, *, reset_write_count: bool = True) -> None:
         """Drop all rows, for all processes. A host that does not answer now drops its rows when it
         answers again."""
@@ -376,3 +399,16 @@ class _DirectStorage(_StorageOfOwner, DirectStorage):
 
     def flush(self) -> None:
         """Do nothing, because no operations are queued."""
+
+
+def _part_of(value: torch.Tensor, at: torch.Tensor, count: int, key: Any) -> torch.Tensor:
+    """Return the values of some rows.
+
+    Raises:
+        ConfigurationError: there is not one value per row.
+    """
+    if not value.ndim or value.shape[0] != count:
+        raise ConfigurationError(
+            f"got {list(value.shape)} for {key!r}, expected one value per index: [{count}, ...]"
+        )
+    return value[at]

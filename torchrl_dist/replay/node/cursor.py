@@ -591,12 +591,13 @@ def repair(directory: ReplayDirectory) -> None:
 
     Stores in the journal, a change of alpha, an emptying and publications are completed if they had
     begun. A publication can be completed, because its rows are whole, even if an interrupt cut it
-    off in a live process. Other claims of dead members lapse. Then leaves and length are corrected
-    by the versions, and the tree by the leaves.
+    off in a live process. Other claims of dead members lapse, and a patch loses its rows. Then
+    leaves and length are corrected by the versions, and the tree by the leaves.
     """
     claims, versions, tree = directory.claims, directory.versions, directory.tree
     if directory.words[Word.JOURNAL]:
         directory.finish_storing()
+    directory.words[Word.PATCHES] += directory.words[Word.PATCHES] & 1
     if directory.words[Word.RESCALING]:
         finish_rescaling(directory)
     if directory.words[Word.EMPTYING]:

@@ -93,6 +93,8 @@ class Word(enum.IntEnum):
     FRAME_LOW = 57  # no row that is published or being written has a smaller mark
     DROPPED_ROWS = 58  # a counter: rows that were dropped before the ring reached them
     FRAMES_SET = 59  # frames.json exists
+    PATCHES = 60  # begins and ends of patches, see ``patches``
+    STRUCTURE = 61  # a bit for each column by which samplers find trajectories
 
 
 JOURNAL_ENTRIES = 5

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+from tensordict import NestedKey, TensorDict, TensorDictBase, is_tensor_collection
 from torchrl.data.replay_buffers.storages import TensorStorage
 
 from torchrl_dist.errors import ConfigurationError
@@ -142,6 +142,43 @@ class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, Ten
                 f"slots must be in 0 .. {self.max_size - 1}, got {slots.min()} .. {slots.max()}"
             )
         return self._replace(slots, data)
+
+    def update_if_present(
+        self,
+        index: torch.Tensor,
+        generation: torch.Tensor,
+        patch: Mapping[NestedKey, Any] | TensorDictBase,
+        version_key: NestedKey | None = None,
+        version: int | torch.Tensor | None = None,
+        require_newer: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Change values of rows that were not overwritten. The rows keep their generation.
+
+        :meth:`SharedReplayBuffer.update_if_present` describes arguments and errors.
+
+        Returns:
+            Which rows were patched, and which have a version that rejects the patch, bool [n] each.
+        """
+        slots = as_slots(index).reshape(-1)
+        stamps = torch.as_tensor(generation).detach().cpu().long().reshape(-1)
+        if stamps.numel() != slots.numel():
+            raise ConfigurationError(
+                f"got {slots.numel()} indices and {stamps.numel()} generations: pass "
+                '"index" and "index_generation" of the same rows'
+            )
+        if slots.numel() and slots.max() >= self.max_size:
+            raise IndexError(
+                f"indices must be below {self.max_size}, got {slots.max()}; pass those of a sample"
+            )
+        how = patch, version_key, version, require_newer
+        updated, rejected = self._patch(slots.numpy(), stamps.numpy(), *how)
+        return torch.from_numpy(updated), torch.from_numpy(rejected)
+
+    def _patch(
+        self, slots: np.ndarray, generation: np.ndarray, *how: Any
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Do the work of :meth:`update_if_present`."""
+        raise NotImplementedError
 
     def _replace(self, slots: torch.Tensor, data: TensorDictBase) -> torch.Tensor:
         """Do the work of :meth:`write_at` for slots that exist, int64 [n]."""

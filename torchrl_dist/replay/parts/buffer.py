@@ -7,13 +7,14 @@ import copy
 import os
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer, Trajectory
+from torchrl.data.replay_buffers.replay_buffers.base import ConditionalUpdateResult
 from torchrl.data.replay_buffers.sample_units import SampleUnit, Sequence
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 
@@ -162,6 +163,53 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
                 vector = self._priority_per_row(data)
                 priority = vector.detach().to("cpu", torch.float64).numpy()
         return self._writer.extend(data, priority=priority)
+
+    def update_if_present(
+        self,
+        *,
+        index: torch.Tensor,
+        generation: torch.Tensor,
+        patch: Mapping[NestedKey, torch.Tensor] | TensorDictBase,
+        version_key: NestedKey | None = None,
+        version: int | torch.Tensor | None = None,
+        require_newer: bool = False,
+    ) -> ConditionalUpdateResult:
+        """Change some values of rows that were not overwritten, such as stored recurrent states.
+
+        A row keeps its slot, generation and priority. Every process reads the row as it was before
+        or after the patch, never a mixture. Batches that were drawn ahead have the old values. If
+        a process is killed during this, the rows that it was changing at that moment are lost.
+
+        Keyword Args:
+            index, generation: int64 [n], ``"index"`` and ``"index_generation"`` of a sample, or the
+                index of an extend and ``writer.generations_of(index)``.
+            patch: new values by key, [n, ...]. If ``index`` names a row twice, the last one counts.
+            version_key: key of a stored number per row, its version. A row is patched, and gets
+                ``version``, only if its stored version is not above ``version``. If ``index``
+                names a row twice, only the highest version counts.
+            version: a number, or a tensor [n].
+            require_newer: patch a row only if its stored version is below ``version``.
+
+        Returns:
+            TorchRL's result: ``updated`` and ``version_rejected``, bool [n] each. Rows with neither
+            were overwritten or, over several hosts, are in a shard that does not answer.
+
+        Raises:
+            KeyError: the rows do not have a key.
+            ConfigurationError: values do not fit the rows. Or a column has text, or frames that
+                rows share, or a sampler finds trajectories by it. No row is changed.
+            RemoteError: over hosts, these errors arrive as RemoteError.
+            DeadlineError, PeerLostError: over hosts, too few of them answer.
+        """
+        _torchrl.initialize(self)
+        updated, rejected = self._storage.update_if_present(
+            index, generation, patch, version_key, version, require_newer
+        )
+        return ConditionalUpdateResult(
+            updated=updated,
+            version_rejected=None if version_key is None else rejected,
+            batch_size=updated.shape,
+        )
 
     # --- copies ------------------------------------------------------------------------------
 

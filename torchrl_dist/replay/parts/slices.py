@@ -482,12 +482,12 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
             if directory.rows is None:
                 raise RuntimeError(EMPTY)
             if self._by_end:
-                stream = column_of(directory, STREAM.key)
-                self._columns = _Columns(directory, [stream], self._end_flags(directory))
+                stream = column_of(directory, STREAM.key, locked=locked)
+                self._columns = _Columns(directory, [stream], self._end_flags(directory, locked))
             else:
-                columns = [column_of(directory, self._key_of_trajectory(directory))]
+                columns = [column_of(directory, self._key_of_trajectory(directory), locked=locked)]
                 if self._by_step or self.consecutive:
-                    columns.append(column_of(directory, self.step_key))
+                    columns.append(column_of(directory, self.step_key, locked=locked))
                 self._columns = _Columns(directory, columns)
         self._columns.refresh(ticket)
         if self._by_step:
@@ -496,14 +496,14 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
             self._runs = self._columns.runs_by_position(state, ticket % directory.capacity)
         return self._runs
 
-    def _end_flags(self, directory: ReplayDirectory) -> list[np.ndarray]:
+    def _end_flags(self, directory: ReplayDirectory, locked: bool) -> list[np.ndarray]:
         if self.end_keys is None:
-            return [column_of(directory, self.end_key)]
+            return [column_of(directory, self.end_key, locked=locked)]
         found = []
         for key in self.end_keys:  # as in TorchRL, one of them suffices
             with suppress(NoColumnError):
-                found.append(column_of(directory, key))
-        return found or [column_of(directory, self.end_keys[0])]
+                found.append(column_of(directory, key, locked=locked))
+        return found or [column_of(directory, self.end_keys[0], locked=locked)]
 
     def _key_of_trajectory(self, directory: ReplayDirectory) -> NestedKey:
         if self.traj_key is None:

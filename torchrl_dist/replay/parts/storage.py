@@ -28,6 +28,7 @@ from torchrl_dist.replay.node.directory import ReplayDirectory
 from torchrl_dist.replay.node.frames import Plan
 from torchrl_dist.replay.node.gate import set_limiter
 from torchrl_dist.replay.node.opening import close_directory, open_directory
+from torchrl_dist.replay.node.patches import apply_patch, check_columns, copied, patch_of
 from torchrl_dist.replay.node.priorities import check_new
 from torchrl_dist.replay.node.tables import ORDERED_LOADS, Word
 from torchrl_dist.replay.parts.base import RowStorage, check_batch
@@ -479,6 +480,14 @@ class SharedMemmapStorage(RowStorage):
             self._directory.gate.ring()
         return generation
 
+    def _patch(
+        self, slots: np.ndarray, generation: np.ndarray, *how: Any
+    ) -> tuple[np.ndarray, np.ndarray]:
+        self.check_open()
+        patch = patch_of(self._spec(), slots.size, *how)
+        check_columns(self._directory, patch)
+        return apply_patch(self._directory, slots, generation, patch)
+
     def empty(self, *, reset_write_count: bool = True) -> None:
         """Drop every row for all processes. Earlier slots and generations then name no row."""
         self.check_open()
@@ -526,12 +535,16 @@ class SharedMemmapStorage(RowStorage):
         directory = self._directory
         stored = stored and directory.frames is not None
         gather = self._gather_stored if stored else self._gather
+
+        def copy(slots: np.ndarray, locked: bool = False) -> list[np.ndarray]:
+            return gather(slots) if locked else copied(directory, lambda: gather(slots))
+
         if not ORDERED_LOADS:
             with directory.lock():
                 slots, versions, extra = draw(count, True)
                 return slots, versions >> 1, extra, gather(slots)
         slots, versions, extra = draw(count, False)
-        columns = gather(slots)
+        columns = copy(slots)
         now = directory.versions[slots]
         if now.tobytes() == versions.tobytes():  # takes a tenth of the time of comparing arrays
             return slots, versions >> 1, extra, columns
@@ -544,17 +557,17 @@ class SharedMemmapStorage(RowStorage):
             with directory.lock() if locked else nullcontext():
                 if whole:
                     slots, versions, extra = draw(count, locked)
-                    columns, moved = gather(slots), np.arange(slots.size)
+                    columns, moved = copy(slots, locked), np.arange(slots.size)
                 else:
                     again, stamps, more = draw(moved.size, locked)
                     missing.append(moved[again.size :])
                     moved = moved[: again.size]
                     slots[moved], versions[moved], extra[moved] = again, stamps, more
                     if stored:  # rows share frames, so all are copied again
-                        columns = gather(slots)
+                        columns = copy(slots, locked)
                         moved = np.setdiff1d(np.arange(slots.size), np.concatenate(missing))
                     else:
-                        for column, part in zip(columns, gather(again), strict=True):
+                        for column, part in zip(columns, copy(again, locked), strict=True):
                             column[moved] = part
             moved = moved[directory.versions[slots[moved]] != versions[moved]]
             if locked or not moved.size:
@@ -591,7 +604,7 @@ class SharedMemmapStorage(RowStorage):
                 f"slots must be in 0 .. {high - 1}, got {slots.min()} .. {slots.max()}"
             )
         versions = directory.versions[slots]
-        columns = directory.read(slots)
+        columns = copied(directory, lambda: directory.read(slots))
         ok = (versions & 1 == 0) & (versions > 0) & (directory.versions[slots] == versions)
         todo = np.flatnonzero(~ok) if ORDERED_LOADS else np.arange(slots.size)
         deadline = time.monotonic() + self.timeout_s

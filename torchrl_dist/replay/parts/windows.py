@@ -8,6 +8,7 @@ finds it by the numbers of rows (``row.numbers``).
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -18,6 +19,8 @@ from torchrl.data.replay_buffers.sample_units import Sequence
 
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.node.directory import ReplayDirectory
+from torchrl_dist.replay.node.patches import bit_of
+from torchrl_dist.replay.node.tables import Word
 from torchrl_dist.replay.parts.drawn import Drawn
 from torchrl_dist.replay.parts.storage import REDRAWS, Draw, SharedMemmapStorage
 from torchrl_dist.replay.row.spec import HIDDEN, ORDER
@@ -27,8 +30,11 @@ class NoColumnError(ConfigurationError):
     """The rows do not have that key."""
 
 
-def column_of(directory: ReplayDirectory, key: NestedKey) -> np.ndarray:
-    """Return a column with one number per slot, in shared memory.
+def column_of(directory: ReplayDirectory, key: NestedKey, *, locked: bool = False) -> np.ndarray:
+    """Return a column with one number per slot, in shared memory. From now on, no patch changes it.
+
+    Args:
+        locked: whether the caller holds the directory's lock.
 
     Raises:
         NoColumnError: the rows do not have the key.
@@ -38,12 +44,14 @@ def column_of(directory: ReplayDirectory, key: NestedKey) -> np.ndarray:
     assert spec is not None
     name = unravel_key(key)
     path = (name,) if isinstance(name, str) else name
-    for column, tensor in zip(spec.columns, directory.tensors, strict=True):
+    for number, (column, tensor) in enumerate(zip(spec.columns, directory.tensors, strict=True)):
         if column.key == path:
             if tensor.numel() != directory.capacity:
                 raise ConfigurationError(
                     f"{key!r} has shape {list(column.shape)} per row, expected one number"
                 )
+            with nullcontext() if locked else directory.lock():
+                directory.words[Word.STRUCTURE] |= 1 << bit_of(number)
             return tensor.reshape(-1).numpy()
     raise NoColumnError(
         f"the rows have no {key!r}, only "

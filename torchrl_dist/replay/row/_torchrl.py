@@ -396,8 +396,17 @@ class SparseSlots:
     _rng: torch.Generator | None
     generations_of: Callable[[torch.Tensor], torch.Tensor]
 
-    supports_conditional_update = False
-    """Every write changes a slot's version, so an updated row would count as another row."""
+    @property
+    def supports_conditional_update(self) -> bool:
+        """TorchRL's ``update_if_present`` asks for it, and then checks and writes in two steps.
+
+        Raises:
+            ConfigurationError: always, because other processes may write between these steps.
+        """
+        raise ConfigurationError(
+            "conditional updates of shared rows must be one step for all processes: build a "
+            "SharedReplayBuffer with the same arguments, and call its update_if_present"
+        )
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         rows = self[:]  # type: ignore[index]  # of TorchRL's Storage

@@ -269,8 +269,10 @@ def save_chunk(
     for _ in range(_ATTEMPTS):
         with directory.lock():
             found = _look(directory, cursor, alpha, start, stop)
+            patches = directory.words[Word.PATCHES]
         write(_copies(directory, found, start, stop))
-        if not np.any((directory.versions[start:stop] != found.versions) & found.keep):
+        changed = (directory.versions[start:stop] != found.versions) & found.keep
+        if not changed.any() and directory.words[Word.PATCHES] == patches:
             return _chunk(found, start)
     with directory.lock():
         found = _look(directory, cursor, alpha, start, stop)

@@ -1,0 +1,204 @@
+"""Changes of some values of published rows, which keep their generation.
+
+A reader copies rows without the lock, and knows by their versions whether they changed meanwhile.
+A patched row gets its old version back. The word ``PATCHES`` therefore counts the begins and ends
+of patches, and readers compare it, too (:func:`copied`). It is odd during a patch, which happens
+under the lock. If a process is killed during a patch, the rows' versions stay odd, and repair drops
+these rows: a row is the old one, the new one, or lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from tensordict import NestedKey, TensorDictBase, unravel_key
+
+from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.replay.node.directory import ReplayDirectory
+from torchrl_dist.replay.node.tables import Word
+from torchrl_dist.replay.row.spec import HIDDEN, RowSpec
+from torchrl_dist.tensors import array_of
+
+_BYTES_AT_ONCE = 2**18  # that are copied while the lock is held
+_T = TypeVar("_T")
+
+
+class Patch(NamedTuple):
+    """New values for rows.
+
+    Attributes:
+        columns: [n, ...] by the number of the column.
+        version: the number of a column in ``columns`` that holds one number per row. A row is
+            patched only if its new number is not below the stored one. None: always.
+        newer: whether the new number must be above the stored one.
+    """
+
+    columns: dict[int, np.ndarray]
+    version: int | None = None
+    newer: bool = False
+
+
+def patch_of(
+    spec: RowSpec,
+    count: int,
+    values: Mapping[NestedKey, Any] | TensorDictBase,
+    version_key: NestedKey | None,
+    version: Any,
+    newer: bool,
+) -> Patch:
+    """Return the patch of ``count`` rows that the arguments of ``update_if_present`` describe.
+
+    Raises:
+        KeyError: the rows do not have a key.
+        ConfigurationError: values have another dtype or shape than the rows, or only one of
+            ``version_key`` and ``version`` was given.
+    """
+    if (version_key is None) != (version is None):
+        raise ConfigurationError(
+            f"got version_key={version_key!r} and version={version!r}: pass both, or neither"
+        )
+    numbers = {column.key: at for at, column in enumerate(spec.columns) if column not in HIDDEN}
+    columns: dict[int, np.ndarray] = {}
+
+    def add(key: Any, value: Any) -> int:
+        path = unravel_key(key)
+        number = numbers.get((path,) if isinstance(path, str) else path)
+        if number is None:
+            raise KeyError(f"the rows have no {key!r}, only {list(numbers)}; patch one of these")
+        column, tensor = spec.columns[number], torch.as_tensor(value).detach()
+        if column.text or column.stack:
+            kind = "values that are not tensors" if column.text else "frames that rows share"
+            raise ConfigurationError(
+                f"{key!r} holds {kind}, which cannot be patched: write whole rows by "
+                "storage[index] = rows"
+            )
+        if tensor.dtype != column.dtype or tensor.numel() != count * np.prod(column.shape):
+            raise ConfigurationError(
+                f"got {tensor.dtype} {list(tensor.shape)} for {key!r}, expected {column.dtype} "
+                f"[{', '.join(map(str, (count, *column.shape)))}]: one value per index"
+            )
+        columns[number] = array_of(tensor.cpu().reshape(count, *column.shape).contiguous())
+        return number
+
+    for key, value in (
+        values.items(True, True) if isinstance(values, TensorDictBase) else values.items()
+    ):
+        add(key, value)
+    if version_key is None:
+        return Patch(columns)
+    version = torch.as_tensor(version)
+    own = set(columns)
+    number = add(version_key, version.expand(count) if not version.ndim else version)
+    if number in own or np.prod(spec.columns[number].shape) != 1:
+        raise ConfigurationError(
+            f"version_key={version_key!r}: expected a key with one number per row that the patch "
+            "itself does not change"
+        )
+    return Patch(columns, number, newer)
+
+
+def copied(directory: ReplayDirectory, copy: Callable[[], _T]) -> _T:
+    """Return ``copy()``, which copies rows, without a part of a patch.
+
+    The caller does not hold the lock, and compares the rows' versions afterwards."""
+    words = directory.words
+    patches = words[Word.PATCHES]
+    rows = copy()
+    if words[Word.PATCHES] != patches or patches & 1:
+        with directory.lock():
+            rows = copy()
+    return rows
+
+
+def apply_patch(
+    directory: ReplayDirectory, slots: np.ndarray, generation: np.ndarray, patch: Patch
+) -> tuple[np.ndarray, np.ndarray]:
+    """Patch rows, unless their slots hold other rows by now.
+
+    Other processes may use the directory between two parts of a long patch.
+
+    Args:
+        slots, generation: int64 [n].
+
+    Returns:
+        Which rows were patched, and which were rejected because of their version, bool [n] each. If
+        a row is named several times, its last values count, or those with the highest version.
+
+    Raises:
+        ConfigurationError: a sampler finds trajectories by one of the columns.
+    """
+    row_bytes = sum(values[:1].nbytes for values in patch.columns.values())
+    at_once = max(1, _BYTES_AT_ONCE // max(1, row_bytes))
+    order = np.argsort(slots, kind="stable")
+    updated, rejected = np.zeros(slots.size, bool), np.zeros(slots.size, bool)
+    first = 0
+    while first < order.size:
+        # a row that is named several times is in one part
+        last = order[min(first + at_once, order.size) - 1]
+        stop = int(np.searchsorted(slots, slots[last], "right", sorter=order))
+        part = order[first:stop]
+        with directory.lock():
+            updated[part], rejected[part] = _apply(directory, slots, generation, patch, part)
+        first = stop
+    return updated, rejected
+
+
+def _apply(
+    directory: ReplayDirectory,
+    slots: np.ndarray,
+    generation: np.ndarray,
+    patch: Patch,
+    part: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Patch the rows at positions ``part``, which is ordered by slot. Called under the lock."""
+    words, arrays = directory.words, directory.arrays
+    check_columns(directory, patch)
+    versions = directory.versions[slots[part]]
+    fresh = (versions & 1 == 0) & (versions > 0) & (versions >> 1 == generation[part])
+    live = part[fresh]
+    accepted = np.ones(live.size, bool)
+    if patch.version is not None:
+        new = patch.columns[patch.version][live].reshape(-1)
+        stored = arrays[patch.version][slots[live]].reshape(-1)
+        order = np.lexsort((np.arange(live.size), new, slots[live]))
+        live, new, stored = live[order], new[order], stored[order]
+        accepted = new > stored if patch.newer else new >= stored
+    last = np.append(slots[live[1:]] != slots[live[:-1]], True)[: live.size]
+    if patch.version is not None:
+        accepted &= last
+    chosen = live[accepted & last]
+    if chosen.size:
+        where = slots[chosen]
+        directory.begin()
+        words[Word.PATCHES] += 1
+        directory.versions[where] |= 1
+        for number, values in patch.columns.items():
+            arrays[number][where] = values[chosen]
+        directory.versions[where] -= 1
+        words[Word.PATCHES] += 1
+        directory.commit()
+    return np.isin(part, live[accepted]), np.isin(part, live[~accepted])
+
+
+def check_columns(directory: ReplayDirectory, patch: Patch) -> None:
+    """
+    Raises:
+        ConfigurationError: a sampler finds trajectories by one of the columns.
+    """
+    used = directory.words[Word.STRUCTURE]
+    for number in patch.columns:
+        if used >> bit_of(number) & 1:
+            assert directory.rows is not None
+            key = ".".join(directory.rows.columns[number].key)
+            raise ConfigurationError(
+                f"the patch changes {key!r}, by which a sampler finds trajectories: leave it out, "
+                "or write whole rows by storage[index] = rows"
+            )
+
+
+def bit_of(column: int) -> int:
+    """Return the bit of a column in the word ``STRUCTURE``. Rare further columns share the last."""
+    return min(column, 62)
