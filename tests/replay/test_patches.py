@@ -139,7 +139,7 @@ def test_priority_generation_and_counts_stay(folder: Path) -> None:
         (
             {"patch": {"v": torch.ones(2, 1, dtype=torch.int64)}, "version_key": "v", "version": 1},
             ValueError,
-            "does not change",
+            "may not appear in patch",
         ),
         ({"index": torch.tensor([0, 99])}, IndexError, "below 16"),
         ({"generation": torch.tensor([1])}, ValueError, "2 indices and 1 generations"),

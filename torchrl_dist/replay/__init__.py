@@ -8,6 +8,8 @@ invariant                                  guard                                
 a slot has one writer                      tickets and claims, ``cursor``        processes, kills
 a row that is read is one whole row        versions, compared after the copy:    torn
                                            ``storage.read_rows``
+a patched row is the old or the new one    versions, and a count of patches:     patches
+                                           ``patches.copied``
 a row has the frames it was written with   marks and claims, ``frames``          frames
 a slice is read as a whole, in one shard   ``storage.read_rows``; numbers of     slices,
                                            steps over hosts, ``slices``          contracts

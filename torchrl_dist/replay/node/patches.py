@@ -89,13 +89,23 @@ def patch_of(
         add(key, value)
     if version_key is None:
         return Patch(columns)
+    if isinstance(version_key, str) and "." in version_key:
+        raise ConfigurationError(
+            f"version_key={version_key!r}: name a nested key by a tuple, "
+            f"{tuple(version_key.split('.'))!r}"
+        )
     version = torch.as_tensor(version)
     own = set(columns)
     number = add(version_key, version.expand(count) if not version.ndim else version)
-    if number in own or np.prod(spec.columns[number].shape) != 1:
+    if number in own:
         raise ConfigurationError(
-            f"version_key={version_key!r}: expected a key with one number per row that the patch "
-            "itself does not change"
+            f"version_key={version_key!r} may not appear in patch: leave it out there, because a "
+            "patched row gets the version"
+        )
+    if np.prod(spec.columns[number].shape) != 1:
+        raise ConfigurationError(
+            f"version_key={version_key!r} holds {list(spec.columns[number].shape)} per row, "
+            "expected one number per row"
         )
     return Patch(columns, number, newer)
 
