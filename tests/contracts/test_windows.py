@@ -199,3 +199,18 @@ def test_passes_over_hosts_are_refused(job: Session, where) -> None:
             )
     finally:
         owner.release()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_from_before_and_after_a_restore_do_not_follow_each_other(make, kind, tmp_path):
+    rb = make(kind, 50, Sequence(3, done_key=None))
+    rb.extend(steps(0, [False] * 10))
+    settle(rb)
+    rb.dumps(tmp_path / "dump")
+    for first in (100, 200):
+        rb.loads(tmp_path / "dump")
+        rb.extend(steps(first, [False] * 10))
+        settle(rb)
+        windows = rb.sample()["id"].reshape(-1, 3)
+        assert ((windows < 100).all(1) | (windows >= 100).all(1)).all()
+        assert (windows.diff(dim=1) == 1).any(1).sum() > 20

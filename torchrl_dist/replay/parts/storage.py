@@ -346,6 +346,7 @@ class SharedMemmapStorage(RowStorage):
         if priority is not None:
             check_new(self._directory, priority, count)
         self._cursor.drop_interrupted()
+        source = self._after_restores(source)
         frames = self._directory.frames
         most = None if frames is None else frames.largest_write
         parts = split_rows(count, self.max_size, most)
@@ -366,6 +367,16 @@ class SharedMemmapStorage(RowStorage):
             )
             limited = False
         return torch.from_numpy(index), torch.from_numpy(generation)
+
+    def _after_restores(self, source: list[np.ndarray]) -> list[np.ndarray]:
+        """Change the numbers of new rows, so that they follow no row from before a restore."""
+        restores = self._directory.words[Word.RESTORES]
+        if not restores:
+            return source
+        return [
+            np.where(values == 0, 0, values + (restores << 32)) if column in HIDDEN else values
+            for column, values in zip(self._spec().columns, source, strict=True)
+        ]
 
     def _append_part(
         self,
