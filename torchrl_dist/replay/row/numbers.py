@@ -2,9 +2,9 @@
 
 Each thread that writes gives a number to each of its rows. The first number is random, and each
 further row gets the next number. A row therefore follows another one exactly if its number is
-larger by one. A row that was lost, or is in another shard, leaves a gap, and so does a restore. The number 0 says that
-nothing is known. The column ``STREAM`` numbers all rows of a thread. The column ``ORDER`` numbers
-the rows of each trajectory on their own, if rows have trajectory ids.
+larger by one. A row that was lost, or is in another shard, leaves a gap, and so does a restore. The
+number 0 says that nothing is known. The column ``STREAM`` numbers all rows of a thread. The column
+``ORDER`` numbers the rows of each trajectory on their own, if rows have trajectory ids.
 """
 
 from __future__ import annotations
