@@ -123,7 +123,8 @@ class Neighbours:
         self._ends = None if end_key is None else column_of(directory, end_key)
         self._numbers = np.zeros(capacity, np.int64)
         self._gone = np.zeros(capacity, bool)
-        self._after, self._before = (np.full(capacity, -1, np.int64) for _ in range(2))
+        # the slots of the next and the previous row, or the slot itself if there is none
+        self._after, self._before = np.arange(capacity), np.arange(capacity)
         # slots of rows without a neighbour on one side, by their numbers
         self._first: dict[int, int] = {}
         self._last: dict[int, int] = {}
@@ -149,13 +150,12 @@ class Neighbours:
             (self._after, self._before, self._last, self._first),
         ):
             near = links[slots]
-            for number in self._numbers[slots[near < 0]].tolist():
+            for number in self._numbers[slots[near == slots]].tolist():
                 without.pop(number, None)
-            near = near[near >= 0]
             near = near[~self._gone[near]]
-            back[near] = -1
+            back[near] = near
             left.update(zip(self._numbers[near].tolist(), near.tolist(), strict=True))
-        self._before[slots] = self._after[slots] = -1
+        self._before[slots] = self._after[slots] = slots
         self._numbers[slots] = 0
         self._gone[slots] = False
 
@@ -193,13 +193,9 @@ class Neighbours:
         last row, and how many steps there were, int64 [n]."""
         path = np.empty((steps + 1, slots.size), np.int64)
         path[0] = slots
-        reached = np.zeros(slots.size, np.int64)
         for step in range(steps):
-            near = links[path[step]]
-            there = near >= 0
-            path[step + 1] = np.where(there, near, path[step])
-            reached += there
-        return path, reached
+            links.take(path[step], out=path[step + 1], mode="clip")  # without a check: faster
+        return path, np.count_nonzero(path[1:] != path[:-1], axis=0)
 
     def windows(self, window: Window, anchors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the slots of the windows of anchors, int64 [n, size], and which rows are valid.
