@@ -53,6 +53,7 @@ from torchrl_dist.replay.hosts.samplers import (
 from torchrl_dist.replay.hosts.storage import RemoteStorage
 from torchrl_dist.replay.law.limiter import RateLimiter
 from torchrl_dist.replay.parts.buffer import SharedReplayBuffer
+from torchrl_dist.replay.parts.offline import SharedOfflineToOnlineReplayBuffer
 from torchrl_dist.replay.parts.passes import SharedSamplerWithoutReplacement
 from torchrl_dist.replay.parts.sampler import (
     SharedPrioritizedSampler,
@@ -75,6 +76,7 @@ __all__ = [
     "ReplayOwner",
     "SharedCursorWriter",
     "SharedMemmapStorage",
+    "SharedOfflineToOnlineReplayBuffer",
     "SharedPrioritizedSampler",
     "SharedPrioritizedSliceSampler",
     "SharedRandomSampler",

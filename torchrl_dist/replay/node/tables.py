@@ -95,6 +95,7 @@ class Word(enum.IntEnum):
     FRAMES_SET = 59  # frames.json exists
     PATCHES = 60  # begins and ends of patches, see ``patches``
     STRUCTURE = 61  # a bit for each column by which samplers find trajectories
+    FILLER = 62  # which process fills a data set: 0, a member's id + 1, or -1 when it is complete
 
 
 JOURNAL_ENTRIES = 5

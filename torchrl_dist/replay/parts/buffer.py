@@ -181,8 +181,9 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         a process is killed during this, the rows that it was changing at that moment are lost.
 
         Keyword Args:
-            index, generation: int64 [n], ``"index"`` and ``"index_generation"`` of a sample, or the
-                index of an extend and ``writer.generations_of(index)``.
+            index: int64 [n], ``"index"`` of a sample, or the index of an extend.
+            generation: int64 [n], ``"index_generation"`` of the sample, or
+                ``writer.generations_of(index)``.
             patch: new values by key, [n, ...]. If ``index`` names a row twice, the last one counts.
             version_key: key of a stored number per row, its version. A row is patched, and gets
                 ``version``, only if its stored version is not above ``version``. If ``index``
@@ -191,8 +192,9 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
             require_newer: patch a row only if its stored version is below ``version``.
 
         Returns:
-            TorchRL's result: ``updated`` and ``version_rejected``, bool [n] each. Rows with neither
-            were overwritten or, over several hosts, are in a shard that does not answer.
+            The result as in TorchRL, with ``updated`` and ``version_rejected``, bool [n] each. Rows
+            with neither were overwritten or, over several hosts, are in a shard that does not
+            answer.
 
         Raises:
             KeyError: the rows do not have a key.

@@ -640,7 +640,7 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
 
     @property
     def default_priority(self) -> float:
-        """The priority of new rows: the largest seen, or 1 without rows.
+        """The priority that new rows get, which is the largest seen, or 1 without rows.
 
         With ``max_priority_within_buffer``, the largest present. Over hosts, it blocks for one
         call."""

@@ -328,6 +328,82 @@ class SharedMemmapStorage(RowStorage):
             self._checked(data, self._numbers), data.batch_size[0], priority, limited
         )
 
+    def fill_once(self, data: Any, *, rows_at_once: int = 8192) -> None:
+        """Write a data set, unless a process of this node has done so. Each process calls this.
+
+        The first process writes the rows, and the others wait for it. The node then has the data
+        set once, whatever the number of its processes. If the writing process ends before it is
+        done, another one begins anew. With ``keep=True`` and ``resume=True``, a later job finds the
+        rows. No process may extend the storage.
+
+        Args:
+            data: has ``len(data)`` rows, and ``data[i:j]`` returns a TensorDict ``[j - i]``. A
+                TensorDict, also a memory-mapped one, or a ``ReplayBuffer``, such as a data set of
+                TorchRL.
+            rows_at_once: rows that are read from ``data`` at once.
+
+        Raises:
+            ConfigurationError: the storage has no room for the rows, has a limiter, or has other
+                rows.
+            DeadlineError: the process that fills it wrote nothing for ``timeout_s``.
+        """
+        count, words = len(data), self._directory.words
+        if count > self.max_size or self.limiter is not None:
+            raise ConfigurationError(
+                f"the data set has {count} rows, the storage room for {self.max_size} and limiter="
+                f"{self.limiter}: expected enough room and no limiter, as in "
+                f"SharedMemmapStorage({count}, scratch_dir=...)"
+            )
+        written, deadline = -1, 0.0
+        while not self._may_fill():
+            if words[Word.FILLER] < 0:
+                if self.write_count == count:
+                    return
+                raise ConfigurationError(
+                    f"{self.scratch_dir} was filled with {self.write_count} rows, this data set "
+                    f"has {count}: use another folder for each data set, and do not extend it"
+                )
+            if self.write_count != written:
+                written, deadline = self.write_count, time.monotonic() + self.timeout_s
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"process {self._directory.pid_of(words[Word.FILLER] - 1)} fills "
+                    f"{self.scratch_dir}, and wrote nothing for {self.timeout_s:g} s; is it "
+                    "stopped? Continue or kill it, or allow more with timeout_s"
+                )
+            time.sleep(_RETRY_S * 50)
+        done = 0
+        try:
+            self.empty()
+            for first in range(0, count, rows_at_once):
+                self.append(data[first : min(first + rows_at_once, count)])
+            done = -1
+        except BaseException:
+            self.empty()
+            raise
+        finally:
+            with self._directory.lock():
+                words[Word.FILLER] = done
+
+    def _may_fill(self) -> bool:
+        """Note that this process fills the data set, unless another one does or has done so.
+
+        Raises:
+            ConfigurationError: there are rows that :meth:`fill_once` did not write.
+        """
+        directory = self._directory
+        with directory.lock():
+            filler = directory.words[Word.FILLER]
+            if filler < 0 or (filler and directory.is_alive(filler - 1)):
+                return False
+            if not filler and directory.words[Word.WRITE_COUNT]:
+                raise ConfigurationError(
+                    f"{self.scratch_dir} has rows that others wrote: use a new folder for a data "
+                    "set"
+                )
+            directory.words[Word.FILLER] = directory.member + 1
+            return True
+
     def append_columns(
         self, spec: RowSpec, columns: list[np.ndarray], priority: np.ndarray | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:

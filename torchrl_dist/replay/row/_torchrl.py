@@ -307,6 +307,11 @@ def fetch_one_by_one(storage: Storage) -> None:
             buffer._prefetch_executor = ThreadPoolExecutor(1)
 
 
+def set_online_buffer(buffer: Any, online: Any) -> None:
+    """Replace the online buffer of TorchRL's ``OfflineToOnlineReplayBuffer``."""
+    buffer._online_buffer = online
+
+
 def windows_of(buffer: Any) -> Sequence | None:
     """Return the buffer's ``sample_unit`` if the sampler draws its windows, otherwise None."""
     return getattr(buffer, "windows", None)
