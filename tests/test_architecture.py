@@ -50,6 +50,7 @@ PUBLIC_NAMES = """
     RPCSamplerWithoutReplacement RPCSliceSampler
     RateLimitError RateLimiter Remote RemoteError
     RemoteStorage ReplayOwner Session SharedCursorWriter SharedMemmapStorage
+    SharedOfflineToOnlineReplayBuffer
     SharedPrioritizedSampler SharedPrioritizedSliceSampler SharedRandomSampler
     SharedReplayBuffer SharedSamplerWithoutReplacement SharedSliceSampler TorchRLDistError WaitAll
     World anneal_beta host_replay load_policy local_cluster replay_buffer session __version__
