@@ -145,7 +145,7 @@ def test_priority_generation_and_counts_stay(folder: Path) -> None:
         ({"generation": torch.tensor([1])}, ValueError, "2 indices and 1 generations"),
         ({"patch": {"text": torch.ones(2)}}, ValueError, "not tensors"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_wrong_arguments_change_nothing(folder: Path, arguments, error, message) -> None:
     rb = make(folder)

@@ -332,7 +332,7 @@ def test_a_sample_in_a_signal_handler_does_not_disturb_the_one_that_it_interrupt
         ),
         ({"sample_unit": Sequence(2, done_key="absent")}, "no 'absent', only"),
     ],
-    ids=str,
+    ids=["slices", "eta without windows", "eta", "counts", "done_key"],
 )
 def test_what_cannot_work_is_refused(folder: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):

@@ -457,7 +457,7 @@ class ReplayClient:
         """
         self.check()
         spec = self.agreed_spec(data)
-        count = data.batch_size[0]
+        count = rows.batch_of(data)[0]
         sent, columns = spec, rows.matching_columns(data, spec, self._row_numbers)
         if any(link.sends_rows for link in self.links):
             columns = each_once(columns, spec)

@@ -192,7 +192,7 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
             check_priorities(priority)
         if self.gate is not None:
             self.gate.wait_to_write(self)
-        if data.batch_size[0] <= self.owner.shard_capacity or len(self.client.links) == 1:
+        if rows.batch_of(data)[0] <= self.owner.shard_capacity or len(self.client.links) == 1:
             return self.client.write(data, priority)
         return self._append_in_parts(data, priority)
 
@@ -200,7 +200,7 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
         self, data: TensorDictBase, priority: np.ndarray | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append more rows than one shard can hold, in parts that go to the shards in turn."""
-        count, room = data.batch_size[0], self.owner.shard_capacity
+        count, room = rows.batch_of(data)[0], self.owner.shard_capacity
         if self.client.own_shard is not None:
             warnings.warn(
                 f"an extend of {count} rows keeps the last {room}, because rows of this process go "
@@ -279,10 +279,11 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
     def generations_of(self, index: torch.Tensor) -> torch.Tensor:
         """Return the generation in each slot. Blocks.
 
-        It is -1 for an index of -1, for a slot without a published row, and in a shard that does
-        not answer."""
+        It is -1 for a number outside the buffer, for a slot without a published row, and in a shard
+        that does not answer."""
         found = np.full(index.numel(), -1, dtype=np.int64)
-        parts = self._by_shard(index.reshape(-1).numpy())
+        known = index.reshape(-1).numpy()
+        parts = self._by_shard(np.where(known < self.max_size, known, -1))
         calls = {s: (slots,) for s, _, slots in parts if self.client.answers_now(s)}
         answers = self.client.call_each("generations_of", calls, self.client.note_trouble)
         for shard, where, _ in parts:

@@ -113,10 +113,11 @@ class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, Ten
         """
         if set_cursor:
             self.check_writers()
-        if isinstance(data, (list, tuple)):
-            data = torch.stack(list(data))
+        data = joined_rows(data)
         check_rows(data)
-        if isinstance(cursor, (int, np.integer)):
+        if isinstance(cursor, (int, np.integer)) or (
+            isinstance(data, torch.Tensor) and getattr(cursor, "ndim", 1) == 0
+        ):
             data = data.unsqueeze(0)
         index = self._slots_named(cursor)
         self.write_at(index, _one_row_each(index, data))
@@ -131,9 +132,11 @@ class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, Ten
         """
         slots = as_slots(index)
         slots = slots if slots.ndim == 1 else slots.reshape(-1)  # samplers recognise this tensor
-        if data.batch_size[0] != slots.numel():
+        check_batch(data)
+        count = rows.batch_of(data)[0]
+        if count != slots.numel():
             raise ConfigurationError(
-                f"got {data.batch_size[0]} rows for {slots.numel()} slots, expected one per slot"
+                f"got {count} rows for {slots.numel()} slots, expected one per slot"
             )
         if not slots.numel():
             return torch.empty(0, dtype=torch.int64)
@@ -226,11 +229,13 @@ class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, Ten
         if isinstance(index, slice) or index is Ellipsis:
             published = slots[self.generations_of(slots) >= 0]
             # locked, because ``rb[key] = value`` would change only this copy
-            return self._rows_at(published.numpy(), wait=False).lock_()
+            found = self._rows_at(published.numpy(), wait=False)
+            return found if isinstance(found, torch.Tensor) else found.lock_()
         data = self._rows_at(slots.reshape(-1).numpy())
         if isinstance(index, (int, np.integer)) or getattr(index, "ndim", 1) == 0:
             return data[0]
-        return data.reshape(*slots.shape, *data.batch_size[1:]) if slots.ndim != 1 else data
+        rest = data.shape[1:] if isinstance(data, torch.Tensor) else data.batch_size[1:]
+        return data.reshape(*slots.shape, *rest) if slots.ndim != 1 else data
 
     def _rows_at(self, slots: np.ndarray, *, wait: bool = True) -> TensorDictBase:
         """Return whole rows at slots, int64 [n].
@@ -278,18 +283,29 @@ class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, Ten
 
 
 def check_rows(data: Any) -> None:
-    """Raise ConfigurationError unless ``data`` is a TensorDict or a tensorclass."""
-    if type(data) is not TensorDict and not is_tensor_collection(data):  # type() is faster
+    """Raise ConfigurationError unless ``data`` is a TensorDict, a tensorclass or a tensor."""
+    if type(data) is not TensorDict and not (  # type() is faster
+        isinstance(data, torch.Tensor) or is_tensor_collection(data)
+    ):
         raise ConfigurationError(
-            f"rows are TensorDicts or tensorclasses, got {type(data).__name__}; wrap the data in a "
-            "TensorDict"
+            f"rows are TensorDicts, tensorclasses or tensors, got {type(data).__name__}; wrap the "
+            "data in a TensorDict"
         )
+
+
+def joined_rows(data: Any) -> Any:
+    """Return rows as one batch ``[n, ...]``, also if they are in a list."""
+    if not isinstance(data, (list, tuple)):
+        return data
+    for row in data:
+        check_rows(row)
+    return torch.stack(list(data))
 
 
 def check_batch(data: Any) -> None:
     """Raise ConfigurationError unless ``data`` is a batch of rows, [n, ...]."""
     check_rows(data)
-    if not data.batch_dims:
+    if not rows.batch_of(data):
         raise ConfigurationError(
             "expected a batch of rows [n, ...], got data without a batch dimension; pass "
             "data.unsqueeze(0)"
@@ -311,7 +327,8 @@ def _one_row_each(index: torch.Tensor, data: TensorDictBase) -> TensorDictBase:
     """Return the rows that ``storage[index] = data`` writes, ``[index.numel(), ...]``.
 
     There is one row for each element of ``index``, whatever its shape."""
+    size = data.shape if isinstance(data, torch.Tensor) else data.batch_size
     if index.ndim < 2:
-        return data.expand(index.numel(), *data.batch_size[1:])
-    rest = data.batch_size[index.ndim :]
+        return data.expand(index.numel(), *size[1:])
+    rest = size[index.ndim :]
     return data.expand(*index.shape, *rest).reshape(index.numel(), *rest)

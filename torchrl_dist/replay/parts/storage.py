@@ -288,9 +288,10 @@ class SharedMemmapStorage(RowStorage):
     def generations_of(self, slots: torch.Tensor) -> torch.Tensor:
         """Return how often each slot was written by all processes, int64.
 
-        The number is -1 where no row is published, and for a slot of -1."""
-        versions = torch.from_numpy(self._directory.versions)[slots.clamp_min(0)]
-        published = (versions & 1 == 0) & (versions > 0) & (slots >= 0)
+        The number is -1 where no row is published, and for a number outside the buffer."""
+        there = (slots >= 0) & (slots < self.max_size)
+        versions = torch.from_numpy(self._directory.versions)[torch.where(there, slots, 0)]
+        published = (versions & 1 == 0) & (versions > 0) & there
         return torch.where(published, versions // 2, -1)
 
     @property
@@ -325,7 +326,7 @@ class SharedMemmapStorage(RowStorage):
             RateLimitError: the limiter did not admit the rows in time.
         """
         return self._append(
-            self._checked(data, self._numbers), data.batch_size[0], priority, limited
+            self._checked(data, self._numbers), rows.batch_of(data)[0], priority, limited
         )
 
     def fill_once(self, data: Any, *, rows_at_once: int = 8192) -> None:

@@ -16,7 +16,7 @@ from torchrl.data.replay_buffers.writers import Writer
 from torchrl_dist import own_files
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.law.placement import as_slots
-from torchrl_dist.replay.parts.base import check_rows
+from torchrl_dist.replay.parts.base import check_rows, joined_rows
 from torchrl_dist.replay.row import _torchrl
 
 _MARKS = 32
@@ -86,7 +86,7 @@ class SharedCursorWriter(Writer):
             raise ConfigurationError("extend takes a batch of rows [n, ...], got one row; use add")
         if not len(data):
             return torch.zeros(0, dtype=torch.int64)
-        rows = torch.stack(list(data)) if isinstance(data, (list, tuple)) else data
+        rows = joined_rows(data)
         index, generation = self._storage.append(self._without_mark(rows), priority)
         self._written.append(index)
         self._announce(index, generation)

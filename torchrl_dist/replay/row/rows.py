@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from tensordict import (
     LazyStackedTensorDict,
-    TensorDict,
     TensorDictBase,
     is_non_tensor,
     is_tensor_collection,
@@ -40,6 +39,15 @@ SAMPLING_KEYS = frozenset({"index", "index_generation", "priority_weight"})
 stored."""
 
 
+_TENSOR = "torch:Tensor"
+"""What a spec says of rows that are plain tensors. They are in the only column."""
+
+
+def batch_of(data: Any) -> torch.Size:
+    """Return the batch size of rows, ``[n, ...]``; ``[n]`` if they are a plain tensor."""
+    return data.shape[:1] if isinstance(data, torch.Tensor) else data.batch_size
+
+
 # --- from TensorDicts ----------------------------------------------------------------------------
 
 
@@ -62,6 +70,8 @@ def _parts_of(data: Any) -> _Parts:
     Raises:
         ConfigurationError: ``data`` holds something that cannot be stored.
     """
+    if isinstance(data, torch.Tensor):
+        return _Parts({("tensor",): data}, {(): (data.shape[:1], _TENSOR)})
     plain = _torchrl.plain_leaves(data)
     if plain is not None:
         columns, sizes = plain
@@ -148,7 +158,7 @@ def spec_of(data: TensorDictBase) -> RowSpec:
     parts = _parts_of(data)
     return RowSpec(
         tuple(_column_spec(path, value) for path, value in sorted(parts.columns.items())),
-        tuple(data.batch_size[1:]),
+        tuple(batch_of(data)[1:]),
         parts.node_specs(),
     )
 
@@ -178,7 +188,7 @@ def matching_columns(
     found = parts.columns
     problems = []
     ordered = []
-    rows = data.batch_size[0]
+    rows = batch_of(data)[0]
     for column in spec.columns:
         if column.key in _HIDDEN_KEYS and column in HIDDEN:  # keys first: faster
             unknown = np.zeros(rows, np.int64)
@@ -277,8 +287,9 @@ class _Node:
 
 def build(
     columns: Sequence[torch.Tensor], spec: RowSpec, batch: tuple[int, ...], *, raw: bool = False
-) -> TensorDict:
-    """Return a TensorDict or tensorclass of the columns, of size ``(*batch, *spec.batch_dims)``.
+) -> Any:
+    """Return a TensorDict or tensorclass of the columns, of size ``(*batch, *spec.batch_dims)``, or
+    the tensor if rows are plain tensors.
 
     Args:
         raw: whether to leave texts undecoded and use plain TensorDicts instead of tensorclasses.
@@ -290,6 +301,9 @@ def build(
     plan = spec.__dict__.get("_plan")  # cached on the spec, because there are few specs
     if plan is None:
         plan = spec.__dict__["_plan"] = _Node.of(spec)
+    if plan.tensorclass == _TENSOR:
+        value = columns[plan.columns[0][1]]
+        return _torchrl.unchecked_tensordict({"tensor": value}, torch.Size(batch)) if raw else value
     return _built(plan, columns, spec, batch, raw)
 
 
