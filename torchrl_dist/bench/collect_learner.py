@@ -289,7 +289,9 @@ def _weights(cell: Question, server: ForkServer | None) -> dict[str, Any]:
             updated.append(_time(collector.next))
             sent.append(_written_bytes() - before - 2 * other)
             if collector.report.policy_lag:
-                raise AssertionError("a batch without policy lag came from old weights")
+                raise AssertionError(
+                    "the bench expected a policy lag of 0 in every batch, and a batch had more"
+                )
         source = torch.zeros(_MEGABYTES << 20, dtype=torch.uint8)
         place = torch.empty_like(source)
         copy_s = min(_time(functools.partial(place.copy_, source)) for _ in range(5))

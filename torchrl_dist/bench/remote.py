@@ -8,7 +8,7 @@ machine but without the shortcut through its memory. Rounds go over all cases in
 shows medians.
 
 - ``ours``: one host, two batches drawn ahead, which is the default. ``ours-4`` and ``ours-8``: at
-  least that many batches per call.
+  least 4 or 8 batches per call.
 - ``torchrl-rpc``: TorchRL's RemoteTensorDictReplayBuffer. ``ray``: its RayReplayBuffer.
 - ``shards``: ours over 1, 2, 4 and 8 hosts, with one learner that asks all of them for each batch.
   ``cost`` is the time of an empty call, and ``bound`` is ``t(1) + (shards - 1) * cost``. The line

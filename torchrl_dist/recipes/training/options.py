@@ -133,7 +133,10 @@ def read_options(path: str | os.PathLike[str], config_class: type) -> dict[str, 
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigurationError(f"--config: {path} contains no mapping of options to values")
+        raise ConfigurationError(
+            f"--config: {path} contains no mapping of options to values; write one option per "
+            "line, such as total_frames: 100000"
+        )
     given = [key.value for key, _ in node.value]
     for name in content:
         if given.count(name) > 1:  # YAML would take the last value

@@ -198,7 +198,7 @@ class BatchSource:
         """Choose how many batches to draw ahead, by the learner's pace and the round trip."""
         now, before = awake(), self._returned_at
         self._returned_at = now
-        if before is None or self._client.limited:  # a limiter counts batches in hand
+        if before is None or self._client.limited:  # with a limiter, always the fewest
             return
         use_s = max(_SHORTEST_USE_S, now - before - self._waited_s)
         if self._uses < _USES:

@@ -579,7 +579,10 @@ class ReplayClient:
         priority, where = priority.copy(), index.numpy().copy()
         capacity = self.shard_capacity * len(self.links)
         if where.max(initial=-1) >= capacity:
-            raise IndexError(f"slot {where.max()} is beyond the capacity {capacity}")
+            raise IndexError(
+                f"slot {where.max()} is beyond the capacity {capacity}; pass the index of a "
+                "sample or an extend of this buffer"
+            )
         stamps = None if generation is None else generation.numpy().copy()
         if len(self.links) == 1:
             self._put(0, SetPriorities(where, stamps, priority), priority)

@@ -368,7 +368,7 @@ def _terms_of(name: str, terms: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _end(session: Session, name: str, parent: str | None, clean: bool) -> None:
-    """Forget all terms of a session. Runs in the driver when its session ends."""
+    """Forget the terms of a buffer. Runs in the driver when its session ends."""
     _withdraw(name, session.session_id)
     if clean and session.lost() and parent is None:  # rows in a scratch_dir stay for a later job
         remove_what_the_dead_left(session.world, name)

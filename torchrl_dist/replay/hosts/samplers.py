@@ -273,7 +273,7 @@ class RPCPrioritizedSampler(_SamplerOfOwner, SharedPrioritizedSampler):
         if self._max_capacity != owner.capacity:
             raise ConfigurationError(
                 f"the sampler has capacity {self._max_capacity}, its owner {owner.capacity} over "
-                f"{len(owner.hosts)} hosts"
+                f"{len(owner.hosts)} hosts; pass owner.capacity"
             )
         super()._set_owner(owner, *ahead)
 

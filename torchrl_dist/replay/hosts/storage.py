@@ -363,7 +363,10 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
 
         ``positions`` are the shard's entries in ``index``, and ``slots`` their slots."""
         if index.size and index.max() >= self.max_size:
-            raise IndexError(f"index {index.max()} is beyond the capacity {self.max_size}")
+            raise IndexError(
+                f"index {index.max()} is beyond the capacity {self.max_size}; pass the index of "
+                "a sample or an extend of this buffer"
+            )
         shards, slots = split_index(index, self.owner.shard_capacity)
         positions = [(int(s), np.flatnonzero(shards == s)) for s in np.unique(shards) if s >= 0]
         return [(shard, where, slots[where]) for shard, where in positions]

@@ -622,7 +622,10 @@ class ReplayDirectory:
                 self.members[index] = (os.getpid(), serial)
                 self.member = serial * MAX_MEMBERS + index
                 return
-        raise DirectoryError(f"more than {MAX_MEMBERS} processes share {self.path}")
+        raise DirectoryError(
+            f"more than {MAX_MEMBERS} processes share {self.path}; end some, or let them use the "
+            "buffer by RPC (replay_buffer)"
+        )
 
     def join_after_fork(self) -> None:
         """Join as a new member, because a forked child inherits the mappings but no lock."""

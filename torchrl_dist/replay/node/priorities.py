@@ -225,7 +225,10 @@ def _refusal(
     if wrong == WRONG_PRIORITY:
         return _not_finite(raw)
     if wrong == WRONG_SLOT:
-        return IndexError(f"slot {slots[at]} is beyond the capacity {directory.capacity}")
+        return IndexError(
+            f"slot {slots[at]} is beyond the capacity {directory.capacity}; pass the index of a "
+            "sample or an extend of this buffer"
+        )
     return _too_large(raw[at], directory.get_float(Word.ALPHA))
 
 

@@ -76,7 +76,8 @@ class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, Ten
 
     def register_save_hook(self, hook: Any) -> None:
         raise ConfigurationError(
-            "hooks of TorchRL's checkpointers do not apply: the storage saves itself"
+            "hooks of TorchRL's checkpointers do not apply, because the storage saves itself; "
+            "change the rows before extend instead"
         )
 
     register_load_hook = register_save_hook

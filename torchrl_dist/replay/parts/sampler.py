@@ -567,7 +567,8 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
         super()._bind(storage, directory)
         if storage.max_size != self._max_capacity:
             raise ConfigurationError(
-                f"the sampler has capacity {self._max_capacity}, its storage {storage.max_size}"
+                f"the sampler has capacity {self._max_capacity}, its storage {storage.max_size}; "
+                "pass the same number to both"
             )
         with directory.lock():
             words = directory.words
