@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
+from tensordict.nn import TensorDictModule
 from torchrl.data import Sequence
 
 from tests.contracts.conftest import HOSTED, KINDS, release
@@ -22,6 +25,7 @@ from torchrl_dist import (
     RateLimiter,
     RemoteError,
     RemoteStorage,
+    RPCBatchedCollector,
     RPCSamplerWithoutReplacement,
     Session,
     SharedReplayBuffer,
@@ -214,3 +218,38 @@ def test_rows_from_before_and_after_a_restore_do_not_follow_each_other(make, kin
         windows = rb.sample()["id"].reshape(-1, 3)
         assert ((windows < 100).all(1) | (windows >= 100).all(1)).all()
         assert (windows.diff(dim=1) == 1).any(1).sum() > 20
+
+
+class _Random(torch.nn.Module):
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return torch.randint(0, 2, observation.shape[:-1])
+
+
+@pytest.mark.parametrize("kind", ["owner by RPC", "owner on this node", "shards by RPC"])
+def test_windows_of_a_collector_continue_over_its_rollouts(make, job, kind) -> None:
+    """Two workers with three envs each write rollouts of eight steps into one ring."""
+    rb = make(kind, 32, Sequence(6, burn_in=4))
+    policy = TensorDictModule(_Random(), in_keys=["observation"], out_keys=["action"])
+    options: dict[str, Any] = {"frames_per_batch": 48, "total_frames": 480, "num_envs": 3}
+    collector = RPCBatchedCollector(
+        functools.partial(gymnasium.make, "CartPole-v1"),
+        policy,
+        session=job,
+        workers=job.of_role("owner"),
+        replay_buffer=rb,
+        categorical_action_encoding=True,
+        **options,
+    )
+    for _ in collector:
+        pass
+    collector.shutdown()
+    pairs = 0
+    for _ in range(10):
+        batch = rb.sample().reshape(32, 10)
+        valid, ids = batch["validity_mask"], batch["collector", "traj_ids"]
+        assert (ids == ids[:, :1]).all()
+        both = valid[:, 1:] & valid[:, :-1]
+        follows = batch["next", "observation"][:, :-1] == batch["observation"][:, 1:]
+        assert follows.all(-1)[both].all()
+        pairs += int(both.sum())
+    assert pairs > 1500  # of 2880, since episodes have some twenty steps

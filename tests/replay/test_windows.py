@@ -392,6 +392,16 @@ def test_windows_are_whole_while_writers_lap_the_ring(folder: Path) -> None:
     assert windows > 100 and [each.exitcode for each in writers] == [0, 0]
 
 
+def test_another_sampler_draws_windows_too_or_is_refused(folder: Path) -> None:
+    rb = make(folder)
+    rb.extend(steps(0, [False] * 9))
+    rb.set_sampler(SharedRandomSampler())
+    assert rb.sample()["validity_mask"].shape == (24,)
+    rb.set_sampler(SharedSliceSampler(slice_len=2))
+    with pytest.raises(ConfigurationError, match="draws slices"):
+        rb.sample()
+
+
 def test_neighbours_are_read_again_after_an_interrupted_use(folder: Path) -> None:
     rb = make(folder)
     rb.extend(steps(0, [False] * 9))

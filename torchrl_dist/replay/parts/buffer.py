@@ -425,6 +425,8 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
 
         TorchRL's ``sample`` returns the first item, also for batches fetched ahead."""
         drawn_of = self._storage.emptied
+        if self.windows is not None:  # set_sampler does not notify the buffer
+            _torchrl.check_buffer(self, self._storage)
         if self._pin_memory or self._sample_unit is not None or len(self._transform or ()):
             data, info = super()._sample(batch_size)
         else:
