@@ -223,6 +223,7 @@ class SharedSampler(Sampler):
     _not_copied: tuple[str, ...] = (
         "_directory",
         "_neighbours",
+        "_numbered",
         "_random",
         "_random_pid",
         "_recent",
@@ -234,6 +235,7 @@ class SharedSampler(Sampler):
     def _setup(self) -> None:
         self._directory = None
         self._neighbours: Neighbours | None = None
+        self._numbered: Callable[[], Storage | None] = lambda: None  # where rows have numbers
         self._random = np.random.default_rng()
         self._random_pid = os.getpid()
 
@@ -280,6 +282,8 @@ class SharedSampler(Sampler):
                 the storage has rows without numbers or a limiter with ``max_times_sampled``.
         """
         window = Window.of(unit)
+        if window == self._window and self._numbered() is storage:
+            return
         if self._no_windows or self._window not in (None, window):
             why = self._no_windows or f"draws windows of another buffer, {self._window}"
             raise ConfigurationError(
@@ -294,7 +298,7 @@ class SharedSampler(Sampler):
                     "use a limiter without max_times_sampled"
                 )
         self._ask_for_numbers()
-        self._window = window
+        self._window, self._numbered = window, weakref.ref(storage)
 
     def _ask_for_numbers(self) -> None:
         """Have all rows numbered, see ``row.numbers``."""
