@@ -5,7 +5,9 @@
     python tests/torchrl_suite.py --collector rl/test/test_collectors.py [arguments of pytest]
 
 A ``SharedMemmapStorage`` replaces each ``LazyTensorStorage`` and ``LazyMemmapStorage`` that a test
-builds, and in the buffers over it the shared writer and sampler replace TorchRL's. With
+builds, and in the buffers over it the shared writer and sampler replace TorchRL's. A buffer with
+``sample_unit=Sequence(...)`` or a writer that tracks generations is a ``SharedReplayBuffer``, as
+the refusal of TorchRL's class says; ``Sequence.expand`` finds the windows of this package. With
 ``--collector`` a test's ``Collector`` is an ``RPCBatchedCollector`` with its worker in the same
 process, whose batches ``[N, T]`` get the shape of the env, and which raises the errors of env and
 policy themselves. Tests that need TorchRL's other collectors are skipped.
@@ -36,14 +38,19 @@ if __name__ == "__main__":
     options = "-p tests.torchrl_suite -p no:cacheprovider -q --no-header --tb=no -rN -W ignore"
     sys.exit(pytest.main([*options.split(), *sys.argv[1:]]))
 
+import numpy as np
+import torch
 from tensordict import TensorDictBase
 from torchrl import collectors
-from torchrl.data import ReplayBuffer
+from torchrl.data import ReplayBuffer, Sequence
 from torchrl.data.replay_buffers import replay_buffers, samplers, storages, writers
 from torchrl.envs import EnvBase
 
 import torchrl_dist
 from torchrl_dist.errors import DeadlineError, PeerLostError, RemoteError, TorchRLDistError
+from torchrl_dist.replay.parts.drawn import Drawn
+from torchrl_dist.replay.parts.windows import Neighbours, Window
+from torchrl_dist.replay.row.spec import ORDER, RowSpec
 
 _FOLDER = Path("/dev/shm") / f"torchrl_dist-suite-{os.getpid()}-{uuid.uuid4().hex[:6]}"
 _built = 0
@@ -81,6 +88,7 @@ class SuiteStorage(torchrl_dist.SharedMemmapStorage):
             ndim=ndim,
             compilable=compilable,
         )
+        self.directory.ask_for_numbers(ORDER)
 
 
 class LazyTensorStorage(SuiteStorage):
@@ -159,6 +167,56 @@ def _substitute() -> None:
         module.PrioritizedSampler = instead["PrioritizedSampler"]
 
 
+def _substitute_shared_buffer() -> None:
+    """Build a ``SharedReplayBuffer`` where TorchRL's buffer over shared rows is refused."""
+    public = [sys.modules[name] for name in ("torchrl.data", "torchrl.data.replay_buffers")]
+
+    def instead_of(cls: Any) -> Any:
+        def build(*args: Any, **kwargs: Any) -> Any:
+            storage, writer = kwargs.get("storage"), kwargs.get("writer")
+            asks = type(kwargs.get("sample_unit")) is Sequence
+            asks = asks or getattr(writer, "tracks_generations", False)
+            if not (asks and isinstance(storage, SuiteStorage)):
+                return cls(*args, **kwargs)
+            kwargs.pop("writer", None)
+            if "alpha" in kwargs:
+                names = ("alpha", "beta", "eps", "reduction")
+                exponents = {name: kwargs.pop(name) for name in names if name in kwargs}
+                ours = torchrl_dist.SharedPrioritizedSampler
+                kwargs["sampler"] = ours(storage.max_size, **exponents)
+            elif kwargs.get("sampler") is not None:
+                kwargs["sampler"] = _in_place_of(kwargs["sampler"], _SAMPLERS)
+            return torchrl_dist.SharedReplayBuffer(*args, **kwargs)
+
+        return build
+
+    for name in ("ReplayBuffer", "TensorDictReplayBuffer", "TensorDictPrioritizedReplayBuffer"):
+        for module in public:
+            setattr(module, name, instead_of(getattr(replay_buffers, name)))
+    plain = Sequence.expand
+
+    def expand(self: Sequence, index: Any, info: dict[str, Any], storage: Any) -> Any:
+        if not isinstance(storage, SuiteStorage):
+            return plain(self, index, info, storage)
+        window = Window.of(self)
+        neighbours = Neighbours(storage.directory, window.end_key)
+        neighbours.refresh()
+        places, valid = neighbours.windows(window, index.numpy())
+        rows = torch.zeros(*valid.shape, 3, dtype=torch.int64)
+        rows[..., 0], rows[..., 2] = index[:, None], torch.from_numpy(valid)
+        nothing = torch.empty(0, dtype=torch.int64)
+        found = Drawn(RowSpec(()), nothing, nothing, np.ones(len(index)), [])
+        found.anchors = rows.reshape(-1, 3)
+        entries = window.info(found)
+        del entries["anchor_generation"]
+        for name, value in info.items():
+            tensor = torch.as_tensor(value)
+            info[name] = tensor.repeat_interleave(window.size, 0) if tensor.ndim else value
+        return torch.from_numpy(places.reshape(-1)), info | entries
+
+    Sequence.expand = expand
+
+
 def _subclasses(cls: type) -> set[type]:
     return {each for sub in cls.__subclasses__() for each in {sub, *_subclasses(sub)}}
 
@@ -219,7 +277,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    _substitute_collector() if config.getoption("--collector") else _substitute()
+    if config.getoption("--collector"):
+        _substitute_collector()
+    else:
+        _substitute()
+        _substitute_shared_buffer()
 
 
 @pytest.hookimpl(hookwrapper=True)
