@@ -140,6 +140,7 @@ def _shared(folder: Path) -> Iterator[Subject]:
         td.SharedSliceSampler(slice_len=2, traj_key="episode"),
         td.SharedPrioritizedSliceSampler(CAPACITY, 0.6, 0.4, slice_len=2, traj_key="episode"),
     ]
+    buffers = []
     for number, sampler in enumerate(samplers):
         storage = td.SharedMemmapStorage(
             CAPACITY, scratch_dir=folder / str(number), job_id="test", timeout_s=20
@@ -152,6 +153,10 @@ def _shared(folder: Path) -> Iterator[Subject]:
         if number == 0:
             yield Subject(storage, _read, closed=_CLOSED)
             yield Subject(buffer.writer, _write, closed=_CLOSED)
+        buffers.append(buffer)
+    parts = [td.SharedReplayBuffer(storage=each.storage) for each in buffers[:2]]
+    mixed = td.SharedOfflineToOnlineReplayBuffer(*parts, batch_size=4)
+    yield Subject(mixed, _sample, buffers[0].storage, closed=_CLOSED)
 
 
 def _hosted(job: td.Session, folder: Path) -> Iterator[Subject]:

@@ -140,6 +140,9 @@ def test_other_keys_and_other_objects_are_refused(pair, folder: Path) -> None:
         SharedOfflineToOnlineReplayBuffer(offline, TensorDictReplayBuffer())
     with pytest.raises(ConfigurationError, match="batch_size="):
         SharedOfflineToOnlineReplayBuffer(offline, online).sample()
+    ahead = SharedReplayBuffer(storage=online.storage, prefetch=2, batch_size=4)
+    with pytest.raises(ConfigurationError, match="prefetch=..., which draws"):
+        SharedOfflineToOnlineReplayBuffer(offline, ahead)
     windows = SharedReplayBuffer(storage=storage_in(folder / "w"), sample_unit=Sequence(2))
     with pytest.raises(ConfigurationError, match="without it"):
         SharedOfflineToOnlineReplayBuffer(offline, windows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -200,7 +201,7 @@ class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, Ten
     def handed_generation(self, index: Any) -> torch.Tensor | None:
         """Return the generations of the rows handed over for this index tensor, or None."""
         index = _single(index)
-        for drawn in self._handed.batches:
+        for drawn in tuple(self._handed.batches):
             if drawn.index is index:
                 return drawn.generation
         return None
@@ -221,10 +222,10 @@ class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, Ten
         if _names_an_entry(index):
             return self.get(slice(None))[index]
         index = _single(index)
-        handed = self._handed.batches
-        for at, drawn in enumerate(handed):
+        for drawn in tuple(self._handed.batches):  # a signal handler may draw meanwhile
             if drawn.index is index:
-                del handed[at]
+                with suppress(ValueError):
+                    self._handed.batches.remove(drawn)
                 return rows.build(drawn.tensors, drawn.spec, (index.numel(),))
         slots = self._slots_named(index)
         if isinstance(index, slice) or index is Ellipsis:

@@ -80,6 +80,11 @@ class SharedOfflineToOnlineReplayBuffer(OfflineToOnlineReplayBuffer):
                     f"{name} is a {type(buffer).__name__}, expected a {kind.__name__}; pass a "
                     "built buffer or data set"
                 )
+            if _torchrl.prefetches(buffer):
+                raise ConfigurationError(
+                    f"{name} has prefetch=..., which draws batches before their size is known; "
+                    "build the buffer without it"
+                )
             if getattr(buffer, "windows", None) is not None:
                 raise ConfigurationError(
                     f"{name} has sample_unit=Sequence(...), whose batches have more rows than "

@@ -307,6 +307,11 @@ def fetch_one_by_one(storage: Storage) -> None:
             buffer._prefetch_executor = ThreadPoolExecutor(1)
 
 
+def prefetches(buffer: Any) -> bool:
+    """Return whether a buffer fetches batches before they are asked for."""
+    return bool(getattr(buffer, "_prefetch", False))
+
+
 def set_online_buffer(buffer: Any, online: Any) -> None:
     """Replace the online buffer of TorchRL's ``OfflineToOnlineReplayBuffer``."""
     buffer._online_buffer = online
