@@ -333,7 +333,7 @@ def test_workers_that_die_are_replaced(collecting: Any) -> None:
             return self.preference.expand(*observation.shape[:-1], 3)
 
     policy = QValueActor(Weighed(), in_keys=["observation"], spec=OneHot(3))
-    options = {"frames_per_batch": 40, "total_frames": 400, "num_envs": 2, "timeout_s": 60}
+    options = {"frames_per_batch": 40, "total_frames": 8000, "num_envs": 2, "timeout_s": 60}
     options |= {"replace_lost": True, "min_workers": 2, "max_frames_per_traj": 3}
     options["post_collect_hook"] = lambda rows: rows.set("pid", torch.full(rows.shape, os.getpid()))
     with (
@@ -349,8 +349,10 @@ def test_workers_that_die_are_replaced(collecting: Any) -> None:
                 kill(session, 1)  # no worker is left until the successors are ready
                 policy.module[0].module.preference.data = torch.tensor([0.0, 1.0, 0.0])
                 collector.update_policy_weights_()
+            if number > 8 and len(batch) == 4:  # both successors are ready
+                break
         rows = torch.cat([batch.reshape(-1) for batch in batches])
-        assert len(rows) == 400 == collector.report.total_frames
+        assert len(rows) == collector.report.total_frames < 8000
         assert collector.stats()["workers_alive"] == 2
         assert sorted(collector.report.lost_workers) == ["collector0", "collector1"]
         said = [str(w.message) for w in caught if "another one is built" in str(w.message)]
