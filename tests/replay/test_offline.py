@@ -14,7 +14,12 @@ import pytest
 import torch
 from scipy.stats import chisquare
 from tensordict import TensorDict
-from torchrl.data import ImmutableDatasetWriter, TensorDictReplayBuffer, TensorStorage
+from torchrl.data import (
+    ImmutableDatasetWriter,
+    LazyTensorStorage,
+    TensorDictReplayBuffer,
+    TensorStorage,
+)
 from torchrl.data.replay_buffers import Sequence
 from torchrl.data.replay_buffers.samplers import RandomSampler
 
@@ -26,6 +31,7 @@ from torchrl_dist.replay import (
     SharedMemmapStorage,
     SharedPrioritizedSampler,
     SharedReplayBuffer,
+    SharedSamplerWithoutReplacement,
 )
 
 
@@ -143,6 +149,14 @@ def test_other_keys_and_other_objects_are_refused(pair, folder: Path) -> None:
     ahead = SharedReplayBuffer(storage=online.storage, prefetch=2, batch_size=4)
     with pytest.raises(ConfigurationError, match="prefetch=..., which draws"):
         SharedOfflineToOnlineReplayBuffer(offline, ahead)
+    passes = SharedReplayBuffer(
+        storage=offline.storage, sampler=SharedSamplerWithoutReplacement(), batch_size=40
+    )
+    mixed = SharedOfflineToOnlineReplayBuffer(passes, online, batch_size=80)
+    with pytest.raises(ConfigurationError, match=r"batch size \[10\], asked for 40"):
+        for _ in range(2):
+            passes.sample(40)
+            mixed.sample()
     windows = SharedReplayBuffer(storage=storage_in(folder / "w"), sample_unit=Sequence(2))
     with pytest.raises(ConfigurationError, match="without it"):
         SharedOfflineToOnlineReplayBuffer(offline, windows)
@@ -207,6 +221,24 @@ def test_an_error_leaves_an_empty_storage_that_can_be_filled(folder: Path) -> No
     assert len(storage) == 1000
     with pytest.raises(ConfigurationError, match="this data set has 10"):
         storage.fill_once(rows(0, 10))
+    with pytest.raises(ConfigurationError, match="rows_at_once=-1"):
+        storage.fill_once(rows(0, 1000), rows_at_once=-1)
+    storage.close()
+
+
+def test_parts_that_are_too_short_are_an_error(folder: Path) -> None:
+    class Short(Slow):
+        def __getitem__(self, part: slice) -> TensorDict:
+            return super().__getitem__(part)[1:]
+
+    storage = storage_in(folder)
+    with pytest.raises(ConfigurationError, match="98 rows were written .* but len.data. is 100"):
+        storage.fill_once(Short(100), rows_at_once=50)
+    assert len(storage) == 0
+    source = TensorDictReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+    source.extend(rows(0, 100))  # which stores an index with each row
+    storage.fill_once(source)
+    assert storage[:]["id"].tolist() == list(range(100)) and "index" not in storage[:].keys()
     storage.close()
 
 

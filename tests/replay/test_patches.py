@@ -24,6 +24,7 @@ from tests.replay.faults import (
     at_step,
     attach,
     end_of,
+    interrupted_at,
     kill_self,
     published,
     run_forked,
@@ -122,6 +123,19 @@ def test_priority_generation_and_counts_stay(folder: Path) -> None:
     )
     assert future.result().updated_count == 2 and rb[:2]["id"].tolist() == [7, 8]
     rb.shutdown()
+
+
+def test_an_index_below_zero_names_no_row(folder: Path) -> None:
+    """An index of -1 stands for a row that was not kept; the last slot is of another row."""
+    rb = make(folder)
+    rb.extend(rows(16))
+    result = rb.update_if_present(
+        index=torch.tensor([-1, 3]),
+        generation=torch.tensor([1, 1]),
+        patch={"id": torch.tensor([70, 80])},
+    )
+    assert result.updated.tolist() == [False, True] and result.stale_count == 1
+    assert rb[15]["id"] == 15 and rb[3]["id"] == 80
 
 
 # --- refusals ------------------------------------------------------------------------------------
@@ -225,8 +239,6 @@ def assert_whole(batch: TensorDict) -> None:
 @pytest.mark.parametrize("unit", [None, Sequence(3, done_key=None)], ids=["rows", "windows"])
 def test_no_row_is_torn_by_patches(folder: Path, tmp_path: Path, unit: Sequence | None) -> None:
     rb = make(folder, 64, sample_unit=unit)
-    if unit is not None:  # numbers were asked for before the first row
-        rb.sampler._window = None
     rb.extend(rows(64))
     writers = [start(patch_for, folder, 4.0, seed) for seed in range(2)]
     end = time.monotonic() + 3.5
@@ -286,6 +298,29 @@ def test_a_process_killed_during_a_patch_leaves_whole_rows(folder: Path) -> None
     assert died > 20 and lost and new
 
 
+def test_an_interrupted_patch_leaves_whole_rows(folder: Path) -> None:
+    """Ctrl-C at any point: a row is the old one, the new one, or lost."""
+    rb = make(folder)
+    index = torch.arange(16)
+    interrupted = 0
+    for point in range(1, 400, 2):
+        rb.extend(rows(16))
+        stamps = rb.writer.generations_of(index)
+        new = new_values(torch.full((16,), 7000 + point))
+        try:
+            with interrupted_at(point):
+                rb.update_if_present(index=index, generation=stamps, patch=new)
+        except KeyboardInterrupt:
+            interrupted += 1
+        left = rb.storage[:]
+        assert_whole(left)
+        assert len(left) == len(rb)
+        assert set(left["a"][:, 0].tolist()) <= {*range(16), 7000 + point}
+        with rb.storage.directory.lock():
+            assert rb.storage.directory.words[Word.PATCHES] % 2 == 0
+    assert interrupted > 20
+
+
 # --- over hosts ----------------------------------------------------------------------------------
 
 
@@ -322,6 +357,15 @@ def test_patches_reach_the_rows_of_all_hosts(kept: SharedReplayBuffer) -> None:
     assert_whole(found)
     assert found["a"][:, 0].tolist() == [0, *range(101, 132)]
     assert (rb.writer.generations_of(index) == stamps).all()
+    unfilled = rb.update_if_present(
+        index=torch.full((2,), -1), generation=stamps[:2], patch={"id": torch.tensor([1, 2])}
+    )
+    assert unfilled.stale_count == 2
+    shaped = {key: value.reshape(4, 8, WIDTH) for key, value in new_values(index + 200).items()}
+    again = rb.update_if_present(
+        index=index.reshape(4, 8), generation=stamps.reshape(4, 8), patch=shaped
+    )
+    assert again.updated.all() and (rb[index]["a"][:, 0] == index + 200).all()
     late = rb.update_if_present(
         index=index, generation=stamps + 1, patch=new_values(torch.arange(32))
     )

@@ -218,18 +218,20 @@ def test_anchors_follow_the_law_of_the_priorities(folder: Path) -> None:
     assert chisquare(found, law).pvalue > 1e-4
 
 
+@pytest.mark.parametrize("shape", [(30,), (6, 5)], ids=str)
 @pytest.mark.parametrize("eta", [1.0, 0.9])
-def test_the_priority_of_a_window_goes_to_its_anchor(folder: Path, eta: float) -> None:
-    """A late priority goes to no row, also if the anchor's slot has another row by then."""
+def test_the_priority_of_a_window_goes_to_its_anchor(folder: Path, eta: float, shape) -> None:
+    """A late priority goes to no row, also if the anchor's slot has another row by then. Rows that
+    stand in for others do not count, whatever the batch size."""
     sampler = SharedPrioritizedSampler(32, alpha=1.0, beta=1.0, eps=1e-8)
     unit = Sequence(length=3, burn_in=1, bootstrap=1)
     rb = make(folder, 32, sampler=sampler, sample_unit=unit, eta=eta, batch_size=6)
     rb.extend(steps(0, [step % 6 == 5 for step in range(32)]))
     batch = rb.sample()
-    errors = torch.rand(30) + 1.5
+    errors = torch.rand(30) + 1.5 + 90 * ~batch["validity_mask"]
     batch["td_error"] = errors
     rb.extend(steps(100, [False] * 8))  # over the slots 0 to 7
-    rb.update_tensordict_priority(batch)
+    rb.update_tensordict_priority(batch.clone().reshape(shape))
     leaves = rb.storage.directory.tree.leaves
     windows = batch.reshape(6, 5)
     late = 0
@@ -248,6 +250,34 @@ def test_the_priority_of_a_window_goes_to_its_anchor(folder: Path, eta: float) -
     unique = len(windows["anchor_index"][:, 0][windows["anchor_index"][:, 0] < 8].unique())
     assert rb.storage.counters["stale_updates"] == unique and late >= unique
     rb.update_tensordict_priority(batch[10:15])  # a part that is one window
+
+
+def test_parts_of_windows_without_rows_to_learn_from_count_by_their_maximum(folder: Path) -> None:
+    sampler = SharedPrioritizedSampler(32, alpha=1.0, beta=1.0)
+    rb = make(folder, 32, sampler=sampler, sample_unit=Sequence(3, burn_in=3), eta=0.5)
+    rb.extend(steps(0, [step % 5 == 4 for step in range(30)]))
+    batch = rb.sample()
+    batch["td_error"] = torch.full((48,), 2.0)
+    valid = batch["validity_mask"]
+    rb.update_tensordict_priority(batch[~valid])
+    rb.update_tensordict_priority(batch[:0])
+    leaves = rb.storage.directory.tree.leaves
+    assert np.allclose(leaves[:30], 1)
+    before = batch[valid & ~batch["learning_mask"]]
+    rb.update_tensordict_priority(before)
+    assert np.allclose(leaves[before["anchor_index"]], 2)
+
+
+def test_a_sampler_serves_buffers_with_the_same_windows_only(folder: Path) -> None:
+    sampler = SharedRandomSampler()
+    rb = make(folder, sampler=sampler)
+    for unit in (None, Sequence(2)):
+        with pytest.raises(ConfigurationError, match="create one sampler per buffer"):
+            SharedReplayBuffer(storage=rb.storage, sampler=sampler, sample_unit=unit)
+    plain = SharedRandomSampler()
+    SharedReplayBuffer(storage=rb.storage, sampler=plain, batch_size=4)
+    with pytest.raises(ConfigurationError, match="create one sampler per buffer"):
+        SharedReplayBuffer(storage=rb.storage, sampler=plain, sample_unit=Sequence(3))
 
 
 def test_a_pass_draws_each_anchor_once(folder: Path) -> None:
@@ -398,9 +428,9 @@ def test_another_sampler_draws_windows_too_or_is_refused(folder: Path) -> None:
     rb.extend(steps(0, [False] * 9))
     rb.set_sampler(SharedRandomSampler())
     assert rb.sample()["validity_mask"].shape == (24,)
-    rb.set_sampler(SharedSliceSampler(slice_len=2))
     with pytest.raises(ConfigurationError, match="draws slices"):
-        rb.sample()
+        rb.set_sampler(SharedSliceSampler(slice_len=2))
+    assert rb.sample()["validity_mask"].shape == (24,)
 
 
 def test_neighbours_are_read_again_after_an_interrupted_use(folder: Path) -> None:

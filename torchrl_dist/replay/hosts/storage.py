@@ -250,13 +250,16 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
         values, version_key, version, newer = how
         given = dict(values.items(True, True) if isinstance(values, TensorDictBase) else values)
         given = {key: torch.as_tensor(value).detach().cpu() for key, value in given.items()}
-        version = None if version is None else torch.as_tensor(version).detach().cpu()
+        if version is not None:
+            version = torch.as_tensor(version).detach().cpu()
         updated, rejected = np.zeros(slots.size, bool), np.zeros(slots.size, bool)
         calls, sizes, places = {}, {}, {}
         for shard, where, own in self._by_shard(slots):
             at = torch.from_numpy(where)
             part = {key: _part_of(value, at, slots.size, key) for key, value in given.items()}
-            mine = version if version is None or not version.ndim else version[at]
+            mine = version
+            if version is not None and version.ndim:
+                mine = _part_of(version, at, slots.size, "version").reshape(-1)
             calls[shard] = (own, generation[where], part, version_key, mine, newer)
             sizes[shard] = sum(value.nbytes for value in part.values())
             places[shard] = where
@@ -411,8 +414,8 @@ def _part_of(value: torch.Tensor, at: torch.Tensor, count: int, key: Any) -> tor
     Raises:
         ConfigurationError: there is not one value per row.
     """
-    if not value.ndim or value.shape[0] != count:
+    if value.numel() % max(1, count):
         raise ConfigurationError(
             f"got {list(value.shape)} for {key!r}, expected one value per index: [{count}, ...]"
         )
-    return value[at]
+    return value.reshape(count, -1)[at] if count else value

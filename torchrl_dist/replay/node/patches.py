@@ -3,8 +3,8 @@
 A reader copies rows without the lock, and knows by their versions whether they changed meanwhile.
 A patched row gets its old version back. The word ``PATCHES`` therefore counts the begins and ends
 of patches, and readers compare it, too (:func:`copied`). It is odd during a patch, which happens
-under the lock. If a process is killed during a patch, the rows' versions stay odd, and repair drops
-these rows: a row is the old one, the new one, or lost.
+under the lock. If a process is killed or interrupted during a patch, the rows' versions stay odd,
+and repair drops these rows: a row is the old one, the new one, or lost.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def apply_patch(
     Other processes may use the directory between two parts of a long patch.
 
     Args:
-        slots, generation: int64 [n].
+        slots, generation: int64 [n]. Slots below 0 name no row.
 
     Returns:
         Which rows were patched, and which were rejected because of their version, bool [n] each. If
@@ -168,7 +168,7 @@ def _apply(
     check_columns(directory, patch)
     versions = directory.versions[slots[part]]
     fresh = (versions & 1 == 0) & (versions > 0) & (versions >> 1 == generation[part])
-    live = part[fresh]
+    live = part[fresh & (slots[part] >= 0)]
     accepted = np.ones(live.size, bool)
     if patch.version is not None:
         new = patch.columns[patch.version][live].reshape(-1)

@@ -16,7 +16,7 @@ from tensordict import NestedKey, TensorDictBase
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer, Trajectory
 from torchrl.data.replay_buffers.replay_buffers.base import ConditionalUpdateResult
 from torchrl.data.replay_buffers.sample_units import SampleUnit, Sequence
-from torchrl.data.replay_buffers.samplers import PrioritizedSampler
+from torchrl.data.replay_buffers.samplers import PrioritizedSampler, Sampler
 
 from torchrl_dist.errors import CheckpointError, ConfigurationError, RateLimitError
 from torchrl_dist.replay.parts.passes import PassOverError, SharedSamplerWithoutReplacement
@@ -178,10 +178,12 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
 
         A row keeps its slot, generation and priority. Every process reads the row as it was before
         or after the patch, never a mixture. Batches that were drawn ahead have the old values. If
-        a process is killed during this, the rows that it was changing at that moment are lost.
+        a process is killed or interrupted (Ctrl-C) during this, the rows that it was changing at
+        that moment are lost.
 
         Keyword Args:
-            index: int64 [n], ``"index"`` of a sample, or the index of an extend.
+            index: int64 [n], ``"index"`` of a sample, or the index of an extend, over hosts after
+                ``flush``. Entries of -1 name no row.
             generation: int64 [n], ``"index_generation"`` of the sample, or
                 ``writer.generations_of(index)``.
             patch: new values by key, [n, ...]. If ``index`` names a row twice, the last one counts.
@@ -212,6 +214,22 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
             version_rejected=None if version_key is None else rejected,
             batch_size=updated.shape,
         )
+
+    def set_sampler(self, sampler: Sampler) -> None:
+        """Replace the sampler.
+
+        Raises:
+            ConfigurationError: the sampler is not for shared rows, or does not draw the windows of
+                ``sample_unit``. The buffer keeps its sampler.
+        """
+        _torchrl.initialize(self)
+        before = self._sampler
+        super().set_sampler(sampler)
+        try:
+            _torchrl.check_buffer(self, self._storage)
+        except Exception:
+            super().set_sampler(before)
+            raise
 
     # --- copies ------------------------------------------------------------------------------
 
@@ -425,8 +443,6 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
 
         TorchRL's ``sample`` returns the first item, also for batches fetched ahead."""
         drawn_of = self._storage.emptied
-        if self.windows is not None:  # set_sampler does not notify the buffer
-            _torchrl.check_buffer(self, self._storage)
         if self._pin_memory or self._sample_unit is not None or len(self._transform or ()):
             data, info = super()._sample(batch_size)
         else:
@@ -452,6 +468,10 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         _torchrl.initialize(self)
         if not isinstance(self._sampler, PrioritizedSampler):
             return
+        if self.windows is not None and data.get("anchor_index", None) is not None:
+            index, generation, priority = self._of_anchors(data)
+            self.update_priority(index, priority, generation=generation)
+            return
         index = _torchrl.value_of(data, "index")
         generation = _torchrl.value_of(data, "index_generation")
         if index is None:
@@ -463,16 +483,14 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
             priority = self._priority_per_row(data)
         else:
             priority = torch.as_tensor(self._get_priority_item(data))
-        index = _per_row(index, priority)
-        generation = None if generation is None else _per_row(generation, priority)
-        if self.windows is not None and data.get("anchor_index", None) is not None:
-            index, generation, priority = self._of_anchors(data, priority)
-        self.update_priority(index, priority, generation=generation)
+        self.update_priority(
+            _per_row(index, priority),
+            priority,
+            generation=None if generation is None else _per_row(generation, priority),
+        )
 
-    def _of_anchors(
-        self, data: TensorDictBase, priority: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return index, generation and priority of each anchor in a batch of windows."""
+    def _of_anchors(self, data: TensorDictBase) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return index, generation and priority of each anchor in windows, in any batch size."""
         names = ("anchor_index", "anchor_generation", "validity_mask", "learning_mask")
         missing = [name for name in names if data.get(name, None) is None]
         if missing:
@@ -480,17 +498,21 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
                 f"the windows have no {missing}, which each sample of this buffer has: pass a "
                 "sample, or rows of one with all its entries"
             )
+        flat = data.select(*names, self.priority_key, strict=False)
+        if flat.ndim != 1:
+            flat = flat.reshape(flat.numel())
+        priority = self._priority_per_row(flat)
         index, generation, valid, learning = (
-            _per_row(data.get(name), priority).reshape(-1).cpu() for name in names
+            _per_row(flat.get(name), priority).cpu() for name in names
         )
-        priority = priority.detach().reshape(-1).cpu()
+        priority = priority.detach().cpu()
         pairs = torch.stack([index, generation], 1)[valid]
         anchors, which = torch.unique(pairs, dim=0, return_inverse=True)
         value, learning = priority[valid], learning[valid]
         found = value.new_zeros(len(anchors))
         found.scatter_reduce_(0, which, value, "amax", include_self=False)
         if self.eta < 1:
-            mean = torch.zeros_like(found)
+            mean = found.clone()  # for windows of which no row to learn from is given
             which, value = which[learning], value[learning]
             mean.scatter_reduce_(0, which, value, "mean", include_self=False)
             found = self.eta * found + (1 - self.eta) * mean

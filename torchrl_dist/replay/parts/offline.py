@@ -44,7 +44,8 @@ class SharedOfflineToOnlineReplayBuffer(OfflineToOnlineReplayBuffer):
         transform: called with each batch.
 
     Raises:
-        ConfigurationError: from ``sample``, if the buffers have different keys.
+        ConfigurationError: a buffer prefetches or samples windows. From ``sample``: the buffers
+            have different keys, or one returned another number of rows.
 
     Example:
         >>> data = TensorDict({"obs": torch.zeros(50, 4)}, [50])
@@ -114,6 +115,11 @@ class SharedOfflineToOnlineReplayBuffer(OfflineToOnlineReplayBuffer):
         for buffer, rows in ((self.offline_buffer, count), (self.online_buffer, size - count)):
             if rows:
                 part = buffer.sample(rows)
+                if part.shape != (rows,):
+                    raise ConfigurationError(
+                        f"a buffer returned rows of batch size {list(part.shape)}, asked for "
+                        f"{rows}: use samplers that return single rows, with replacement"
+                    )
                 part["offline"] = torch.full((rows,), buffer is self.offline_buffer)
                 parts.append(part)
         data = parts[0] if len(parts) == 1 else _joined(*parts)

@@ -230,7 +230,9 @@ class SharedSampler(Sampler):
     )
     """Attributes that ``_setup`` creates anew in a copy."""
     _window: Window | None = None
-    """The windows that a buffer's ``sample_unit`` wants around each drawn row."""
+    """The windows that the buffer's ``sample_unit`` wants around each drawn row."""
+    _serves_buffer = False
+    """Whether a buffer has said which windows it wants, if any."""
 
     def _setup(self) -> None:
         self._directory = None
@@ -274,31 +276,37 @@ class SharedSampler(Sampler):
     def _bind(self, storage: SharedMemmapStorage, directory: ReplayDirectory) -> None:
         """Prepare draws from a directory, or raise ConfigurationError."""
 
-    def draw_windows(self, unit: Sequence | Window, storage: Storage) -> None:
-        """From now on, draw windows around rows. A buffer with this ``sample_unit`` calls it.
+    def draw_windows(self, unit: Sequence | Window | None, storage: Storage) -> None:
+        """Draw windows around rows, or rows if ``unit`` is None. The buffer calls it when it is
+        built, and may call it again.
 
         Raises:
-            ConfigurationError: the class does not draw windows, another buffer has other ones, or
+            ConfigurationError: the class does not draw windows, another buffer wants other ones, or
                 the storage has rows without numbers or a limiter with ``max_times_sampled``.
         """
-        window = Window.of(unit)
-        if window == self._window and self._numbered() is storage:
-            return
-        if self._no_windows or self._window not in (None, window):
-            why = self._no_windows or f"draws windows of another buffer, {self._window}"
+        window = None if unit is None else Window.of(unit)
+        if self._serves_buffer and window != self._window:
             raise ConfigurationError(
-                f"{type(self).__name__} {why}; with sample_unit=Sequence(...), use a new "
+                f"this {type(self).__name__} serves a buffer with windows {self._window}, another "
+                f"buffer wants {window}; create one sampler per buffer"
+            )
+        if window is None:
+            self._serves_buffer = True
+        if window is None or self._numbered() is storage:
+            return
+        if self._no_windows:
+            raise ConfigurationError(
+                f"{type(self).__name__} {self._no_windows}; with sample_unit=Sequence(...), use a "
                 "SharedRandomSampler or SharedPrioritizedSampler"
             )
         limiter: RateLimiter | None = storage.limiter
-        if limiter is not None:
-            if limiter.max_times_sampled is not None:
-                raise ConfigurationError(
-                    "windows of sample_unit=Sequence(...) take rows regardless of their counts; "
-                    "use a limiter without max_times_sampled"
-                )
+        if limiter is not None and limiter.max_times_sampled is not None:
+            raise ConfigurationError(
+                "windows of sample_unit=Sequence(...) take rows regardless of their counts; use a "
+                "limiter without max_times_sampled"
+            )
         self._ask_for_numbers()
-        self._window, self._numbered = window, weakref.ref(storage)
+        self._window, self._numbered, self._serves_buffer = window, weakref.ref(storage), True
 
     def _ask_for_numbers(self) -> None:
         """Have all rows numbered, see ``row.numbers``."""
@@ -314,10 +322,11 @@ class SharedSampler(Sampler):
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         """Return whether ``sample`` would begin without a wait."""
-        gate = self.attach(storage).gate
+        directory = self.attach(storage)
+        gate = directory.gate
         if gate is not None and not gate.can_sample(self._rows_of(batch_size)):
             return False
-        return self.attach(storage).length > 0
+        return directory.length > 0
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[Any, Any]]:
         """Return slots, int64 [batch_size], and what the class adds to a batch.

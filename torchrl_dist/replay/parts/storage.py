@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
+from torchrl.data import ReplayBuffer
 
 from torchrl_dist.errors import ConfigurationError, DeadlineError, DirectoryError
 from torchrl_dist.replay.law.limiter import Counts, RateLimiter
@@ -345,10 +346,12 @@ class SharedMemmapStorage(RowStorage):
 
         Raises:
             ConfigurationError: the storage has no room for the rows, has a limiter, or has other
-                rows.
+                rows; or ``data`` returned another number of rows.
             DeadlineError: the process that fills it wrote nothing for ``timeout_s``.
         """
         count, words = len(data), self._directory.words
+        if rows_at_once < 1:
+            raise ConfigurationError(f"rows_at_once={rows_at_once}: expected at least 1")
         if count > self.max_size or self.limiter is not None:
             raise ConfigurationError(
                 f"the data set has {count} rows, the storage room for {self.max_size} and limiter="
@@ -377,7 +380,15 @@ class SharedMemmapStorage(RowStorage):
         try:
             self.empty()
             for first in range(0, count, rows_at_once):
-                self.append(data[first : min(first + rows_at_once, count)])
+                part = data[first : min(first + rows_at_once, count)]
+                # TorchRL's buffers store the index of each row in it
+                self.append(part.exclude("index") if isinstance(data, ReplayBuffer) else part)
+            if self.write_count != count:
+                raise ConfigurationError(
+                    f"{self.write_count} rows were written to {self.scratch_dir}, but len(data) is "
+                    f"{count}: data[i:j] must return j - i rows, and no process may extend the "
+                    "storage"
+                )
             done = -1
         except BaseException:
             self.empty()

@@ -201,19 +201,13 @@ class Neighbours:
         """Return the slots of the windows of anchors, int64 [n, size], and which rows are valid.
 
         The law is that of TorchRL's ``Sequence.expand`` (0.14.1)."""
+        shifts = window.episode_boundary == "stop"  # back, to end with the trajectory
         ahead = window.dilation * (window.length + window.bootstrap - 1)
-        back = window.dilation * window.burn_in + (
-            ahead if window.episode_boundary == "stop" else 0
-        )
+        back = window.dilation * window.burn_in + (ahead if shifts else 0)
         after, left = self._walk(self._after, anchors, ahead)
         before, began = self._walk(self._before, anchors, back)
         path = np.concatenate([before[:0:-1], after])  # the anchor is at position ``back``
-        if (
-            window.episode_boundary == "stop"
-        ):  # shift the window, so that it ends with the trajectory
-            shift = np.minimum(ahead - left, began)
-        else:
-            shift = np.zeros_like(left)
+        shift = np.minimum(ahead - left, began) if shifts else np.zeros_like(left)
         left, began = left + shift, began - shift
         offset = window.dilation * (np.arange(window.size) - window.burn_in)[:, None]
         valid = (offset <= left) & (offset >= -began)

@@ -340,9 +340,9 @@ def check_buffer(buffer: Any, storage: Storage) -> None:
         attach = getattr(sampler_of(buffer), "attach", None)
         if attach is not None:
             attach(storage)
-        unit = windows_of(buffer)
-        if unit is not None and attach is not None:
-            sampler_of(buffer).draw_windows(unit, storage)
+        draw_windows = getattr(sampler_of(buffer), "draw_windows", None)
+        if draw_windows is not None:
+            draw_windows(windows_of(buffer), storage)
         check_batch = getattr(storage, "check_batch", None)
         if check_batch is not None:
             check_batch(batch_size_of(buffer))
