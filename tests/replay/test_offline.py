@@ -25,7 +25,7 @@ from torchrl.data.replay_buffers.samplers import RandomSampler
 
 from tests.replay.faults import end_of, kill_self, run_forked, start
 from torchrl_dist import SharedOfflineToOnlineReplayBuffer
-from torchrl_dist.errors import ConfigurationError, DeadlineError
+from torchrl_dist.errors import ConfigurationError, DeadlineError, DirectoryError
 from torchrl_dist.replay import (
     RateLimiter,
     SharedMemmapStorage,
@@ -268,6 +268,8 @@ def test_folders_with_other_rows_limiters_and_little_room_are_refused(folder: Pa
         limited.fill_once(rows(0, 50))
     for each in (storage, limited):
         each.close()
+    with pytest.raises(DirectoryError, match="was closed in this process"):
+        storage.fill_once(rows(0, 50))
 
 
 def test_a_later_job_finds_the_rows_of_a_kept_folder(folder: Path) -> None:

@@ -349,6 +349,7 @@ class SharedMemmapStorage(RowStorage):
                 rows; or ``data`` returned another number of rows.
             DeadlineError: the process that fills it wrote nothing for ``timeout_s``.
         """
+        self.check_open()
         count, words = len(data), self._directory.words
         if rows_at_once < 1:
             raise ConfigurationError(f"rows_at_once={rows_at_once}: expected at least 1")
