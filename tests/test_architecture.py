@@ -41,7 +41,7 @@ LAYERS = {
 FOLDERS = {
     "replay": ["law", "row", "node", "saving", "parts", "hosts"],
     "collect": ["loop", "worker", "node", "learner"],
-    "recipes": ["parts", "training", "apex", "ddppo", "impala", "sac"],
+    "recipes": ["parts", "training", "apex", "ddppo", "impala", "r2d2", "sac"],
 }
 PUBLIC_NAMES = """
     CheckpointError CollectReport ConfigurationError DeadlineError DirectoryError DistributedLoss

@@ -153,7 +153,7 @@ def test_a_recommended_layout_has_no_more_processes_than_pay(step_s, idle_s, nod
         assert layout["processes"] <= 4
 
 
-@pytest.mark.parametrize("recipe", sorted(RECIPES))
+@pytest.mark.parametrize("recipe", sorted(set(RECIPES) - {"r2d2"}))
 def test_a_recipe_is_planned_with_its_options_and_started_by_its_command(recipe: str) -> None:
     config = RECIPES[recipe].config()
     learning = command.learning_of(recipe)

@@ -20,6 +20,7 @@ from tests.bench.conftest import measured, run_bench
 from torchrl_dist.bench import train, train_peers, train_torchrl
 from torchrl_dist.bench.train_plan import (
     OURS,
+    REASONS,
     ZOO,
     Case,
     Point,
@@ -32,7 +33,6 @@ from torchrl_dist.bench.train_plan import (
     up_to,
 )
 from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.recipes.catalog import RECIPES
 from torchrl_dist.recipes.parts.environments import look_at
 from torchrl_dist.recipes.parts.networks import PolicySpec
 from torchrl_dist.recipes.training.loop import Start
@@ -110,7 +110,7 @@ def test_a_curve_keeps_its_last_value_after_its_end() -> None:
     assert band([]) is None
 
 
-@pytest.mark.parametrize("algorithm", RECIPES)
+@pytest.mark.parametrize("algorithm", REASONS)
 def test_the_job_is_the_same_for_any_number_of_collectors(algorithm: str) -> None:
     jobs = {peer: config_of(case(peer, algorithm), 3) for peer in (*OURS, "torchrl")}
     assert jobs["torchrl"] == jobs["ours-1"]

@@ -70,6 +70,7 @@ BASES = {
     "apex": "CartPole-v1",
     "ddppo": "CartPole-v1",
     "impala": "CartPole-v1",
+    "r2d2": "CartPole-v1",
     "sac": "Pendulum-v1",
 }
 SMALL = ["--hidden", "8", "--envs-per-collector", "2", "--eval-episodes", "2", "--seed", "1"]
@@ -79,6 +80,8 @@ RECIPE = {
              "--updates-per-batch", "1", "--batch-size", "16"],
     "ddppo": ["--frames-per-batch", "128", "--learners", "1"],
     "impala": ["--frames-per-batch", "64"],
+    "r2d2": ["--frames-per-batch", "64", "--learning-starts", "64", "--capacity", "4000",
+             "--updates-per-batch", "1", "--batch-size", "4", "--lstm", "8"],
     "sac": ["--frames-per-batch", "64", "--learning-starts", "64", "--capacity", "4000",
             "--batch-size", "16", "--updates-per-frame", "0.1"],
 }  # fmt: skip
@@ -172,7 +175,7 @@ def run(cell: Cell, cwd: Path, *, frames: int, timeout_s: float, collectors: int
     launcher = [sys.executable]
     if cell.place == "store":  # torchrun's agent has it
         launcher = [*TORCHRUN, "--nproc-per-node", "2"]
-        arguments += ["--learners", "1"] if cell.recipe == "apex" else []
+        arguments += ["--learners", "1"] if cell.recipe in ("apex", "r2d2") else []
         if cell.recipe == "ddppo":  # all ranks learn
             at = arguments.index("--learners")
             del arguments[at : at + 2]

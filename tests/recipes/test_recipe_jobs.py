@@ -25,6 +25,7 @@ OFTEN = ["--eval-interval-frames", "500", "--checkpoint-interval-s", "0.2"]
 TOY = {
     "ddppo": ["--learners", "1", "--collectors", "3", "--frames-per-batch", "192"],
     "impala": ["--collectors", "3", "--frames-per-batch", "80"],
+    "r2d2": ["--collectors", "3", "--batch-size", "4", "--lstm", "8", "--frames-per-batch", "96"],
     "sac": ["--collectors", "3", "--batch-size", "16", "--updates-per-frame", "0.25"],
 }
 
@@ -63,7 +64,7 @@ def test_a_job_goes_on_without_a_lost_collector_stops_when_told_and_resumes(
         assert 0.15 < resumed["updates"] / resumed["frames"] < 0.35
     tags = {str(p.relative_to(tmp_path / "run/csv/scalars")) for p in tmp_path.rglob("*.csv")}
     expected = {"time/learner_waits", "train/loss", "eval/return", "train/policy_lag"}
-    expected |= {"train/replay_ratio"} if recipe == "sac" else {"train/policy_lag_mean"}
+    expected |= {"train/replay_ratio"} if recipe in ("r2d2", "sac") else {"train/policy_lag_mean"}
     assert {f"{tag}.csv" for tag in expected} <= tags
     assert len(play(tmp_path / "run", episodes=2, seed=0)["returns"]) == 2
 

@@ -48,8 +48,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     command.describe(parser, __doc__, run)
     text = "a gymnasium environment (default: CartPole-v1)"
     parser.add_argument("--env", default="CartPole-v1", help=text)
-    text = f"some of {','.join(RECIPES)} (default: those that fit the environment)"
-    known = command.names(RECIPES)
+    text = f"some of {','.join(train_plan.REASONS)} (default: those that fit the environment)"
+    known = command.names(train_plan.REASONS)
     parser.add_argument("--algorithms", type=known, metavar="A,B", help=text)
     command.add_names(parser, "--peers", PEERS)
     command.add_number(parser, "--seeds", int, 3, "runs of each")
@@ -128,7 +128,7 @@ def _fitting(env: str, algorithms: Sequence[str] | None) -> dict[str, Task]:
     from torchrl_dist.recipes.parts.environments import look_at
 
     tasks, refused = {}, None
-    for algorithm in algorithms or RECIPES:
+    for algorithm in algorithms or train_plan.REASONS:
         try:
             tasks[algorithm] = look_at(env, discrete=RECIPES[algorithm].config.discrete)
         except ConfigurationError as error:

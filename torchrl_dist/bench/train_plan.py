@@ -287,7 +287,7 @@ REASONS = {
     "sac": "at one update per frame, the learner takes nearly all of the time: collectors only "
     "take over the steps, which are cheap here",
 }
-"""What several collectors gain or cost, for each algorithm."""
+"""What several collectors gain or cost, for each algorithm that is compared."""
 
 
 @dataclass(frozen=True)

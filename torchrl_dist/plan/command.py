@@ -8,7 +8,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -49,18 +49,26 @@ class Learning:
 def learning_of(recipe: str) -> Learning:
     """Return the work of a recipe's learner with default options."""
     config: Any = RECIPES[recipe].config()
-    frames = config.frames_per_batch
-    updates, rows, networks = {
-        "apex": lambda: (config.updates_per_batch, config.batch_size, 1),
-        "ddppo": lambda: (
-            config.epochs * config.minibatches,
-            frames // config.minibatches // config.learners,
-            2,
-        ),
-        "impala": lambda: (1, frames, 2),
-        "sac": lambda: (config.updates_per_frame * frames, config.batch_size, 3),
-    }[recipe]()
-    return Learning(config.env, config.hidden, networks, updates / frames, rows)
+    updates, rows, networks = _LEARNING[recipe](config)
+    return Learning(config.env, config.hidden, networks, updates / config.frames_per_batch, rows)
+
+
+# By recipe: updates per batch, rows of an update, and networks that it trains. Not r2d2, because
+# only layers are measured, and no LSTM.
+_LEARNING: dict[str, Callable[[Any], tuple[float, int, int]]] = {
+    "apex": lambda config: (config.updates_per_batch, config.batch_size, 1),
+    "ddppo": lambda config: (
+        config.epochs * config.minibatches,
+        config.frames_per_batch // config.minibatches // config.learners,
+        2,
+    ),
+    "impala": lambda config: (1, config.frames_per_batch, 2),
+    "sac": lambda config: (
+        config.updates_per_frame * config.frames_per_batch,
+        config.batch_size,
+        3,
+    ),
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +105,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     ):  # fmt: skip
         parser.add_argument(option, type=kind, default=default, metavar=metavar, help=text)
     parser.add_argument(
-        "--recipe", choices=sorted(RECIPES),
+        "--recipe", choices=sorted(_LEARNING),
         help="plan for the networks, batches and updates per frame of this recipe's defaults",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")

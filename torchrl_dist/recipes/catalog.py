@@ -10,6 +10,7 @@ from typing import Any
 from .apex.config import ApexConfig
 from .ddppo.config import DDPPOConfig
 from .impala.config import ImpalaConfig
+from .r2d2.config import R2D2Config
 from .sac.config import SACConfig
 from .training.config import RecipeConfig
 
@@ -59,6 +60,15 @@ RECIPES: dict[str, Recipe] = {
         "arrives and corrects for older policies by V-trace. Environments: gymnasium's with "
         "discrete actions, and vectors or images as observations.",
         "rank 0 is the learner and the other ranks collect",
+    ),
+    "r2d2": Recipe(
+        R2D2Config,
+        "Ape-X for a policy with a memory (LSTM), which learns from sequences",
+        "Train with recurrent double Q-learning (R2D2), for environments that hide a part of "
+        "their state: collectors store the LSTM's state with each step, and learners learn from "
+        "sequences of steps. Environments: gymnasium's with discrete actions, and vectors or "
+        "images as observations.",
+        "rank 0 learns (with --learners L, the first L ranks), and the other ranks collect",
     ),
     "sac": Recipe(
         SACConfig,

@@ -5,6 +5,8 @@ Both run on the collector's workers. The formulae are from Horgan et al. 2018 (a
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
@@ -34,21 +36,24 @@ class EpsilonGreedy(TensorDictModuleBase):
         epsilons: float32 ``[N]``; None: the module never explores.
     """
 
-    in_keys = ["observation"]  # noqa: RUF012 (TorchRL's convention)
-    out_keys = ["action"]  # noqa: RUF012
+    in_keys: list[Any] = ["observation"]  # noqa: RUF012 (TorchRL's convention)
+    out_keys: list[Any] = ["action"]  # noqa: RUF012
 
-    def __init__(self, network: QNetwork, epsilons: Tensor | None = None) -> None:
+    def __init__(self, network: Any, epsilons: Tensor | None = None) -> None:
         super().__init__()
         self.network = network
         self.epsilons = epsilons
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        values = self.network(tensordict.get("observation"))
+        return tensordict.set("action", self.chosen(self.network(tensordict.get("observation"))))
+
+    def chosen(self, values: Tensor) -> Tensor:
+        """Return actions int64 ``[N]`` for their values ``[N, num_actions]``."""
         action = values.argmax(-1)
         if self.epsilons is not None and exploration_type() is ExplorationType.RANDOM:
             curious = torch.rand(action.shape) < self.epsilons
             action = torch.where(curious, torch.randint_like(action, values.shape[-1]), action)
-        return tensordict.set("action", action)
+        return action
 
 
 def n_step(gamma: float, n_steps: int) -> MultiStep:

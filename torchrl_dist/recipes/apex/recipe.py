@@ -8,10 +8,14 @@ are drawn as from one buffer.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
+from tensordict import TensorDictBase
+from torch import nn
+from torchrl.objectives import LossModule
 
 from ...collect import CollectReport, RPCBatchedCollector
 from ...errors import TorchRLDistError
@@ -20,17 +24,15 @@ from ...learn.ranks import Ranks
 from ...replay import SharedReplayBuffer, anneal_beta
 from ...runtime import Session
 from ..parts.environments import Task, for_collectors
-from ..parts.networks import PolicySpec, QNetwork
+from ..parts.networks import PolicySpec
 from ..training.feed import Feed
 from ..training.loop import Learner, Start, choose_device, my_collectors, stream_seed, train
 from ..training.shared_rows import remarks_on_resume, shared_buffer, stale_priorities
 from .actor import EpsilonGreedy, RowsWithPriority, actor_epsilons
 from .config import ApexConfig
-from .dqn_learner import DQNLearner
+from .dqn_learner import DQNLearner, dqn_loss
 
 __all__ = ["Apex", "ApexConfig", "build", "run"]
-
-_FOR_PRIORITIES = ("index", "index_generation", "td_error")
 
 
 class Apex(Learner):
@@ -40,13 +42,18 @@ class Apex(Learner):
         dqn: trains ``network``; its loss is distributed.
         seed: seed of this learner's draws from the buffer.
         frames: frames that the whole job has done so far.
+
+    Attributes:
+        for_priorities: the entries of a batch that ``update_tensordict_priority`` needs.
     """
+
+    for_priorities: tuple[str, ...] = ("index", "index_generation", "td_error")
 
     def __init__(
         self,
         config: ApexConfig,
         session: Session,
-        network: QNetwork,
+        network: nn.Module,
         dqn: DQNLearner,
         buffer: SharedReplayBuffer,
         collector: RPCBatchedCollector,
@@ -69,6 +76,28 @@ class Apex(Learner):
         self._generator = torch.Generator().manual_seed(seed)
         buffer.set_rng(self._generator)
         self._feed = Feed(buffer.sample, device)
+
+    @staticmethod
+    def actor(network: Any, epsilons: torch.Tensor | None = None) -> EpsilonGreedy:
+        """Return the policy of a collector, or without ``epsilons`` one that never explores."""
+        return EpsilonGreedy(network, epsilons)
+
+    @staticmethod
+    def rows(config: Any, policy: EpsilonGreedy) -> Callable[[TensorDictBase], TensorDictBase]:
+        """Return the function that converts rollouts of ``policy`` into rows of the buffer."""
+        return RowsWithPriority(
+            policy.network, gamma=config.gamma, n_steps=config.n_steps, env=config.env
+        )
+
+    @staticmethod
+    def new_loss(config: Any, network: Any) -> LossModule:
+        """Return the loss that trains ``network``."""
+        return dqn_loss(network, config.gamma)
+
+    @staticmethod
+    def windows(config: Any) -> dict[str, Any]:
+        """Return the options of a buffer that samples windows of rows."""
+        return {}
 
     def learn(self, data: CollectReport, frames: int) -> dict[str, Any]:
         """Take ``updates_per_batch`` gradient steps per full batch, after ``learning_starts`` rows.
@@ -108,9 +137,10 @@ class Apex(Learner):
             loss = self.dqn.update(batch)
             if left:
                 self._feed.prepare()
-            priorities = batch.select(*_FOR_PRIORITIES).cpu()
+            priorities = batch.select(*self.for_priorities).cpu()
             self._check_errors(priorities["td_error"])
             buffer.update_tensordict_priority(priorities)
+            self.write_back(batch)
             self.updates += 1
             # several learners stop together
             if self.session.stop_requested and self.ranks.size == 1:
@@ -122,6 +152,9 @@ class Apex(Learner):
             "train/replay_ratio": rows / frames,
             "train/stale_priorities": stale_priorities(buffer) / rows,
         }
+
+    def write_back(self, batch: TensorDictBase) -> None:
+        """Write new values of ``batch`` into the buffer's rows, if the recipe does this."""
 
     def _check_errors(self, td_error: torch.Tensor) -> None:
         if not td_error.isfinite().all():
@@ -152,7 +185,12 @@ class Apex(Learner):
 
 
 def build(
-    config: ApexConfig, task: Task, policy: PolicySpec, session: Session, start: Start
+    config: ApexConfig,
+    task: Task,
+    policy: PolicySpec,
+    session: Session,
+    start: Start,
+    kind: type[Apex] = Apex,
 ) -> Apex:
     """Create the parts of one learner's process; each learner calls it.
 
@@ -161,31 +199,22 @@ def build(
         policy: how to make the network that is trained.
         session: this learner's session, in which the collectors serve.
         start: where the run begins.
+        kind: the learner's class, whose static methods make the parts that differ.
     """
     device = choose_device(config, session)
     learners, place = len(session.of_role("learner")), session.me.index
     actors = (len(session.of_role("collector")) or learners) * config.envs_per_collector
 
-    def new_network() -> QNetwork:
-        network = policy.network()
-        assert isinstance(network, QNetwork)  # a policy by action values
-        return network
-
     def actor(worker_index: int, num_workers: int) -> EpsilonGreedy:
         n = config.envs_per_collector
         first = (place + worker_index * learners) * n  # see my_collectors
         epsilons = actor_epsilons(actors, config.epsilon, config.epsilon_alpha)
-        return EpsilonGreedy(new_network(), epsilons[first : first + n])
+        return kind.actor(policy.network(), epsilons[first : first + n])
 
-    def rows(policy: EpsilonGreedy) -> RowsWithPriority:
-        return RowsWithPriority(
-            policy.network, gamma=config.gamma, n_steps=config.n_steps, env=config.env
-        )
-
-    network = new_network().to(device)
+    network = policy.network().to(device)
     dqn = DQNLearner(
         network,
-        gamma=config.gamma,
+        kind.new_loss(config, network),
         learning_rate=config.learning_rate,
         target_tau=config.target_tau,
         max_grad_norm=config.max_grad_norm,
@@ -198,12 +227,13 @@ def build(
         batch_size=config.batch_size // learners,
         exponents=(config.alpha, config.beta_start),
         frames=task.frames,
+        **kind.windows(config),
     )
     # wait until the first learner has dropped old rows
     dqn.loss.ranks.exchange(None, "the buffer's beginning")
     collector = RPCBatchedCollector(
         for_collectors(config.env, config.reward_clip),
-        EpsilonGreedy(network),
+        kind.actor(network),
         session=session,
         workers=my_collectors(session),
         frames_per_batch=config.frames_per_batch // learners,
@@ -215,13 +245,13 @@ def build(
         num_envs=config.envs_per_collector,
         max_policy_lag=config.max_policy_lag,
         replay_buffer=buffer,
-        postproc_factory=rows,
+        postproc_factory=partial(kind.rows, config),
         seed=stream_seed(config.seed, start.resumes, place, 1),
         categorical_action_encoding=True,
         timeout_s=config.timeout_s,
     )
     seed = stream_seed(config.seed, start.resumes, place, 2)
-    return Apex(config, session, network, dqn, buffer, collector, device, seed, start.frames)
+    return kind(config, session, network, dqn, buffer, collector, device, seed, start.frames)
 
 
 def run(config: ApexConfig, session: Session, *, resume: bool = False) -> dict[str, Any]:

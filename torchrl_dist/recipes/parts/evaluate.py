@@ -7,13 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ...errors import ConfigurationError
 from .environments import MAX_EPISODE_STEPS, as_number, for_collectors, make_env
-
-Act = Callable[[Tensor], Tensor]
-"""Observations ``[episodes, ...]`` -> actions ``[episodes, ...]``."""
+from .networks import Act
 
 
 class GreedyEpisodes:

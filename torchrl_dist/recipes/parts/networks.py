@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,9 @@ from torch.nn.utils.weight_norm import WeightNorm
 from ...checkpoint import load_checkpoint
 from ...errors import CheckpointError, ConfigurationError
 from .environments import Images, Task, named_function
+
+Act = Callable[[Tensor], Tensor]
+"""Observations ``[episodes, ...]`` -> actions ``[episodes, ...]``."""
 
 
 def mlp(
@@ -205,6 +208,83 @@ class QNetwork(nn.Sequential):
         """Return the greedy actions, int64 ``[...]``."""
         return self(observation).argmax(-1)
 
+    def player(self) -> Act:
+        """Return the function that plays one episode, or many in parallel, greedily."""
+        return self.greedy
+
+
+State = tuple[Tensor, Tensor]
+"""Hidden and cell state of an LSTM, float32 ``[1, N, size]`` each."""
+
+HIDDEN, CELL = "recurrent_state_h", "recurrent_state_c"
+
+
+class RecurrentQNetwork(nn.Module):
+    """Map sequences of observations to one value per action, by layers, an LSTM and a linear layer.
+
+    Attributes:
+        memory: TorchRL's LSTMModule, which carries the state from step to step in a collector. Each
+            state is float32 ``[N, 1, size]``.
+    """
+
+    def __init__(
+        self,
+        inputs: int | Images,
+        num_actions: int,
+        hidden: Sequence[int],
+        size: int,
+        make: str | None = None,
+    ) -> None:
+        from torchrl.modules import LSTMModule
+
+        super().__init__()
+        *before, width = hidden
+        self.encoder = nn.Sequential(*layers(make, inputs, before, width, nn.ReLU), nn.ReLU())
+        self.memory = LSTMModule(
+            width,
+            size,
+            in_keys=["features", HIDDEN, CELL],
+            out_keys=["features", ("next", HIDDEN), ("next", CELL)],
+        )
+        self.head = nn.Linear(size, num_actions)
+
+    def features(self, observation: Tensor) -> Tensor:
+        """Return what the LSTM sees of observations ``[..., inputs]``, float32 ``[..., width]``."""
+        return self.encoder(observation.to(torch.float32))
+
+    def forward(self, observation: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        """Return the values, float32 ``[N, T, num_actions]``, and the state after the last step.
+
+        Args:
+            observation: ``[N, T, inputs]``.
+            state: the state before the first step; None: the beginning of an episode."""
+        seen, state = self.memory.lstm(self.features(observation), state)
+        return self.head(seen), state
+
+    @torch.no_grad()
+    def act(self, observation: Tensor, state: State | None) -> tuple[Tensor, State]:
+        """Return the greedy actions of one step, int64 ``[...]``, and the next state.
+
+        Args:
+            observation: ``[..., inputs]``.
+            state: as the last call returned it; None: all episodes begin."""
+        features = self.features(observation)
+        seen, state = self.memory.lstm(features.reshape(-1, 1, features.shape[-1]), state)
+        return self.head(seen).argmax(-1).reshape(features.shape[:-1]), state
+
+    def player(self) -> Act:
+        """Return a function that plays one episode, or many in parallel, greedily.
+
+        Each call is the next step of these episodes."""
+        state: State | None = None
+
+        def act(observation: Tensor) -> Tensor:
+            nonlocal state
+            action, state = self.act(observation, state)
+            return action
+
+        return act
+
 
 class CategoricalNetwork(QNetwork):
     """Map observations to a categorical policy's logits, which are nearly equal at the start."""
@@ -265,17 +345,25 @@ class SquashedGaussianNetwork(nn.Module):
         action = self.low + (middle + 1) / 2 * (self.high - self.low)
         return action.clamp(self.low, self.high)  # rounding may exceed the bounds
 
+    def player(self) -> Act:
+        """Return the function that plays one episode, or many in parallel, greedily."""
+        return self.greedy
+
+
+Network = QNetwork | RecurrentQNetwork | SquashedGaussianNetwork
+
 
 @dataclass(frozen=True)
 class PolicySpec:
     """How to make the network of a policy.
 
     Attributes:
-        kind: ``"values"``, ``"categorical"`` or ``"squashed_gaussian"``.
+        kind: ``"values"``, ``"recurrent_values"``, ``"categorical"`` or ``"squashed_gaussian"``.
         env: its environment: a gymnasium id or ``package.module:make``.
         make: the user's function that replaces ``hidden``, as in :func:`layers`.
         num_actions: 0 for continuous actions, which are between ``action_low`` and ``action_high``.
         images: the form of the observations, or None if they are flat.
+        state_size: size of the LSTM; 0: the policy has no memory.
     """
 
     env: str
@@ -287,14 +375,21 @@ class PolicySpec:
     action_high: tuple[float, ...] = ()
     make: str | None = None
     images: Images | None = None
+    state_size: int = 0
 
     @classmethod
     def of(
-        cls, task: Task, kind: str, hidden: Sequence[int], make: str | None = None
+        cls,
+        task: Task,
+        kind: str,
+        hidden: Sequence[int],
+        make: str | None = None,
+        state_size: int = 0,
     ) -> PolicySpec:
         """Return the spec for the observations and actions of ``task``."""
         sizes = (task.num_actions, task.action_low, task.action_high)
-        return cls(task.env, task.observation_size, tuple(hidden), kind, *sizes, make, task.images)
+        about = (task.observation_size, tuple(hidden), kind, *sizes, make, task.images)
+        return cls(task.env, *about, state_size)
 
     @classmethod
     def from_plain(cls, info: Mapping[str, Any]) -> PolicySpec:
@@ -308,7 +403,8 @@ class PolicySpec:
             known[name] = info[name]
         if known.get("images") is not None:
             known["images"] = Images(tuple(known["images"]["shape"]), known["images"]["high"])
-        sizes = [known["observation_size"], known.get("num_actions", 0), *known["hidden"]]
+        sizes = [known["observation_size"], *known["hidden"]]
+        sizes += [known.get("num_actions", 0), known.get("state_size", 0)]
         if known.get("images") is not None:
             sizes += known["images"].shape
         if any(type(size) is not int or size < 0 for size in sizes):
@@ -319,7 +415,7 @@ class PolicySpec:
         """Return plain values for a checkpoint."""
         return asdict(self)
 
-    def network(self) -> QNetwork | SquashedGaussianNetwork:
+    def network(self) -> Network:
         """Return a new network with random weights. Raises KeyError for an unknown kind."""
         if self.kind == "squashed_gaussian":
             return SquashedGaussianNetwork(
@@ -327,6 +423,10 @@ class PolicySpec:
             )
         kinds = {"values": QNetwork, "categorical": CategoricalNetwork}
         inputs = self.observation_size if self.images is None else self.images
+        if self.kind == "recurrent_values":
+            return RecurrentQNetwork(
+                inputs, self.num_actions, self.hidden, self.state_size, self.make
+            )
         return kinds[self.kind](inputs, self.num_actions, self.hidden, self.make)
 
 
@@ -336,9 +436,7 @@ def checkpoint_in(path: str | os.PathLike[str]) -> Path:
     return path / "checkpoint.pt" if path.is_dir() else path
 
 
-def saved_policy(
-    path: str | os.PathLike[str],
-) -> tuple[PolicySpec, QNetwork | SquashedGaussianNetwork]:
+def saved_policy(path: str | os.PathLike[str]) -> tuple[PolicySpec, Network]:
     """Return the policy of a checkpoint, and its network with the saved weights.
 
     Args:

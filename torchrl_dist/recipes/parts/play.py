@@ -46,16 +46,16 @@ def play(
     import gymnasium
 
     policy, network = saved_policy(path)
-    env, act = policy.env, network.greedy
+    env = policy.env
     try:
         if render or video is not None:
             with contextlib.nullcontext() if video is None else _written(video, _FPS) as keep:
                 returns = [
-                    play_rendered(act, env, seed=seed + episode, keep=keep)
+                    play_rendered(network.player(), env, seed=seed + episode, keep=keep)
                     for episode in range(episodes)
                 ]
         else:
-            returns = evaluate(act, env, episodes=episodes, seed=seed)
+            returns = evaluate(network.player(), env, episodes=episodes, seed=seed)
     except (gymnasium.error.Error, ImportError) as error:
         raise ConfigurationError(f"{env} cannot be played here: {error}") from error
     print(f"{env}: {episodes} episodes, {checkpoint_in(path)}", file=sys.stderr)

@@ -114,6 +114,11 @@ class RecipeConfig:
             raise ConfigurationError(f"--device: got {self.device!r}, expected auto, cpu or cuda")
 
     @property
+    def state_size(self) -> int:
+        """The size of the policy's LSTM; 0: the policy has no memory."""
+        return 0
+
+    @property
     def output_path(self) -> Path:
         """The folder of this run's files."""
         if self.output_dir is not None:

@@ -75,7 +75,7 @@ class Evaluator:
         network.load_state_dict(dict(weights))
         network.eval()  # because a user's module may have, for example, dropout
         self._playing = GreedyEpisodes(
-            network.greedy,
+            network.player(),
             config.policy.env,
             episodes=config.episodes,
             seed=seed,

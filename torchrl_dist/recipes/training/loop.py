@@ -356,7 +356,9 @@ class Training:
         self.start = start
         self.frames = start.frames
         self.task = look_at(config.env, discrete=config.discrete)
-        self.policy = PolicySpec.of(self.task, config.policy_kind, config.hidden, config.network)
+        self.policy = PolicySpec.of(
+            self.task, config.policy_kind, config.hidden, config.network, config.state_size
+        )
         torch.manual_seed(config.seed)  # the same weights for all learners
         self.learner = build(config, self.task, self.policy, session, start)
         try:

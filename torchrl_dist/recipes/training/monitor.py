@@ -69,9 +69,9 @@ class Monitor:
     ``train/policy_lag``          policy lag of the oldest data of the last batch;
                                   ``train/policy_lag_mean``: mean over that batch's rows
                                   (ddppo, impala)
-    ``train/replay_ratio``        rows sampled per row collected (apex, sac)
+    ``train/replay_ratio``        rows sampled per row collected (apex, sac), or sequences (r2d2)
     ``train/stale_priorities``    share of the priorities that were dropped, because their rows
-                                  had been overwritten (apex)
+                                  had been overwritten (apex, r2d2)
     ``time/learner_waits``        share of the time since the last entry in which the learners,
                                   on average, waited for data
     ``time/collectors_wait``      share in which the collectors waited for the learner or a core

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ...replay import (
     RateLimiter,
     SharedMemmapStorage,
@@ -24,7 +26,7 @@ def shared_buffer(
     batch_size: int,
     exponents: tuple[float, float] | None = None,
     limiter: RateLimiter | None = None,
-    frames: dict[str, int] | None = None,
+    **rows: Any,
 ) -> SharedReplayBuffer:
     """Return the job's buffer. A resumed run continues with its rows.
 
@@ -41,14 +43,14 @@ def shared_buffer(
         batch_size: rows per sample of this process.
         exponents: alpha and beta of prioritized sampling; None: uniform.
         limiter: the rate limiter of the whole buffer.
-        frames: the values whose frames are stored once; see :class:`SharedMemmapStorage`.
+        rows: ``frames``, ``sample_unit`` and ``eta``, see :func:`~torchrl_dist.replay_buffer`.
 
     Raises:
         DirectoryError: a folder of this node cannot be used.
         RemoteError: a folder of another node cannot be used.
     """
     buffer = _shared_buffer(
-        config, session, start.resumes > 0, batch_size, exponents, limiter, frames
+        config, session, start.resumes > 0, batch_size, exponents, limiter, **rows
     )
     if start.resumes == 0 and session.me.index == 0 and len(buffer):
         buffer.empty()
@@ -62,7 +64,8 @@ def _shared_buffer(
     batch_size: int,
     exponents: tuple[float, float] | None,
     limiter: RateLimiter | None,
-    frames: dict[str, int] | None,
+    frames: dict[str, int] | None = None,
+    **windows: Any,
 ) -> SharedReplayBuffer:
     if not session.world.one_node:
         alpha, beta = exponents or (0.6, 0.4)
@@ -80,6 +83,7 @@ def _shared_buffer(
             limiter=limiter,
             frames=frames,
             timeout_s=config.timeout_s,
+            **windows,
         )
         claim_rows(config.output_path, config.replay_path)
         return buffer
@@ -99,7 +103,7 @@ def _shared_buffer(
         if exponents is None
         else SharedPrioritizedSampler(config.capacity, *exponents)
     )
-    return SharedReplayBuffer(storage=storage, sampler=sampler, batch_size=batch_size)
+    return SharedReplayBuffer(storage=storage, sampler=sampler, batch_size=batch_size, **windows)
 
 
 def first_of_each_node(session: Session) -> tuple[Peer, ...]:
