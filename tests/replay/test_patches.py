@@ -183,7 +183,7 @@ def test_columns_by_which_samplers_find_trajectories_are_refused(folder: Path) -
     one = torch.tensor([5])
     assert other.update_if_present(patch={"id": one * 0}, **patch).updated_count == 1
     rb.sample()
-    with pytest.raises(ConfigurationError, match="finds trajectories"):
+    with pytest.raises(ConfigurationError, match="by which rows are sampled"):
         other.update_if_present(patch={"id": one}, **patch)
     assert other.update_if_present(patch=new_values(one), **patch).updated_count == 1
     other.storage.close()

@@ -10,6 +10,9 @@ a row that is read is one whole row        versions, compared after the copy:   
                                            ``storage.read_rows``
 a patched row is the old or the new one    versions, and a count of patches:     patches
                                            ``patches.copied``
+no process samples a row that is too old   bounds under the lock, at             retire,
+                                           publication and in ``repair``:        contracts
+                                           ``times_sampled.retire``
 a row has the frames it was written with   marks and claims, ``frames``          frames
 a slice is read as a whole, in one shard   ``storage.read_rows``; numbers of     slices,
                                            steps over hosts, ``slices``          contracts

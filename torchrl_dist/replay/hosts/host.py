@@ -436,6 +436,10 @@ class ReplayHost(Shard):
         updated, rejected = self._storage.update_if_present(index, stamps, *how)
         return updated.numpy(), rejected.numpy()
 
+    def retire(self, oldest: int, version_key: Any) -> int:
+        """See ``SharedMemmapStorage.retire``."""
+        return self._storage.retire(oldest, version_key)
+
     # --- saving; the base class has the rest -------------------------------------------------
 
     def save_chunk(

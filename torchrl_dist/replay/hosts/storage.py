@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_dist.errors import ConfigurationError
@@ -267,6 +267,15 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
         for shard, (done, refused) in found.items():
             updated[places[shard]], rejected[places[shard]] = done, refused
         return updated, rejected
+
+    def retire(self, oldest: int, version_key: NestedKey) -> int:
+        """See the base class. Blocks for one call.
+
+        Raises:
+            DeadlineError, PeerLostError: a host did not answer. The others have retired their rows.
+        """
+        calls = {shard: (oldest, version_key) for shard in range(len(self.client.links))}
+        return sum(self.client.order_each("retire", calls).values())
 
     def empty(self, *, reset_write_count: bool = True) -> None:
         """Drop all rows, for all processes. A host that does not answer now drops its rows when it

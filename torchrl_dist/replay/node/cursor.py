@@ -46,7 +46,7 @@ from torchrl_dist.replay.node.tables import (
     USER_UNRETURNED,
     Word,
 )
-from torchrl_dist.replay.node.times_sampled import exhausted, set_times_sampled
+from torchrl_dist.replay.node.times_sampled import exhausted, is_too_old, set_times_sampled
 
 _RETRY_S = 1e-3
 _T = TypeVar("_T")
@@ -197,22 +197,40 @@ class SharedCursor:
         row, first, count, _ = reservation
         generations = None
         with directory.lock():
-            if priority is None:
+            ages = directory.words[Word.OLDEST_COLUMN] != 0
+            if priority is None and not ages:
                 leaf = default_leaf(directory)
                 generations = directory.kernel.publish(row, first, count, directory.member, leaf)
             if generations is None and not self._still_ours(reservation):
                 return np.full(count, -1, dtype=np.int64)
-            if priority is not None:
-                leaves, slots = leaves_of_new(directory, priority), reservation.slots()
+            if priority is not None or ages:
+                slots = reservation.slots()
+                leaves = (
+                    np.full(count, default_leaf(directory))
+                    if priority is None
+                    else leaves_of_new(directory, priority)
+                )
+                old = is_too_old(directory, slots)
                 directory.begin()
-                directory.tree.set(
-                    slots, leaves
-                )  # first, because repair can recover a priority only from the leaves
-                track_maximum(directory, slots, priority)
+                leaves[old] = 0.0
+                # first, because repair can recover a priority only from the leaves
+                directory.tree.set(slots, leaves)
+                if old.any():
+                    self._retire(slots[old])
+                if priority is not None:
+                    track_maximum(directory, slots, priority)
                 generations = directory.kernel.publish(row, first, count, directory.member, 0.0)
         assert generations is not None
         self._forget(reservation)
         return generations
+
+    def _retire(self, slots: np.ndarray) -> None:
+        """Note that rows to be published are too old. Called between begin and commit."""
+        directory = self._directory
+        words = directory.words
+        set_times_sampled(directory, slots, words[Word.MAX_TIMES_SAMPLED], published=False)
+        words[Word.AVAILABLE] -= slots.size  # publishing adds all rows
+        words[Word.RETIRED_ROWS] += slots.size
 
     def skip(self, count: int) -> None:
         """Skip ``count`` tickets as if their rows had been written and overwritten."""
@@ -582,6 +600,7 @@ def empty_locked(directory: ReplayDirectory) -> None:
     words[Word.CURSOR] += lap  # the next row goes to slot 0
     words[Word.BASE] = words[Word.CURSOR]
     words[Word.IN_PLACE] = 0
+    words[Word.OLDEST_COLUMN] = 0
     directory.set_float(Word.MAX_PRIORITY, float("nan"))
     words[Word.MAX_SLOT] = -1
 
@@ -615,6 +634,9 @@ def repair(directory: ReplayDirectory) -> None:
     published = (versions & 1 == 0) & (versions > 0)
     available = published
     if directory.times_sampled is not None:
+        old = np.flatnonzero(published)
+        old = old[is_too_old(directory, old)]
+        set_times_sampled(directory, old, directory.words[Word.MAX_TIMES_SAMPLED])
         available = published & ~exhausted(directory, slice(None))
     tree.leaves[~available] = 0.0
     tree.leaves[available & ~(tree.leaves > 0)] = default_leaf(directory)

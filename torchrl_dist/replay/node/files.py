@@ -21,7 +21,7 @@ from torchrl_dist import own_files
 from torchrl_dist.errors import DirectoryError
 from torchrl_dist.replay.row.spec import ColumnSpec, data_file, ring_file
 
-FORMAT = 2
+FORMAT = 3
 SLURM = "slurm"
 LOCK, HEADER, ROWS, DATA = "lock", "header.json", "rows.json", "data"
 TABLES = ("control.bin", "versions.bin", "tree.bin")

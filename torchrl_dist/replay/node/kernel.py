@@ -146,26 +146,25 @@ class NumpyKernel:
             raw: float64 [n], priorities.
             generation: int64 [n], generations of the rows. None: any published row.
         """
-        wrong = ~((raw >= 0) & (raw <= LARGEST_LEAF))  # NaN too
-        if wrong.any():
-            return Stored(WRONG_PRIORITY, 0, int(wrong.argmax()), 0)
-        if slots.size and slots.max() >= self._tree.capacity:
-            return Stored(WRONG_SLOT, 0, int(slots.argmax()), 0)
-        valid = slots >= 0
-        versions = self._versions[np.where(valid, slots, 0)]
-        fresh = (versions & 1 == 0) & (versions > 0) & valid
+        beyond, valid = slots >= self._tree.capacity, slots >= 0
+        versions = self._versions[np.where(valid & ~beyond, slots, 0)]
+        fresh = (versions & 1 == 0) & (versions > 0) & valid & ~beyond
         if generation is not None:
             fresh &= versions >> 1 == generation
         stored = np.flatnonzero(fresh)
         stale = int(np.count_nonzero(valid)) - stored.size
+        words, floats = self._words, self._floats
+        with np.errstate(over="ignore", invalid="ignore"):
+            leaves = (raw[stored] + floats[Word.EPS]) ** floats[Word.ALPHA]
+        kinds = np.where(beyond, WRONG_SLOT, SOUND)
+        kinds[stored[~(leaves <= LARGEST_LEAF)]] = TOO_LARGE
+        kinds[~((raw >= 0) & (raw <= LARGEST_LEAF))] = WRONG_PRIORITY  # NaN too
+        if kinds.any():
+            first = int((kinds != SOUND).argmax())
+            return Stored(int(kinds[first]), 0, first, 0)
         if not stored.size:
             return Stored(SOUND, stale, -1, 0)
-        words, floats = self._words, self._floats
         best = int(stored[raw[stored].argmax()])
-        with np.errstate(over="ignore"):
-            leaves = (raw[stored] + floats[Word.EPS]) ** floats[Word.ALPHA]
-        if not leaves.max() <= LARGEST_LEAF:
-            return Stored(TOO_LARGE, 0, best, 0)
         moved = bool((slots[stored] == words[Word.MAX_SLOT]).any())
         words[Word.DIRTY] = 1
         self._tree.set(slots[stored], np.maximum(leaves, SMALLEST_LEAF))

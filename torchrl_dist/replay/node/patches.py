@@ -10,6 +10,7 @@ and repair drops these rows: a row is the old one, the new one, or lost.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -204,11 +205,44 @@ def check_columns(directory: ReplayDirectory, patch: Patch) -> None:
             assert directory.rows is not None
             key = ".".join(directory.rows.columns[number].key)
             raise ConfigurationError(
-                f"the patch changes {key!r}, by which a sampler finds trajectories: leave it out, "
-                "or write whole rows by storage[index] = rows"
+                f"the patch changes {key!r}, by which rows are sampled: leave it out, or "
+                "write whole rows by storage[index] = rows"
             )
 
 
 def bit_of(column: int) -> int:
     """Return the bit of a column in the word ``STRUCTURE``. Rare further columns share the last."""
     return min(column, 62)
+
+
+class NoColumnError(ConfigurationError):
+    """The rows do not have that key."""
+
+
+def column_of(directory: ReplayDirectory, key: NestedKey, *, locked: bool = False) -> np.ndarray:
+    """Return a column with one number per slot, in shared memory. From now on, no patch changes it.
+
+    Args:
+        locked: whether the caller holds the directory's lock.
+
+    Raises:
+        NoColumnError: the rows do not have the key.
+        ConfigurationError: the rows have several numbers under the key.
+    """
+    spec = directory.rows
+    assert spec is not None
+    name = unravel_key(key)
+    path = (name,) if isinstance(name, str) else name
+    for number, (column, tensor) in enumerate(zip(spec.columns, directory.tensors, strict=True)):
+        if column.key == path:
+            if tensor.numel() != directory.capacity:
+                raise ConfigurationError(
+                    f"{key!r} has shape {list(column.shape)} per row, expected one number"
+                )
+            with nullcontext() if locked else directory.lock():
+                directory.words[Word.STRUCTURE] |= 1 << bit_of(number)
+            return tensor.reshape(-1).numpy()
+    raise NoColumnError(
+        f"the rows have no {key!r}, only "
+        f"{[column.key for column in spec.columns if column not in HIDDEN]}"
+    )

@@ -13,7 +13,7 @@ import numpy as np
 
 MAX_MEMBERS = 1024
 MAX_CLAIMS = 1024
-CONTROL_WORDS = 64
+CONTROL_WORDS = 80
 
 # columns of the claim table, int64 [MAX_CLAIMS, 4]
 CLAIM_COUNT, CLAIM_FIRST, CLAIM_MEMBER, CLAIM_STATE = range(4)
@@ -35,7 +35,7 @@ ORDERED_LOADS = platform.machine().lower() in ("x86_64", "amd64")
 class Word(enum.IntEnum):
     """Index of each int64 of the control block. Words marked float64 hold the bits of a float64.
 
-    Words from 60 on are free.
+    Words from 66 on are free.
     """
 
     DIRTY = 0
@@ -96,6 +96,10 @@ class Word(enum.IntEnum):
     PATCHES = 60  # begins and ends of patches, see ``patches``
     STRUCTURE = 61  # a bit for each column by which samplers find trajectories
     FILLER = 62  # which process fills a data set: 0, a member's id + 1, or -1 when it is complete
+    # rows that are too old, see ``times_sampled.retire``
+    OLDEST_COLUMN = 63  # 1 + the number of the column that is compared; 0: no row is too old
+    OLDEST = 64  # the smallest number in that column that is not too old
+    RETIRED_ROWS = 65  # a counter
 
 
 JOURNAL_ENTRIES = 5
@@ -114,6 +118,7 @@ COUNTERS = {
         Word.REPAIRS,
         Word.LIMITER_WAITS,
         Word.DROPPED_ROWS,
+        Word.RETIRED_ROWS,
     )
 }
 
@@ -121,7 +126,7 @@ COUNTERS = {
 def control_tables(control: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return words, claims and members of the control block.
 
-    They are int64 [64], [MAX_CLAIMS, 4] and [MAX_MEMBERS, 2]."""
+    They are int64 [CONTROL_WORDS], [MAX_CLAIMS, 4] and [MAX_MEMBERS, 2]."""
     words, claims, members = np.split(control, [CONTROL_WORDS, CONTROL_WORDS + 4 * MAX_CLAIMS])
     return words, claims.reshape(MAX_CLAIMS, 4), members.reshape(MAX_MEMBERS, 2)
 

@@ -1,4 +1,4 @@
-"""Count how often rows were sampled, and hide rows that reached the limit.
+"""Count how often rows were sampled, and hide rows that reached the limit or are too old.
 
 ``directory.times_sampled`` holds a row's generation and count in one number, so a new row in the
 slot begins at 0 without a store. A row at the limit keeps its slot, with a leaf of 0. All functions
@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.law.limiter import MOST_TIMES
 from torchrl_dist.replay.node.directory import ReplayDirectory
 from torchrl_dist.replay.node.tables import Word
@@ -62,6 +63,60 @@ def hide_exhausted(directory: ReplayDirectory, slots: np.ndarray) -> None:
     """Set the leaves of rows at the limit to 0 again. Slots below 0 are skipped."""
     slots = slots[slots >= 0]
     directory.tree.set(slots[exhausted(directory, slots)], 0.0)
+
+
+def is_too_old(directory: ReplayDirectory, slots: np.ndarray) -> np.ndarray:
+    """Return whether the rows in the slots, published or not, are too old, bool [n]."""
+    words = directory.words
+    column = words[Word.OLDEST_COLUMN]
+    if not column:
+        return np.zeros(slots.size, bool)
+    return directory.arrays[column - 1].reshape(-1)[slots] < words[Word.OLDEST]
+
+
+def hide_too_old(directory: ReplayDirectory) -> int:
+    """Hide all rows that are too old, as if they had reached the limit. Return their number.
+
+    Called between begin and commit."""
+    words, tree = directory.words, directory.tree
+    slots = np.flatnonzero(tree.leaves[: directory.high])
+    slots = slots[is_too_old(directory, slots)]
+    set_times_sampled(directory, slots, words[Word.MAX_TIMES_SAMPLED])
+    tree.set(slots, 0.0)
+    words[Word.AVAILABLE] -= slots.size
+    return slots.size
+
+
+def retire(directory: ReplayDirectory, column: int, oldest: int) -> int:
+    """Hide the rows whose number in a column is below ``oldest``, now and when they are published.
+
+    Takes the lock. If a larger ``oldest`` was set before, that one stays.
+
+    Returns:
+        The number of rows that this call has hidden.
+
+    Raises:
+        ConfigurationError: rows were retired by another column before.
+    """
+    words = directory.words
+    with directory.lock():
+        before = words[Word.OLDEST_COLUMN]
+        if before not in (0, column + 1):
+            assert directory.rows is not None
+            key = ".".join(directory.rows.columns[before - 1].key)
+            raise ConfigurationError(
+                f"rows of {directory.path} are retired by {key!r}; use that version_key in all "
+                "processes"
+            )
+        if before and oldest <= words[Word.OLDEST]:
+            return 0
+        directory.begin()
+        words[Word.OLDEST_COLUMN], words[Word.OLDEST] = 0, oldest
+        words[Word.OLDEST_COLUMN] = column + 1
+        hidden = hide_too_old(directory)
+        words[Word.RETIRED_ROWS] += hidden
+        directory.commit()
+        return hidden
 
 
 def count_draws(
@@ -120,6 +175,7 @@ def give_back(
         slots, first, counts = np.unique(slots[fresh], return_index=True, return_counts=True)
         times = times_sampled(directory, slots)
         left = np.maximum(times - counts, 0)  # a restore restarts the counts
+        left = np.where(is_too_old(directory, slots), times, left)
         again = exhausted(directory, slots) & (left < times)
         directory.begin()
         # leaves first, because repair resets them while the counts are full

@@ -185,6 +185,10 @@ class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, Ten
         """Do the work of :meth:`update_if_present`."""
         raise NotImplementedError
 
+    def retire(self, oldest: int, version_key: NestedKey) -> int:
+        """Do the work of :meth:`SharedReplayBuffer.retire_older_than`."""
+        raise NotImplementedError
+
     def _replace(self, slots: torch.Tensor, data: TensorDictBase) -> torch.Tensor:
         """Do the work of :meth:`write_at` for slots that exist, int64 [n]."""
         raise NotImplementedError

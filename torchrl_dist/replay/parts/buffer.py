@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import operator
 import os
 import warnings
 from collections import deque
@@ -214,6 +215,39 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
             version_rejected=None if version_key is None else rejected,
             batch_size=updated.shape,
         )
+
+    def retire_older_than(self, version: int, *, version_key: NestedKey = "policy_version") -> int:
+        """Have no process sample rows of older policies, from now on. Call it after an update.
+
+        For example, with ``version = collector.policy_version - 4``, batches contain rows of the
+        newest policy and of the four before it. Rows that come later with an older version are
+        never sampled, either; batches that were drawn ahead may still have some. The law of
+        sampling is that of the remaining rows. Retired rows keep their slots, and ``len`` counts
+        them; ``storage.counters["retired_rows"]`` is their number. So that few rows are retired
+        before they were sampled, let the writers wait: pass ``samples_per_insert`` to the storage's
+        limiter.
+
+        The storage needs a :class:`RateLimiter` with ``max_times_sampled``. A version below an
+        earlier one changes nothing; ``empty`` starts over. A call reads the versions of all rows
+        once (about a millisecond per million rows).
+
+        Args:
+            version: the smallest version to sample.
+            version_key: key of one number per row, as ``RPCBatchedCollector`` writes it. All
+                processes use the same key.
+
+        Returns:
+            The number of rows that this call has retired.
+
+        Raises:
+            ConfigurationError: the limiter has no ``max_times_sampled``, no row was written yet, or
+                the rows do not have the key.
+            RemoteError: over hosts, these errors arrive as RemoteError.
+            DeadlineError, PeerLostError: over hosts, one of them does not answer. The others have
+                retired their rows.
+        """
+        _torchrl.initialize(self)
+        return self._storage.retire(operator.index(version), version_key)
 
     def set_sampler(self, sampler: Sampler) -> None:
         """Replace the sampler.

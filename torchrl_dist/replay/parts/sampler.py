@@ -49,6 +49,7 @@ EMPTY = (
 _RECENT_ROWS = 2**19  # 8 MiB of slots and generations
 _ROWS_PER_BATCH = 64  # overhead of a batch in memory and hashing, in rows
 _SAME_VALUES = 4
+_ATTEMPTS = 20  # draws per row before the rows that may be sampled are listed
 # How long a thread waits for others to leave :class:`RecentGenerations`. They leave after
 # microseconds, unless a signal handler interrupted them or they get no core for a while.
 _SHORT_PATIENCE_S, _LONG_PATIENCE_S = 0.25, 10.0
@@ -453,21 +454,32 @@ class SharedRandomSampler(SharedSampler, RandomSampler):
         mass = directory.length
 
         def draw_counted(count: int, locked: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+            leaves, high = directory.tree.leaves, directory.high
+
             def draw_more(count: int) -> tuple[np.ndarray, np.ndarray]:
-                available = np.flatnonzero(directory.tree.leaves)
-                if not available.size:
-                    raise TooFewDrawsError(EMPTY)
-                drawn = available[(self._uniforms(count) * available.size).astype(np.int64)]
-                return drawn, directory.tree.leaves[drawn]
+                drawn = (self._uniforms(count) * high).astype(np.int64)
+                again = np.flatnonzero(leaves[drawn] == 0)
+                for _ in range(_ATTEMPTS):
+                    if not again.size:
+                        break
+                    drawn[again] = (self._uniforms(again.size) * high).astype(np.int64)
+                    again = again[leaves[drawn[again]] == 0]
+                if again.size:  # few of the rows may be sampled
+                    available = np.flatnonzero(leaves)
+                    if not available.size:
+                        raise TooFewDrawsError(EMPTY)
+                    chosen = (self._uniforms(again.size) * available.size).astype(np.int64)
+                    drawn[again] = available[chosen]
+                return drawn, leaves[drawn]
 
             nonlocal mass
             with nullcontext() if locked else directory.lock():
                 if not directory.length:
                     raise NoRowsError(EMPTY)
                 mass = directory.words[Word.AVAILABLE]
-                slots, leaves = draw_more(count)
-                count_draws(directory, slots, leaves, draw_more)
-                return slots, directory.versions[slots], leaves
+                slots, of_slots = draw_more(count)
+                count_draws(directory, slots, of_slots, draw_more)
+                return slots, directory.versions[slots], of_slots
 
         def draw(count: int, locked: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             slots = np.empty(count, dtype=np.int64)

@@ -19,6 +19,7 @@ from torchrl.data.replay_buffers.storages import Storage
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.law.placement import slot_ranges
 from torchrl_dist.replay.node.directory import ReplayDirectory
+from torchrl_dist.replay.node.patches import NoColumnError, column_of
 from torchrl_dist.replay.node.tables import ORDERED_LOADS, Word
 from torchrl_dist.replay.parts.drawn import Drawn
 from torchrl_dist.replay.parts.sampler import (
@@ -27,7 +28,6 @@ from torchrl_dist.replay.parts.sampler import (
     SharedSampler,
 )
 from torchrl_dist.replay.parts.storage import REDRAWS, NoRowsError, SharedMemmapStorage
-from torchrl_dist.replay.parts.windows import NoColumnError, column_of
 from torchrl_dist.replay.row import rows
 from torchrl_dist.replay.row.numbers import TRAJECTORY_KEYS
 from torchrl_dist.replay.row.spec import STREAM

@@ -17,7 +17,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
 from torchrl.data import ReplayBuffer
 
 from torchrl_dist.errors import ConfigurationError, DeadlineError, DirectoryError
-from torchrl_dist.replay.law.limiter import Counts, RateLimiter
+from torchrl_dist.replay.law.limiter import MOST_TIMES, Counts, RateLimiter
 from torchrl_dist.replay.law.placement import split_rows
 from torchrl_dist.replay.node.cursor import (
     Reservation,
@@ -29,9 +29,16 @@ from torchrl_dist.replay.node.directory import ReplayDirectory
 from torchrl_dist.replay.node.frames import Plan
 from torchrl_dist.replay.node.gate import set_limiter
 from torchrl_dist.replay.node.opening import close_directory, open_directory
-from torchrl_dist.replay.node.patches import apply_patch, check_columns, copied, patch_of
+from torchrl_dist.replay.node.patches import (
+    apply_patch,
+    check_columns,
+    column_of,
+    copied,
+    patch_of,
+)
 from torchrl_dist.replay.node.priorities import check_new
 from torchrl_dist.replay.node.tables import ORDERED_LOADS, Word
+from torchrl_dist.replay.node.times_sampled import retire
 from torchrl_dist.replay.parts.base import RowStorage, check_batch
 from torchrl_dist.replay.parts.drawn import Drawn
 from torchrl_dist.replay.row import _torchrl, rows
@@ -130,6 +137,10 @@ class SharedMemmapStorage(RowStorage):
         "PrioritizedSampler": "SharedPrioritizedSampler({capacity}, alpha={alpha}, beta={beta})",
         "SliceSampler": "SharedSliceSampler(...)",
         "SamplerWithoutReplacement": "SharedSamplerWithoutReplacement()",
+        "StalenessAwareSampler": (
+            "SharedRandomSampler() and after each update call buffer.retire_older_than"
+        ),
+        "PromptGroupSampler": "SharedRandomSampler() over rows that hold a whole group each",
     }
 
     def __init__(
@@ -587,6 +598,25 @@ class SharedMemmapStorage(RowStorage):
         patch = patch_of(self._spec(), slots.size, *how)
         check_columns(self._directory, patch)
         return apply_patch(self._directory, slots, generation, patch)
+
+    def retire(self, oldest: int, version_key: NestedKey) -> int:
+        self.check_open()
+        directory = self._directory
+        if directory.times_sampled is None:
+            raise ConfigurationError(
+                "retired rows are stored like rows that were sampled often enough: build the "
+                "storage with limiter=RateLimiter(max_times_sampled=n), at most "
+                f"n={MOST_TIMES}"
+            )
+        if directory.rows is None:
+            raise ConfigurationError(
+                f"no row has been written, so it is not known where its {version_key!r} is; call "
+                "this after the first extend"
+            )
+        column_of(directory, version_key)
+        key = unravel_key(version_key)
+        keys = [column.key for column in directory.rows.columns]
+        return retire(directory, keys.index((key,) if isinstance(key, str) else key), oldest)
 
     def empty(self, *, reset_write_count: bool = True) -> None:
         """Drop every row for all processes. Earlier slots and generations then name no row."""

@@ -8,55 +8,19 @@ finds it by the numbers of rows (``row.numbers``).
 from __future__ import annotations
 
 import itertools
-from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NestedKey, unravel_key
+from tensordict import NestedKey
 from torchrl.data.replay_buffers.sample_units import Sequence
 
-from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.node.directory import ReplayDirectory
-from torchrl_dist.replay.node.patches import bit_of
-from torchrl_dist.replay.node.tables import Word
+from torchrl_dist.replay.node.patches import column_of
 from torchrl_dist.replay.parts.drawn import Drawn
 from torchrl_dist.replay.parts.storage import REDRAWS, Draw, SharedMemmapStorage
-from torchrl_dist.replay.row.spec import HIDDEN, ORDER
-
-
-class NoColumnError(ConfigurationError):
-    """The rows do not have that key."""
-
-
-def column_of(directory: ReplayDirectory, key: NestedKey, *, locked: bool = False) -> np.ndarray:
-    """Return a column with one number per slot, in shared memory. From now on, no patch changes it.
-
-    Args:
-        locked: whether the caller holds the directory's lock.
-
-    Raises:
-        NoColumnError: the rows do not have the key.
-        ConfigurationError: the rows have several numbers under the key.
-    """
-    spec = directory.rows
-    assert spec is not None
-    name = unravel_key(key)
-    path = (name,) if isinstance(name, str) else name
-    for number, (column, tensor) in enumerate(zip(spec.columns, directory.tensors, strict=True)):
-        if column.key == path:
-            if tensor.numel() != directory.capacity:
-                raise ConfigurationError(
-                    f"{key!r} has shape {list(column.shape)} per row, expected one number"
-                )
-            with nullcontext() if locked else directory.lock():
-                directory.words[Word.STRUCTURE] |= 1 << bit_of(number)
-            return tensor.reshape(-1).numpy()
-    raise NoColumnError(
-        f"the rows have no {key!r}, only "
-        f"{[column.key for column in spec.columns if column not in HIDDEN]}"
-    )
+from torchrl_dist.replay.row.spec import ORDER
 
 
 @dataclass(frozen=True)
