@@ -10,6 +10,8 @@ a row that is read is one whole row        versions, compared after the copy:   
                                            ``storage.read_rows``
 a patched row is the old or the new one    versions, and a count of patches:     patches
                                            ``patches.copied``
+the best rows of all processes stay        choice and write under one lock,      ranking
+                                           ``ranking.keep_best``
 a row has the frames it was written with   marks and claims, ``frames``          frames
 a slice is read as a whole, in one shard   ``storage.read_rows``; numbers of     slices,
                                            steps over hosts, ``slices``          contracts
@@ -62,7 +64,7 @@ from torchrl_dist.replay.parts.sampler import (
 )
 from torchrl_dist.replay.parts.slices import SharedPrioritizedSliceSampler, SharedSliceSampler
 from torchrl_dist.replay.parts.storage import SharedMemmapStorage
-from torchrl_dist.replay.parts.writer import SharedCursorWriter
+from torchrl_dist.replay.parts.writer import SharedCursorWriter, SharedMaxValueWriter
 
 __all__ = [
     "HostedReplayBuffer",
@@ -75,6 +77,7 @@ __all__ = [
     "RemoteStorage",
     "ReplayOwner",
     "SharedCursorWriter",
+    "SharedMaxValueWriter",
     "SharedMemmapStorage",
     "SharedOfflineToOnlineReplayBuffer",
     "SharedPrioritizedSampler",

@@ -196,7 +196,7 @@ def _apply(
 def check_columns(directory: ReplayDirectory, patch: Patch) -> None:
     """
     Raises:
-        ConfigurationError: a sampler finds trajectories by one of the columns.
+        ConfigurationError: rows are found or ranked by one of the columns.
     """
     used = directory.words[Word.STRUCTURE]
     for number in patch.columns:
@@ -204,7 +204,8 @@ def check_columns(directory: ReplayDirectory, patch: Patch) -> None:
             assert directory.rows is not None
             key = ".".join(directory.rows.columns[number].key)
             raise ConfigurationError(
-                f"the patch changes {key!r}, by which a sampler finds trajectories: leave it out, "
+                f"the patch changes {key!r}, by which a sampler finds trajectories, or a writer "
+                "ranks rows: leave it out, "
                 "or write whole rows by storage[index] = rows"
             )
 

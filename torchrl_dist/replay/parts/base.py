@@ -148,6 +148,9 @@ class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, Ten
             )
         return self._replace(slots, data)
 
+    def check_order(self, use: str) -> None:
+        """Raise ConfigurationError if slots do not tell in which order rows were written."""
+
     def update_if_present(
         self,
         index: torch.Tensor,

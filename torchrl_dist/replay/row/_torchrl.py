@@ -21,7 +21,11 @@ from torchrl.data import RemoteTensorDictReplayBuffer, ReplayBuffer, TensorDictR
 from torchrl.data.replay_buffers.sample_units import Sequence, Transition
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
-from torchrl.data.replay_buffers.writers import ImmutableDatasetWriter, Writer
+from torchrl.data.replay_buffers.writers import (
+    ImmutableDatasetWriter,
+    TensorDictMaxValueWriter,
+    Writer,
+)
 
 from torchrl_dist.errors import ConfigurationError, DirectoryError
 from torchrl_dist.stopping import giving_up
@@ -474,7 +478,11 @@ def _build_with(buffer: Any, samplers_to_use: Mapping[str, str]) -> str:
             beta=getattr(sampler, "_beta", 0.4),
         )
         parts.append(f"sampler={filled}")
-    return f"; build it with {', '.join([*parts, 'writer=SharedCursorWriter()'])}"
+    instead, writer = "SharedCursorWriter()", writer_of(buffer)
+    if isinstance(writer, TensorDictMaxValueWriter):
+        law = f"rank_key={writer._rank_key!r}, reduction={writer._reduction!r}"
+        instead = f"SharedMaxValueWriter({law})"
+    return f"; build it with {', '.join([*parts, f'writer={instead}'])}"
 
 
 def _wrong_writer(buffer: Any, samplers_to_use: Mapping[str, str]) -> str | None:
