@@ -86,8 +86,11 @@ class Ranks:
             most: return at most that many, the best ones.
         """
         self._refresh()
-        count = min(new.size, most, self._ranks.size)
-        best = np.argsort(-new, kind="stable")[:count]
+        better = np.flatnonzero(_above(new) > self._ranks.min())
+        best = better[np.argsort(-new[better], kind="stable")][: min(most, self._ranks.size)]
+        if not best.size:
+            return best, best
+        count = best.size
         slots = np.flatnonzero(self._ranks <= np.partition(self._ranks, count - 1)[count - 1])
         slots = slots[np.argsort(self._ranks[slots], kind="stable")][:count]
         kept = np.count_nonzero(_above(new[best]) > self._ranks[slots])  # the first ones
