@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDict, TensorDictBase, is_tensor_collection, unravel_key
 from torchrl.data import ReplayBuffer
 
 from torchrl_dist.errors import ConfigurationError, DeadlineError, DirectoryError
@@ -889,7 +889,7 @@ def _ranks_of(data: Any, rank_key: NestedKey, reduction: str) -> np.ndarray:
     Raises:
         ConfigurationError: the rows have no real numbers under the key, or a rank is NaN.
     """
-    plain = isinstance(data, torch.Tensor)
+    plain = not is_tensor_collection(data)
     value = None if plain else data.get(rank_key, None)
     if not isinstance(value, torch.Tensor) or not value.numel() or value.is_complex():
         kind = type(data).__name__ if plain else f"keys {sorted(map(str, data.keys(True, True)))}"

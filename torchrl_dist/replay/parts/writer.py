@@ -18,7 +18,7 @@ from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.law.placement import as_slots
 from torchrl_dist.replay.node.ranking import REDUCTIONS
 from torchrl_dist.replay.parts.base import check_rows, joined_rows
-from torchrl_dist.replay.row import _torchrl
+from torchrl_dist.replay.row import _torchrl, rows, trees
 
 _MARKS = 32
 
@@ -85,10 +85,10 @@ class SharedCursorWriter(Writer):
         """
         if not getattr(data, "batch_size", True):
             raise ConfigurationError("extend takes a batch of rows [n, ...], got one row; use add")
-        if not len(data):
+        if not (rows.batch_of(data)[:1].numel() if trees.is_tree(data) else len(data)):
             return torch.zeros(0, dtype=torch.int64)
-        rows = joined_rows(data)
-        index, generation = self._store(self._without_mark(rows), priority)
+        data = joined_rows(data)
+        index, generation = self._store(self._without_mark(data), priority)
         self._written.append(index)
         self._announce(index, generation)
         return index
@@ -115,13 +115,13 @@ class SharedCursorWriter(Writer):
 
     def add(self, data: TensorDictBase) -> torch.Tensor:
         check_rows(data)
-        return self.extend(data.unsqueeze(0)).squeeze(0)
+        return self.extend(trees.mapped(lambda value: value.unsqueeze(0), data)).squeeze(0)
 
     def write_at(self, index: int | torch.Tensor, data: Any) -> torch.Tensor:
         """Replace the rows at given slots without moving the cursor."""
         slots = as_slots(index)
         if slots.ndim == 0:
-            data = data.unsqueeze(0)
+            data = trees.mapped(lambda value: value.unsqueeze(0), data)
         flat = slots if slots.ndim == 1 else slots.reshape(-1)  # samplers recognise this tensor
         self._announce(flat, self._storage.write_at(flat, data))
         return slots

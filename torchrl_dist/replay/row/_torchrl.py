@@ -28,6 +28,7 @@ from torchrl.data.replay_buffers.writers import (
 )
 
 from torchrl_dist.errors import ConfigurationError, DirectoryError
+from torchrl_dist.replay.row import trees
 from torchrl_dist.stopping import giving_up
 
 
@@ -424,7 +425,7 @@ class SparseSlots:
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         rows = self[:]  # type: ignore[index]  # of TorchRL's Storage
-        return iter(rows.unbind(0))
+        return trees.rows_in(rows)
 
     def contains(self, item: int | torch.Tensor) -> Any:
         """Return whether there is a row in a slot, or in each of several: ``item in storage``."""
