@@ -49,7 +49,7 @@ PUBLIC_NAMES = """
     RPCPrioritizedSampler RPCPrioritizedSliceSampler RPCRandomSampler
     RPCSamplerWithoutReplacement RPCSliceSampler
     RateLimitError RateLimiter Remote RemoteError
-    RemoteStorage ReplayOwner Session SharedCursorWriter SharedMemmapStorage
+    RemoteStorage ReplayOwner Session SharedCursorWriter SharedMaxValueWriter SharedMemmapStorage
     SharedOfflineToOnlineReplayBuffer
     SharedPrioritizedSampler SharedPrioritizedSliceSampler SharedRandomSampler
     SharedReplayBuffer SharedSamplerWithoutReplacement SharedSliceSampler TorchRLDistError WaitAll

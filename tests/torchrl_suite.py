@@ -107,6 +107,7 @@ _SAMPLERS = {
 _WRITERS = {
     writers.RoundRobinWriter: torchrl_dist.SharedCursorWriter,
     writers.TensorDictRoundRobinWriter: torchrl_dist.SharedCursorWriter,
+    writers.TensorDictMaxValueWriter: torchrl_dist.SharedMaxValueWriter,
 }
 
 
@@ -126,7 +127,10 @@ def _in_place_of(part: Any, ours: dict[type, Any]) -> Any:
     if shared is None:
         return part
     args, kwargs = getattr(part, "_suite_arguments", ((), {}))
-    return shared() if shared is torchrl_dist.SharedCursorWriter else shared(*args, **kwargs)
+    if type(part) in _WRITERS:  # no shared part is compilable, but a storage says so
+        kwargs = {name: kwargs[name] for name in ("rank_key", "reduction") if name in kwargs}
+        args = ()
+    return shared(*args, **kwargs)
 
 
 def _substitute() -> None:
@@ -148,7 +152,7 @@ def _substitute() -> None:
                 return _in_place_of(part, _WRITERS) if shared else part
 
             cls._maybe_make_writer = writer
-    for cls in _SAMPLERS:
+    for cls in (*_SAMPLERS, *_WRITERS):
         if "__init__" in vars(cls):
             _note_arguments(cls)
     instead = {"LazyTensorStorage": LazyTensorStorage, "LazyMemmapStorage": LazyMemmapStorage}

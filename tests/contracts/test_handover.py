@@ -154,6 +154,12 @@ def _shared(folder: Path) -> Iterator[Subject]:
             yield Subject(storage, _read, closed=_CLOSED)
             yield Subject(buffer.writer, _write, closed=_CLOSED)
         buffers.append(buffer)
+    storage = td.SharedMemmapStorage(
+        CAPACITY, scratch_dir=folder / "best", job_id="test", timeout_s=20
+    )
+    ranked = td.SharedReplayBuffer(storage=storage, writer=td.SharedMaxValueWriter("td_error"))
+    ranked.extend(_rows(50))
+    yield Subject(ranked.writer, _write, closed=_CLOSED)
     parts = [td.SharedReplayBuffer(storage=each.storage) for each in buffers[:2]]
     mixed = td.SharedOfflineToOnlineReplayBuffer(*parts, batch_size=4)
     yield Subject(mixed, _sample, buffers[0].storage, closed=_CLOSED)

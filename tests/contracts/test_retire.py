@@ -125,7 +125,7 @@ def test_what_cannot_be_retired_is_refused(make: Make, kind: str) -> None:
     with pytest.raises(refused, match="retired by 'policy_version'"):
         rb.retire_older_than(1, version_key="number")
     batch = rb.sample()
-    with pytest.raises(refused, match="by which rows are sampled"):
+    with pytest.raises(refused, match="by which rows are sampled or ranked"):
         rb.update_if_present(
             index=batch["index"].flatten(),
             generation=batch["index_generation"].flatten(),

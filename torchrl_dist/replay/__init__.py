@@ -13,6 +13,8 @@ a patched row is the old or the new one    versions, and a count of patches:    
 no process samples a row that is too old   bounds under the lock, at             retire,
                                            publication and in ``repair``:        contracts
                                            ``times_sampled.retire``
+the best rows of all processes stay        choice and write under one lock,      ranking
+                                           ``ranking.keep_best``
 a row has the frames it was written with   marks and claims, ``frames``          frames
 a slice is read as a whole, in one shard   ``storage.read_rows``; numbers of     slices,
                                            steps over hosts, ``slices``          contracts
@@ -65,7 +67,7 @@ from torchrl_dist.replay.parts.sampler import (
 )
 from torchrl_dist.replay.parts.slices import SharedPrioritizedSliceSampler, SharedSliceSampler
 from torchrl_dist.replay.parts.storage import SharedMemmapStorage
-from torchrl_dist.replay.parts.writer import SharedCursorWriter
+from torchrl_dist.replay.parts.writer import SharedCursorWriter, SharedMaxValueWriter
 
 __all__ = [
     "HostedReplayBuffer",
@@ -78,6 +80,7 @@ __all__ = [
     "RemoteStorage",
     "ReplayOwner",
     "SharedCursorWriter",
+    "SharedMaxValueWriter",
     "SharedMemmapStorage",
     "SharedOfflineToOnlineReplayBuffer",
     "SharedPrioritizedSampler",

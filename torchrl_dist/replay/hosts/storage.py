@@ -7,6 +7,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,7 +25,7 @@ from torchrl_dist.replay.law.shard_law import global_index, split_index
 from torchrl_dist.replay.node.priorities import check_priorities
 from torchrl_dist.replay.parts.base import RowStorage, check_batch
 from torchrl_dist.replay.parts.sampler import SharedSampler
-from torchrl_dist.replay.row import _torchrl, rows
+from torchrl_dist.replay.row import _torchrl, rows, trees
 from torchrl_dist.replay.row.packing import spec_from_text, unpack
 from torchrl_dist.replay.saving.snapshot import CHUNK_BYTES
 
@@ -215,7 +216,7 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
         for where in np.array_split(np.arange(first, count), -(-(count - first) // room)):
             part = slice(int(where[0]), int(where[-1]) + 1)
             own = None if priority is None else priority[part]
-            parts.append((part, self.client.write(data[part], own)))
+            parts.append((part, self.client.write(trees.mapped(itemgetter(part), data), own)))
         self.client.flush()
         for part, handles in parts:
             index[part], generation[part] = handles
@@ -233,7 +234,10 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
         written = self.client.order_each(
             "write_at",
             {
-                shard: (torch.from_numpy(slots), data[torch.from_numpy(where)])
+                shard: (
+                    torch.from_numpy(slots),
+                    trees.mapped(itemgetter(torch.from_numpy(where)), data),
+                )
                 for shard, where, slots in parts
             },
             {shard: slots.size * row_bytes for shard, _, slots in parts},

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from torchrl_dist.errors import DeadlineError
+from torchrl_dist.errors import ConfigurationError, DeadlineError
 from torchrl_dist.replay.law.placement import (
     first_free_ticket,
     largest_reservation,
@@ -141,6 +141,7 @@ class SharedCursor:
     def try_reserve(self, count: int, plan: Plan | None = None) -> Reservation | None:
         """Do :meth:`reserve` under the lock. Return None if other writers are in the way."""
         directory = self._directory
+        self.check_unranked()
         row, capacity = self._free_row(), directory.capacity
         if row is None or not self._frames_admit(row, plan):
             return None
@@ -154,6 +155,18 @@ class SharedCursor:
                 ticket = free
             reservation = self._take(row, ticket, count, Word.CURSOR, ticket + count, plan)
         return reservation
+
+    def check_unranked(self) -> None:
+        """
+        Raises:
+            ConfigurationError: only the best rows are kept, see ``ranking``.
+        """
+        if self._directory.words[Word.RANKED]:
+            raise ConfigurationError(
+                f"the rows in {self._directory.path} are kept by their rank, and rows in the order "
+                "of writing would overwrite the best ones: build the buffer with "
+                "writer=SharedMaxValueWriter(...), as in the other processes"
+            )
 
     def _frames_admit(self, row: int, plan: Plan | None) -> bool:
         """Whether a plan's frames can be reserved. Called under the lock, before :meth:`_take`."""
@@ -237,6 +250,7 @@ class SharedCursor:
         directory = self._directory
         words = directory.words
         with directory.lock():
+            self.check_unranked()
             directory.begin()
             # INSERT_BASE moves too, because these rows can never be sampled
             moved = (Word.CURSOR, Word.WRITE_COUNT, Word.INSERT_BASE)

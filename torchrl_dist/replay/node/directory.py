@@ -27,6 +27,7 @@ Invariants at every instant, even if processes are killed:
    holder left (:meth:`ReplayDirectory.lock`, ``cursor.repair``).
 3. Rows are written outside the lock, only by the member whose claim covers their slots, while
    their versions are odd. Claims of live members never share a slot. Claims of dead ones lapse.
+   Patches and ranked rows (``ranking``) are written under the lock.
 4. Versions and tickets never decrease, so (slot, version // 2) permanently names one row. The only
    exception is the odd version of a row that is being patched (``patches``).
 """

@@ -52,7 +52,8 @@ from torchrl_dist.runtime.signals import say
 
 _AT_LEAST_0 = (
     Word.CURSOR, Word.WRITE_COUNT, Word.NEXT_WRITE_COUNT, Word.SAMPLED,
-    Word.MIN_SIZE_TO_SAMPLE, Word.MAX_TIMES_SAMPLED, *COUNTERS.values(),
+    Word.MIN_SIZE_TO_SAMPLE, Word.MAX_TIMES_SAMPLED, Word.RANKED, Word.OLDEST_COLUMN,
+    *COUNTERS.values(),
 )  # fmt: skip
 
 

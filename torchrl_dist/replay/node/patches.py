@@ -197,7 +197,7 @@ def _apply(
 def check_columns(directory: ReplayDirectory, patch: Patch) -> None:
     """
     Raises:
-        ConfigurationError: a sampler finds trajectories by one of the columns.
+        ConfigurationError: rows are found or ranked by one of the columns.
     """
     used = directory.words[Word.STRUCTURE]
     for number in patch.columns:
@@ -205,7 +205,7 @@ def check_columns(directory: ReplayDirectory, patch: Patch) -> None:
             assert directory.rows is not None
             key = ".".join(directory.rows.columns[number].key)
             raise ConfigurationError(
-                f"the patch changes {key!r}, by which rows are sampled: leave it out, or "
+                f"the patch changes {key!r}, by which rows are sampled or ranked: leave it out, or "
                 "write whole rows by storage[index] = rows"
             )
 

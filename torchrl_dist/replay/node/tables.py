@@ -35,7 +35,7 @@ ORDERED_LOADS = platform.machine().lower() in ("x86_64", "amd64")
 class Word(enum.IntEnum):
     """Index of each int64 of the control block. Words marked float64 hold the bits of a float64.
 
-    Words from 66 on are free.
+    Words from 67 on are free.
     """
 
     DIRTY = 0
@@ -94,12 +94,13 @@ class Word(enum.IntEnum):
     DROPPED_ROWS = 58  # a counter: rows that were dropped before the ring reached them
     FRAMES_SET = 59  # frames.json exists
     PATCHES = 60  # begins and ends of patches, see ``patches``
-    STRUCTURE = 61  # a bit for each column by which samplers find trajectories
+    STRUCTURE = 61  # a bit for each column by which rows are found or ranked
     FILLER = 62  # which process fills a data set: 0, a member's id + 1, or -1 when it is complete
+    RANKED = 63  # by what rows are ranked, see ``ranking``; 0 if they are not
     # rows that are too old, see ``times_sampled.retire``
-    OLDEST_COLUMN = 63  # 1 + the number of the column that is compared; 0: no row is too old
-    OLDEST = 64  # the smallest number in that column that is not too old
-    RETIRED_ROWS = 65  # a counter
+    OLDEST_COLUMN = 64  # 1 + the number of the column that is compared; 0: no row is too old
+    OLDEST = 65  # the smallest number in that column that is not too old
+    RETIRED_ROWS = 66  # a counter
 
 
 JOURNAL_ENTRIES = 5

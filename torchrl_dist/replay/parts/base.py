@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from torchrl_dist.forks import now_and_in_children
 from torchrl_dist.replay.law.limiter import RateLimiter
 from torchrl_dist.replay.law.placement import as_slots
 from torchrl_dist.replay.parts.drawn import Drawn
-from torchrl_dist.replay.row import _torchrl, rows
+from torchrl_dist.replay.row import _torchrl, rows, trees
 from torchrl_dist.replay.saving.shards import SavedStorage
 from torchrl_dist.replay.saving.snapshot import SavedShard
 
@@ -118,9 +119,9 @@ class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, Ten
         data = joined_rows(data)
         check_rows(data)
         if isinstance(cursor, (int, np.integer)) or (
-            isinstance(data, torch.Tensor) and getattr(cursor, "ndim", 1) == 0
+            not is_tensor_collection(data) and getattr(cursor, "ndim", 1) == 0
         ):
-            data = data.unsqueeze(0)
+            data = trees.mapped(lambda value: value.unsqueeze(0), data)
         index = self._slots_named(cursor)
         self.write_at(index, _one_row_each(index, data))
 
@@ -147,6 +148,9 @@ class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, Ten
                 f"slots must be in 0 .. {self.max_size - 1}, got {slots.min()} .. {slots.max()}"
             )
         return self._replace(slots, data)
+
+    def check_order(self, use: str) -> None:
+        """Raise ConfigurationError if slots do not tell in which order rows were written."""
 
     def update_if_present(
         self,
@@ -236,12 +240,13 @@ class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, Ten
             published = slots[self.generations_of(slots) >= 0]
             # locked, because ``rb[key] = value`` would change only this copy
             found = self._rows_at(published.numpy(), wait=False)
-            return found if isinstance(found, torch.Tensor) else found.lock_()
+            return found.lock_() if is_tensor_collection(found) else found
         data = self._rows_at(slots.reshape(-1).numpy())
         if isinstance(index, (int, np.integer)) or getattr(index, "ndim", 1) == 0:
-            return data[0]
-        rest = data.shape[1:] if isinstance(data, torch.Tensor) else data.batch_size[1:]
-        return data.reshape(*slots.shape, *rest) if slots.ndim != 1 else data
+            return trees.mapped(itemgetter(0), data)
+        if slots.ndim == 1:
+            return data
+        return trees.mapped(lambda value: value.reshape(*slots.shape, *value.shape[1:]), data)
 
     def _rows_at(self, slots: np.ndarray, *, wait: bool = True) -> TensorDictBase:
         """Return whole rows at slots, int64 [n].
@@ -289,22 +294,25 @@ class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, Ten
 
 
 def check_rows(data: Any) -> None:
-    """Raise ConfigurationError unless ``data`` is a TensorDict, a tensorclass or a tensor."""
+    """Raise ConfigurationError unless ``data`` is a TensorDict, a tensorclass, a tensor, or a tree
+    of tensors."""
     if type(data) is not TensorDict and not (  # type() is faster
-        isinstance(data, torch.Tensor) or is_tensor_collection(data)
+        isinstance(data, torch.Tensor) or is_tensor_collection(data) or trees.is_tree(data)
     ):
         raise ConfigurationError(
-            f"rows are TensorDicts, tensorclasses or tensors, got {type(data).__name__}; wrap the "
-            "data in a TensorDict"
+            "rows are TensorDicts, tensorclasses, tensors, or dictionaries, lists and tuples of "
+            f"tensors, got {type(data).__name__}; wrap the data in a TensorDict"
         )
 
 
 def joined_rows(data: Any) -> Any:
     """Return rows as one batch ``[n, ...]``, also if they are in a list."""
-    if not isinstance(data, (list, tuple)):
+    if not isinstance(data, (list, tuple)) or trees.is_tree(data):
         return data
     for row in data:
         check_rows(row)
+    if any(trees.is_tree(row) for row in data):
+        return trees.stacked(list(data))
     return torch.stack(list(data))
 
 
@@ -333,8 +341,11 @@ def _one_row_each(index: torch.Tensor, data: TensorDictBase) -> TensorDictBase:
     """Return the rows that ``storage[index] = data`` writes, ``[index.numel(), ...]``.
 
     There is one row for each element of ``index``, whatever its shape."""
-    size = data.shape if isinstance(data, torch.Tensor) else data.batch_size
-    if index.ndim < 2:
-        return data.expand(index.numel(), *size[1:])
-    rest = size[index.ndim :]
-    return data.expand(*index.shape, *rest).reshape(index.numel(), *rest)
+
+    def expanded(value: Any) -> Any:
+        if index.ndim < 2:
+            return value.expand(index.numel(), *value.shape[1:])
+        rest = value.shape[index.ndim :]
+        return value.expand(*index.shape, *rest).reshape(index.numel(), *rest)
+
+    return trees.mapped(expanded, data)

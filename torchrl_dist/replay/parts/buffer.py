@@ -305,10 +305,11 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
                 have.
 
         Raises:
-            ConfigurationError: the rows have no trajectory ids, or rows of one trajectory are in
-                several shards.
+            ConfigurationError: the rows have no trajectory ids, rows of one trajectory are in
+                several shards, or a :class:`SharedMaxValueWriter` writes the rows.
         """
         _torchrl.initialize(self)
+        self._storage.check_order("queries of trajectories")
         found = []
         for part, key in trajectories(self._storage.snapshot(), trajectory_key):
             found += _torchrl.query_rows(part, self, predicate, key)

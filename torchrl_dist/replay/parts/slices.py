@@ -373,6 +373,8 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         """Draw slices with ``count`` rows in total, all of which were published at one moment."""
         directory, fresh = self.attach(storage), False
         assert isinstance(storage, SharedMemmapStorage)
+        if not (self._by_end or self._by_step):
+            storage.check_order("slices by traj_key without fragmented=True")
 
         def draw(count: int, locked: bool) -> tuple[np.ndarray, np.ndarray, _Slices]:
             nonlocal fresh

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDict, TensorDictBase, is_tensor_collection, unravel_key
 from torchrl.data import ReplayBuffer
 
 from torchrl_dist.errors import ConfigurationError, DeadlineError, DirectoryError
@@ -37,6 +37,7 @@ from torchrl_dist.replay.node.patches import (
     patch_of,
 )
 from torchrl_dist.replay.node.priorities import check_new
+from torchrl_dist.replay.node.ranking import Ranks, keep_best, reduced
 from torchrl_dist.replay.node.tables import ORDERED_LOADS, Word
 from torchrl_dist.replay.node.times_sampled import retire
 from torchrl_dist.replay.parts.base import RowStorage, check_batch
@@ -167,7 +168,10 @@ class SharedMemmapStorage(RowStorage):
         if ndim != 1 or compilable:
             raise ConfigurationError(
                 f"SharedMemmapStorage supports ndim=1 and compilable=False, got ndim={ndim}, "
-                f"compilable={compilable}; store trajectories flat, with a trajectory id per row"
+                f"compilable={compilable}. If several processes write, the second dimension would "
+                "not tell the environments apart, because rows of all of them lie in turn in each "
+                "column: leave both out, call buffer.extend(data.reshape(-1)), and give each row "
+                "a trajectory id, as collectors do"
             )
         if gather_threads < 1:
             raise ConfigurationError(f"gather_threads must be at least 1, got {gather_threads}")
@@ -200,6 +204,7 @@ class SharedMemmapStorage(RowStorage):
         self.scratch_dir = str(self._directory.path)
         self._cursor = SharedCursor(self._directory)
         self._numbers = RowNumbers()
+        self._ranks: Ranks | None = None
         self._gatherer = Gatherer(gather_threads, timeout_s)
         self.timeout_s = timeout_s
         self._closed = False
@@ -340,6 +345,89 @@ class SharedMemmapStorage(RowStorage):
         return self._append(
             self._checked(data, self._numbers), rows.batch_of(data)[0], priority, limited
         )
+
+    def keep_best(
+        self,
+        data: TensorDictBase,
+        rank_key: NestedKey,
+        reduction: str,
+        priority: np.ndarray | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the rows that are among the best. :class:`SharedMaxValueWriter` calls this.
+
+        Args:
+            data: ``[n, ...]``.
+            rank_key, reduction: of :class:`SharedMaxValueWriter`.
+            priority: see :meth:`append`.
+
+        Returns:
+            ``(index, generation)``, int64 [n] each; -1 for rows that were not kept.
+
+        Raises:
+            ConfigurationError: the rows have no such key, or a rank is NaN. No row was written.
+            DeadlineError: another process was writing rows for ``timeout_s``.
+        """
+        self.check_open()
+        self.check_ranked()
+        check_batch(data)
+        new = _ranks_of(data, rank_key, reduction)
+        source = self._checked(data, self._numbers)
+        if priority is not None:
+            check_new(self._directory, priority, new.size)
+        self._cursor.drop_interrupted()
+        source = self._after_restores(source)
+        index = np.full(new.size, -1, dtype=np.int64)
+        generation = np.full(new.size, -1, dtype=np.int64)
+        left, deadline = np.arange(new.size), time.monotonic() + self.timeout_s
+        while left.size:
+            with self._directory.lock():
+                ranks = self._ranks_by(rank_key, reduction)
+                written = keep_best(self._cursor, ranks, new, left, source, priority)
+            if written is None:
+                if time.monotonic() > deadline:
+                    raise DeadlineError(
+                        f"other processes were writing rows of {self.scratch_dir} for "
+                        f"{self.timeout_s:g} s; are they stopped? Continue or kill them"
+                    )
+                time.sleep(_RETRY_S)
+                continue
+            kept, slots, stamps = written
+            index[left[kept]], generation[left[kept]] = slots, stamps
+            left = np.delete(left, kept) if kept.size else left[:0]
+        return torch.from_numpy(index), torch.from_numpy(generation)
+
+    def _ranks_by(self, rank_key: NestedKey, reduction: str) -> Ranks:
+        """Return this process's copy of the ranks. Called under the lock."""
+        keys = [column.key for column in self._spec().columns]
+        law = keys.index(_path_of(rank_key)), reduction
+        if self._ranks is None or self._ranks.law != law:
+            self._ranks = Ranks(self._directory, *law)
+        return self._ranks
+
+    def check_ranked(self) -> None:
+        """
+        Raises:
+            ConfigurationError: this storage cannot keep the best rows.
+        """
+        words, why = self._directory.words, ""
+        if self.limiter is not None:
+            why = "a limiter, which counts rows that are written, although a row may not be kept"
+        elif words[Word.FRAMES_SET]:
+            why = "frames=, whose room is for recent frames, although the best rows may be old"
+        elif words[Word.FILLER]:
+            why = "fill_once, after which no process may extend the storage"
+        if why:
+            raise ConfigurationError(
+                f"a SharedMaxValueWriter cannot write to a storage with {why}: leave it out, or "
+                "build the buffer with writer=SharedCursorWriter()"
+            )
+
+    def check_order(self, use: str) -> None:
+        if self._directory.words[Word.RANKED]:
+            raise ConfigurationError(
+                f"{use} need rows in the order of writing, but a SharedMaxValueWriter puts each "
+                "row in the slot of a worse one: store whole trajectories as rows, [n, T]"
+            )
 
     def fill_once(self, data: Any, *, rows_at_once: int = 8192) -> None:
         """Write a data set, unless a process of this node has done so. Each process calls this.
@@ -820,6 +908,35 @@ class SharedMemmapStorage(RowStorage):
         )
 
 
+def _path_of(key: NestedKey) -> tuple[str, ...]:
+    names = unravel_key(key)
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _ranks_of(data: Any, rank_key: NestedKey, reduction: str) -> np.ndarray:
+    """Return the ranks of new rows, float64 [n].
+
+    Raises:
+        ConfigurationError: the rows have no real numbers under the key, or a rank is NaN.
+    """
+    plain = not is_tensor_collection(data)
+    value = None if plain else data.get(rank_key, None)
+    if not isinstance(value, torch.Tensor) or not value.numel() or value.is_complex():
+        kind = type(data).__name__ if plain else f"keys {sorted(map(str, data.keys(True, True)))}"
+        raise ConfigurationError(
+            "a SharedMaxValueWriter expects data to be a tensor collection (a TensorDict or "
+            f"tensorclass) with real numbers under rank_key={rank_key!r}, got {kind}; pass "
+            "rank_key="
+        )
+    ranks = reduced(value, reduction)
+    if np.isnan(ranks).any():
+        raise ConfigurationError(
+            f"{np.count_nonzero(np.isnan(ranks))} of {ranks.size} rows have NaN as their "
+            f"{reduction} of {rank_key!r}; no row was written. Leave these rows out"
+        )
+    return ranks
+
+
 def checked_frames(frames: Mapping[NestedKey, int]) -> dict[tuple[str, ...], int]:
     """Return ``frames=`` with keys as tuples.
 
@@ -828,8 +945,7 @@ def checked_frames(frames: Mapping[NestedKey, int]) -> dict[tuple[str, ...], int
     """
     found: dict[tuple[str, ...], int] = {}
     for key, stack in frames.items() if isinstance(frames, Mapping) else [(None, 0)]:
-        names = unravel_key(key) if isinstance(key, (str, tuple)) else ()
-        path = (names,) if isinstance(names, str) else tuple(names)
+        path = _path_of(key) if isinstance(key, (str, tuple)) else ()
         if not path or type(stack) is not int or stack < 1 or (path[0] == "next" and path[1:]):
             raise ConfigurationError(
                 f"frames={frames!r}: expected the number of frames in a value, by key, such as "

@@ -9,15 +9,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+from tensordict import NestedKey, TensorDict, TensorDictBase, is_tensor_collection
 from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.writers import Writer
 
 from torchrl_dist import own_files
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.law.placement import as_slots
+from torchrl_dist.replay.node.ranking import REDUCTIONS
 from torchrl_dist.replay.parts.base import check_rows, joined_rows
-from torchrl_dist.replay.row import _torchrl
+from torchrl_dist.replay.row import _torchrl, rows, trees
 
 _MARKS = 32
 
@@ -84,13 +85,18 @@ class SharedCursorWriter(Writer):
         """
         if not getattr(data, "batch_size", True):
             raise ConfigurationError("extend takes a batch of rows [n, ...], got one row; use add")
-        if not len(data):
+        if not (rows.batch_of(data)[:1].numel() if trees.is_tree(data) else len(data)):
             return torch.zeros(0, dtype=torch.int64)
-        rows = joined_rows(data)
-        index, generation = self._storage.append(self._without_mark(rows), priority)
+        data = joined_rows(data)
+        index, generation = self._store(self._without_mark(data), priority)
         self._written.append(index)
         self._announce(index, generation)
         return index
+
+    def _store(self, data: Any, priority: np.ndarray | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return index and generation of the rows, int64 [n] each; -1 for rows that were not
+        kept."""
+        return self._storage.append(data, priority)
 
     def _without_mark(self, data: Any) -> Any:
         """Return ``data`` without the ``"index"`` that TorchRL's buffer set in an earlier
@@ -109,13 +115,13 @@ class SharedCursorWriter(Writer):
 
     def add(self, data: TensorDictBase) -> torch.Tensor:
         check_rows(data)
-        return self.extend(data.unsqueeze(0)).squeeze(0)
+        return self.extend(trees.mapped(lambda value: value.unsqueeze(0), data)).squeeze(0)
 
     def write_at(self, index: int | torch.Tensor, data: Any) -> torch.Tensor:
         """Replace the rows at given slots without moving the cursor."""
         slots = as_slots(index)
         if slots.ndim == 0:
-            data = data.unsqueeze(0)
+            data = trees.mapped(lambda value: value.unsqueeze(0), data)
         flat = slots if slots.ndim == 1 else slots.reshape(-1)  # samplers recognise this tensor
         self._announce(flat, self._storage.write_at(flat, data))
         return slots
@@ -171,3 +177,73 @@ class SharedCursorWriter(Writer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
+
+
+class SharedMaxValueWriter(SharedCursorWriter):
+    """Keep the best rows that all processes wrote, by a key of the rows.
+
+    It replaces ``TensorDictMaxValueWriter``. A new row takes a free slot, or replaces the row with
+    the lowest rank if its own rank is higher; otherwise it is not kept. The rank of a row is
+    a float64: the ``reduction`` of its values under ``rank_key``. After any number of writes by any
+    processes, the buffer therefore holds the ``max_size`` best rows. Of rows with the same rank,
+    those in the buffer stay. To keep the best trajectories, store each as a row: extend with
+    ``[n, T]``.
+
+    Pass the same arguments in the buffers of all processes. A write holds the lock of the buffer
+    while it copies the rows that are kept, up to 256 KiB at once, so it suits rows that are seldom
+    replaced. If a process is killed or interrupted during this, the rows that it was replacing at
+    that moment are lost, and so are the new ones. Rows that are written by ``buffer[i] = rows``
+    have ranks like all others. While a process restores a checkpoint, do not write.
+
+    Args:
+        rank_key: key of the numbers that rank a row. ``update_if_present`` cannot change them.
+        reduction: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"median"`` (the lower one of
+            two) over the values of a row.
+
+    Raises:
+        ConfigurationError: the arguments differ from those of another process; the storage is not
+            a :class:`SharedMemmapStorage`, because shards would each keep their own best rows; or
+            it has a ``limiter`` or ``frames``. From writes, if rows have no real numbers under the
+            key, or have NaN there; then no row is written. Samplers and ``query`` raise it if they
+            need rows in the order of writing, as slices without ``fragmented=True`` do.
+        DeadlineError: from writes, if another process is stopped while it writes.
+
+    Example:
+        >>> storage = SharedMemmapStorage(3, scratch_dir="/dev/shm/example")
+        >>> writer = SharedMaxValueWriter(rank_key="score")
+        >>> buffer = SharedReplayBuffer(storage=storage, writer=writer, batch_size=4)
+        >>> buffer.extend(TensorDict({"score": torch.tensor([5.0, 1.0, 3.0, 2.0, 4.0])}, [5]))
+        tensor([ 0, -1,  1, -1,  2])
+        >>> buffer.extend(TensorDict({"score": torch.tensor([2.5, 3.5])}, [2]))
+        tensor([-1,  1])
+    """
+
+    def __init__(self, rank_key: NestedKey = ("next", "reward"), reduction: str = "sum") -> None:
+        if reduction not in REDUCTIONS:
+            raise ConfigurationError(f"reduction={reduction!r}: expected one of {REDUCTIONS}")
+        super().__init__()
+        self.rank_key = rank_key
+        self.reduction = reduction
+
+    def register_storage(self, storage: Storage) -> None:
+        # a storage that is opened by its owner becomes a RemoteStorage on another node
+        if not hasattr(storage, "keep_best") or hasattr(storage, "owner"):
+            raise ConfigurationError(
+                f"SharedMaxValueWriter writes to a SharedMemmapStorage, got "
+                f"{type(storage).__name__}; over hosts, each shard would keep its own best rows: "
+                "let the processes of one node write to "
+                "SharedMemmapStorage(capacity, scratch_dir=...)"
+            )
+        storage.check_ranked()
+        super().register_storage(storage)
+
+    def _store(self, data: Any, priority: np.ndarray | None) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._storage.keep_best(data, self.rank_key, self.reduction, priority)
+
+    @property
+    def _cursor(self) -> int:
+        """The number of slots in use, or 0 if all are, as in TorchRL's class."""
+        return self._storage.shape[0] % self._storage.max_size
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank_key={self.rank_key!r}, reduction={self.reduction!r})"

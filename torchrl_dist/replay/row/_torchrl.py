@@ -21,9 +21,14 @@ from torchrl.data import RemoteTensorDictReplayBuffer, ReplayBuffer, TensorDictR
 from torchrl.data.replay_buffers.sample_units import Sequence, Transition
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
-from torchrl.data.replay_buffers.writers import ImmutableDatasetWriter, Writer
+from torchrl.data.replay_buffers.writers import (
+    ImmutableDatasetWriter,
+    TensorDictMaxValueWriter,
+    Writer,
+)
 
 from torchrl_dist.errors import ConfigurationError, DirectoryError
+from torchrl_dist.replay.row import trees
 from torchrl_dist.stopping import giving_up
 
 
@@ -420,7 +425,7 @@ class SparseSlots:
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         rows = self[:]  # type: ignore[index]  # of TorchRL's Storage
-        return iter(rows.unbind(0))
+        return trees.rows_in(rows)
 
     def contains(self, item: int | torch.Tensor) -> Any:
         """Return whether there is a row in a slot, or in each of several: ``item in storage``."""
@@ -474,7 +479,11 @@ def _build_with(buffer: Any, samplers_to_use: Mapping[str, str]) -> str:
             beta=getattr(sampler, "_beta", 0.4),
         )
         parts.append(f"sampler={filled}")
-    return f"; build it with {', '.join([*parts, 'writer=SharedCursorWriter()'])}"
+    instead, writer = "SharedCursorWriter()", writer_of(buffer)
+    if isinstance(writer, TensorDictMaxValueWriter):
+        law = f"rank_key={writer._rank_key!r}, reduction={writer._reduction!r}"
+        instead = f"SharedMaxValueWriter({law})"
+    return f"; build it with {', '.join([*parts, f'writer={instead}'])}"
 
 
 def _wrong_writer(buffer: Any, samplers_to_use: Mapping[str, str]) -> str | None:

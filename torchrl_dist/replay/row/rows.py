@@ -18,7 +18,7 @@ from tensordict import (
 )
 
 from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.replay.row import _torchrl
+from torchrl_dist.replay.row import _torchrl, trees
 from torchrl_dist.replay.row.numbers import RowNumbers
 from torchrl_dist.replay.row.spec import HIDDEN, ColumnSpec, NodeSpec, RowSpec
 from torchrl_dist.replay.row.text import (
@@ -44,7 +44,9 @@ _TENSOR = "torch:Tensor"
 
 
 def batch_of(data: Any) -> torch.Size:
-    """Return the batch size of rows, ``[n, ...]``; ``[n]`` if they are a plain tensor."""
+    """Return the batch size of rows, ``[n, ...]``; ``[n]`` if they are a tensor or a tree."""
+    if trees.is_tree(data):
+        return trees.batch_of(data)
     return data.shape[:1] if isinstance(data, torch.Tensor) else data.batch_size
 
 
@@ -72,6 +74,9 @@ def _parts_of(data: Any) -> _Parts:
     """
     if isinstance(data, torch.Tensor):
         return _Parts({("tensor",): data}, {(): (data.shape[:1], _TENSOR)})
+    if trees.is_tree(data):
+        leaves, kind = trees.take_apart(data)
+        return _Parts({**leaves}, {(): (batch_of(data), kind)})
     plain = _torchrl.plain_leaves(data)
     if plain is not None:
         columns, sizes = plain
@@ -217,7 +222,7 @@ def matching_columns(
         known = {column.key for column in spec.columns}
         problems += [f"unknown {shown(path)!r}" for path in found if path not in known]
     if parts.nodes or spec.nodes:
-        problems += _node_problems(parts.node_specs(), spec)
+        problems += node_problems(parts.node_specs(), spec)
     if problems:
         raise ConfigurationError(_DIFFERENT + "; ".join(problems))
     return ordered
@@ -226,20 +231,32 @@ def matching_columns(
 _DIFFERENT = "the data does not match the rows of the shared buffer: "
 
 
-def _node_problems(given: tuple[NodeSpec, ...], spec: RowSpec) -> list[str]:
+def node_problems(given: tuple[NodeSpec, ...], spec: RowSpec) -> list[str]:
+    """Return how nodes differ from those of a spec. Dictionaries may have their keys in any
+    order."""
     here = {node.key: node for node in given}
     there = {node.key: node for node in spec.nodes}
     return [
         f"{shown(key) if key else 'a row'!r} is {_node_text(here.get(key))}, stored as "
         f"{_node_text(there.get(key))}"
         for key in sorted({*here, *there})
-        if here.get(key) != there.get(key)
+        if here.get(key) != there.get(key) and not _same_tree(here.get(key), there.get(key))
     ]
+
+
+def _same_tree(one: NodeSpec | None, other: NodeSpec | None) -> bool:
+    """Whether both are trees with the same keys, in any order."""
+    kinds = [each.tensorclass for each in (one, other) if each is not None]
+    if len(kinds) < 2 or not all(kind.startswith(trees.KIND) for kind in kinds):
+        return False
+    return trees.in_order(kinds[0]) == trees.in_order(kinds[1])
 
 
 def _node_text(node: NodeSpec | None) -> str:
     if node is None:
         return "a TensorDict of the rows' batch size, or not there"
+    if node.tensorclass.startswith(trees.KIND):
+        return f"a tree {node.tensorclass.removeprefix(trees.KIND)}"
     kind = node.tensorclass.partition(":")[2] or "TensorDict"
     return f"a {kind} of batch size [n, {', '.join(map(str, node.batch_dims))}]".replace(", ]", "]")
 
@@ -289,7 +306,7 @@ def build(
     columns: Sequence[torch.Tensor], spec: RowSpec, batch: tuple[int, ...], *, raw: bool = False
 ) -> Any:
     """Return a TensorDict or tensorclass of the columns, of size ``(*batch, *spec.batch_dims)``, or
-    the tensor if rows are plain tensors.
+    the tensor or the tree if rows are plain tensors or trees.
 
     Args:
         raw: whether to leave texts undecoded and use plain TensorDicts instead of tensorclasses.
@@ -304,6 +321,9 @@ def build(
     if plan.tensorclass == _TENSOR:
         value = columns[plan.columns[0][1]]
         return _torchrl.unchecked_tensordict({"tensor": value}, torch.Size(batch)) if raw else value
+    if plan.tensorclass.startswith(trees.KIND) and not raw:
+        found = {column.key: value for column, value in zip(spec.columns, columns, strict=True)}
+        return trees.put_together(plan.tensorclass, found)
     return _built(plan, columns, spec, batch, raw)
 
 
@@ -365,7 +385,7 @@ def fitted(arrays: list[Any], spec: RowSpec, own: RowSpec) -> list[Any]:
     for hidden in HIDDEN:
         given.pop(hidden.key, None)
     problems += [f"unknown {shown(key)!r}" for key in given]
-    problems += _node_problems(spec.nodes, own)
+    problems += node_problems(spec.nodes, own)
     if spec.batch_dims != own.batch_dims:
         problems.append(
             f"the batch size is [n, {list(spec.batch_dims)}], stored [n, {list(own.batch_dims)}]"

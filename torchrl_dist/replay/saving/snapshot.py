@@ -28,6 +28,7 @@ from torchrl_dist.replay.node.cursor import SharedCursor
 from torchrl_dist.replay.node.directory import ReplayDirectory
 from torchrl_dist.replay.node.priorities import check_rescaling, rescaled
 from torchrl_dist.replay.node.tables import COUNTERS, LARGEST_COUNT, ORDERED_LOADS, Word
+from torchrl_dist.replay.row.rows import node_problems
 from torchrl_dist.replay.row.spec import HIDDEN, ColumnSpec, RowSpec, checked_spec
 from torchrl_dist.replay.row.stacks import Column, Stacks
 from torchrl_dist.tensors import array_of
@@ -468,10 +469,11 @@ def require_same(own: RowSpec, saved: RowSpec) -> None:
         for key in sorted({*here, *there})
         if not _fit(there.get(key), here.get(key))
     ]
-    if not differ:
-        if (saved.batch_dims, saved.nodes) == (own.batch_dims, own.nodes):
-            return
+    if not differ and saved.batch_dims != own.batch_dims:
         differ = [f"batch dimensions are {saved.batch_dims}, here {own.batch_dims}"]
+    differ = differ or node_problems(saved.nodes, own)
+    if not differ:
+        return
     raise ConfigurationError(
         "the saved rows do not match those of the buffer, which is unchanged: " + "; ".join(differ)
     )
