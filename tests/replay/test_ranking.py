@@ -259,7 +259,7 @@ def test_all_processes_rank_alike(rb: Any, folder: Path) -> None:
 def test_the_rank_cannot_be_patched(rb: Any) -> None:
     index = rb.extend(scored(range(3)))
     given = {"index": index, "generation": rb.writer.generations_of(index)}
-    with pytest.raises(ConfigurationError, match="ranks rows"):
+    with pytest.raises(ConfigurationError, match="sampled or ranked"):
         rb.update_if_present(patch={"score": torch.ones(3, dtype=torch.float64)}, **given)
     assert rb.update_if_present(patch={"key": torch.zeros(3).long()}, **given).updated.all()
 
