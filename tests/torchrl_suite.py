@@ -6,8 +6,8 @@
 
 A ``SharedMemmapStorage`` replaces each ``LazyTensorStorage`` and ``LazyMemmapStorage`` that a test
 builds, and in the buffers over it the shared writer and sampler replace TorchRL's. A buffer with
-``sample_unit=Sequence(...)`` or a writer that tracks generations is a ``SharedReplayBuffer``, as
-the refusal of TorchRL's class says; ``Sequence.expand`` finds the windows of this package. With
+``sample_unit=Sequence(...)``, or a buffer of TensorDicts whose writer tracks generations, is
+a ``SharedReplayBuffer``, as the refusal of TorchRL's class says; ``Sequence.expand`` finds the windows of this package. With
 ``--collector`` a test's ``Collector`` is an ``RPCBatchedCollector`` with its worker in the same
 process, whose batches ``[N, T]`` get the shape of the env, and which raises the errors of env and
 policy themselves. Tests that need TorchRL's other collectors are skipped.
@@ -179,7 +179,8 @@ def _substitute_shared_buffer() -> None:
         def build(*args: Any, **kwargs: Any) -> Any:
             storage, writer = kwargs.get("storage"), kwargs.get("writer")
             asks = type(kwargs.get("sample_unit")) is Sequence
-            asks = asks or getattr(writer, "tracks_generations", False)
+            tracks = getattr(writer, "tracks_generations", False)
+            asks = asks or (tracks and cls is not ReplayBuffer)  # which takes rows of every kind
             if not (asks and isinstance(storage, SuiteStorage)):
                 return cls(*args, **kwargs)
             kwargs.pop("writer", None)

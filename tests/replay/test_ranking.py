@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from torchrl.data import (
 )
 
 from tests.replay.faults import (
+    Stores,
     assert_sound,
     at_step,
     end_of,
@@ -32,10 +34,12 @@ from tests.replay.faults import (
     start,
     torn_rows,
 )
+from tests.replay.test_stores import assert_sound as stores_sound
 from torchrl_dist import (
     ConfigurationError,
     DeadlineError,
     RateLimiter,
+    RemoteStorage,
     SharedCursorWriter,
     SharedMaxValueWriter,
     SharedMemmapStorage,
@@ -43,6 +47,8 @@ from torchrl_dist import (
     SharedReplayBuffer,
     SharedSamplerWithoutReplacement,
     SharedSliceSampler,
+    host_replay,
+    session,
 )
 from torchrl_dist.replay.node import ranking
 from torchrl_dist.replay.node.tables import Word
@@ -297,6 +303,17 @@ def test_torchrls_writer_is_refused_with_the_line_to_write(folder: Path) -> None
     storage.close()
 
 
+def test_hosts_are_refused(folder: Path) -> None:
+    with session() as me:
+        for shortcut in (True, False):
+            owner = host_replay(me, 8, name=str(shortcut), scratch_dir=folder, shortcut=shortcut)
+            storage = RemoteStorage(owner)
+            with pytest.raises(ConfigurationError, match="over hosts, each shard would keep"):
+                SharedReplayBuffer(storage=storage, writer=SharedMaxValueWriter("score"))
+            storage.close()
+            owner.release()
+
+
 # --- several processes, some of which die --------------------------------------------------------
 
 
@@ -379,6 +396,45 @@ def test_a_process_killed_at_any_step_leaves_whole_rows(folder: Path) -> None:
         lost += 8 - len(rb)
         new += len(left & added)
     assert died > 20 and lost and new
+    rb.storage.close()
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Stores:
+    return Stores(tmp_path_factory.mktemp("stores"))
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="single steps of an x86-64 processor")
+def test_killed_between_any_two_stores(folder: Path, stores: Stores) -> None:
+    """Rows in other slots stay, with their priorities, and so do the invariants."""
+    torch.set_num_threads(1)
+    rb = make(folder, sampler=SharedPrioritizedSampler(CAPACITY, 0.5, 0.4), priority_key="p")
+    directory, status, store = rb.storage.directory, -signal.SIGKILL, 0
+
+    def victim() -> None:
+        with directory.lock():
+            pass  # joins
+        stores.watch(directory)
+        with stores.dying_at(store):
+            rb.extend(scored([30, -1, 31, 32], 30).set("p", torch.full((4,), 9.0)))
+
+    while status:
+        store += 1
+        rb.empty()
+        rb.extend(scored([5, 0, 6, 1, 2, 7, 8, 9]).set("p", torch.arange(1.0, 9.0)))
+        leaves = directory.tree.leaves.copy()
+        status = run_forked(victim, timeout_s=20)
+        assert status in (0, -signal.SIGKILL)
+        with directory.lock():  # repairs
+            pass
+        stores_sound(rb)
+        others = [0, 2, 5, 6, 7]
+        assert (rb[torch.tensor(others)]["score"] == torch.tensor([5, 6, 7, 8, 9])).all()
+        assert (directory.tree.leaves[others] == leaves[others]).all()
+        found = set(rb[:]["score"].tolist()) - {5, 6, 7, 8, 9}
+        assert found <= {0, 1, 2, 30, 31, 32}
+        assert rb.write_count - 8 in (0, 3)
+    assert found == {30, 31, 32} and store > 20
     rb.storage.close()
 
 

@@ -387,3 +387,17 @@ def test_columns_of_the_rows_stay_when_what_the_sampler_adds_is_left_out(folder:
     assert ("next", "truncated") in info and info["index"][0].shape == (8,)
     assert rb.sample()["next", "truncated"].sum() == 2
     storage.close()
+
+
+def test_what_the_error_about_dimensions_says_to_write_works(folder: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"call buffer.extend\(data.reshape\(-1\)\)"):
+        SharedMemmapStorage(100, scratch_dir=folder, ndim=2)
+    assert not folder.exists()
+    storage = SharedMemmapStorage(100, scratch_dir=folder, job_id="test")
+    rb = SharedReplayBuffer(storage=storage, sampler=SharedSliceSampler(slice_len=3), batch_size=30)
+    data = torch.stack([trajectory(number, range(20)) for number in range(4)])
+    rb.extend(data[:, :10].reshape(-1))
+    rb.extend(data[:, 10:].reshape(-1))
+    for _ in range(20):
+        assert_slices(rb.sample(), 3)
+    storage.close()

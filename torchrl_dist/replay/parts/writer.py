@@ -192,8 +192,9 @@ class SharedMaxValueWriter(SharedCursorWriter):
     Pass the same arguments in the buffers of all processes. A write holds the lock of the buffer
     while it copies the rows that are kept, up to 256 KiB at once, so it suits rows that are seldom
     replaced. If a process is killed or interrupted during this, the rows that it was replacing at
-    that moment are lost, and so are the new ones. Rows that are written by ``buffer[i] = rows``
-    have ranks like all others. While a process restores a checkpoint, do not write.
+    that moment are lost, and so are the new ones (``write_count`` may count these). Rows that are
+    written by ``buffer[i] = rows`` have ranks like all others. While a process restores
+    a checkpoint, do not write.
 
     Args:
         rank_key: key of the numbers that rank a row. ``update_if_present`` cannot change them.
