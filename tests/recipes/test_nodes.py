@@ -29,7 +29,7 @@ SMALL = [
 ]
 ROWS = [*SMALL, "--replay-dir", "/dev/shm/rows", "--batch-size", "16", "--learning-starts", "32"]
 APEX = ["train", "apex", *ROWS, "--frames-per-batch", "48", "--updates-per-batch", "2"]
-R2D2 = ["train", "r2d2", *ROWS, "--frames-per-batch", "48", "--lstm", "8", "--refresh-states"]
+R2D2 = ["train", "r2d2", *ROWS, "--frames-per-batch", "48", "--lstm", "8", "--learners", "2"]
 SAC = ["train", "sac", *ROWS, "--frames-per-batch", "12", "--updates-per-frame", "0.25"]
 IMPALA = ["train", "impala", *SMALL, "--frames-per-batch", "40"]
 DDPPO = ["train", "ddppo", *SMALL, "--frames-per-batch", "128"]
@@ -56,7 +56,7 @@ def each_recipe_in_turn(folder: str) -> None:
         "apex": [*APEX, "--total-frames", "480"],
         "apex resumed": [*APEX, "--total-frames", "960", "--resume", "--learning-starts", "400"],
         "apex by two": [*APEX, "--total-frames", "480", "--learners", "2", "--seed", "1"],
-        "r2d2": [*R2D2, "--total-frames", "480"],
+        "r2d2": [*R2D2, "--refresh-states", "--total-frames", "480"],
         "sac": [*SAC, "--total-frames", "240"],
         "impala": [*IMPALA, "--total-frames", "400"],
         "ddppo": [*DDPPO, "--total-frames", "256"],
@@ -81,7 +81,7 @@ def test_every_recipe_runs_on_two_nodes_under_torchrun(network, tmp_path: Path) 
         "apex": (1, 3),
         "apex resumed": (1, 3),
         "apex by two": (2, 2),
-        "r2d2": (1, 3),
+        "r2d2": (2, 2),
         "sac": (1, 3),
         "impala": (1, 3),
         "ddppo": (4, 4),

@@ -56,6 +56,8 @@ class DQNLearner:
 
     Args:
         loss: as :func:`dqn_loss`; it shares its online weights with ``network``.
+        states_rows: whether to call ``loss.set_rows``, for a distributed loss whose weight on each
+            rank would not be known otherwise.
     """
 
     def __init__(
@@ -66,8 +68,10 @@ class DQNLearner:
         learning_rate: float,
         target_tau: float,
         max_grad_norm: float,
+        states_rows: bool = False,
     ) -> None:
         self.loss: Any = loss
+        self._states_rows = states_rows
         self._weights = list(network.parameters())
         self._target = SoftUpdate(loss, tau=target_tau)
         # Fused, because a step then takes 0.1 ms, instead of 0.5 ms for the default's loop over
@@ -86,6 +90,8 @@ class DQNLearner:
         |TD error| float32 ``[B, 1]``, to ``batch["td_error"]``.
         """
         loss = self.loss(batch)["loss"]
+        if self._states_rows:
+            self.loss.set_rows(len(batch))
         self._optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self._weights, self._max_grad_norm)

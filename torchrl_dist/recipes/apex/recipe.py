@@ -45,9 +45,11 @@ class Apex(Learner):
 
     Attributes:
         for_priorities: the entries of a batch that ``update_tensordict_priority`` needs.
+        states_rows: see :class:`DQNLearner`.
     """
 
     for_priorities: tuple[str, ...] = ("index", "index_generation", "td_error")
+    states_rows = False
 
     def __init__(
         self,
@@ -218,6 +220,7 @@ def build(
         learning_rate=config.learning_rate,
         target_tau=config.target_tau,
         max_grad_norm=config.max_grad_norm,
+        states_rows=kind.states_rows and learners > 1,
     )
     DistributedLoss(dqn.loss, group=session.process_group, timeout_s=config.timeout_s)
     buffer = shared_buffer(
