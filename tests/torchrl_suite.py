@@ -6,11 +6,12 @@
 
 A ``SharedMemmapStorage`` replaces each ``LazyTensorStorage`` and ``LazyMemmapStorage`` that a test
 builds, and in the buffers over it the shared writer and sampler replace TorchRL's. A buffer with
-``sample_unit=Sequence(...)``, or a buffer of TensorDicts whose writer tracks generations, is
-a ``SharedReplayBuffer``, as the refusal of TorchRL's class says; ``Sequence.expand`` finds the windows of this package. With
-``--collector`` a test's ``Collector`` is an ``RPCBatchedCollector`` with its worker in the same
-process, whose batches ``[N, T]`` get the shape of the env, and which raises the errors of env and
-policy themselves. Tests that need TorchRL's other collectors are skipped.
+``sample_unit=Sequence(...)``, or a buffer of TensorDicts whose writer tracks generations, is a
+``SharedReplayBuffer``, as the refusal of TorchRL's class says; ``Sequence.expand`` finds the
+windows of this package. With ``--collector`` a test's ``Collector`` is an ``RPCBatchedCollector``
+with its worker in the same process, whose batches ``[N, T]`` get the shape of the env, and which
+raises the errors of env and policy themselves. Tests that need TorchRL's other collectors are
+skipped.
 
 A test that built nothing of ours does not count. The others *pass*, are *refused* (they
 fail with an error of this package, which says that it does not do that), or *fail*; ``--list``
