@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -29,6 +29,11 @@ from torchrl_dist import (
 from torchrl_dist.replay.row import trees
 
 CAPACITY = 32
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
 
 
 def tree(first: int, count: int) -> dict[Any, Any]:
@@ -146,6 +151,8 @@ def test_other_trees_are_refused(plain: ReplayBuffer) -> None:
         ({"a": torch.zeros(2), "b": torch.zeros(3)}, "first dimensions"),
         ({}, "at least one tensor"),
         ([one, {"a": torch.zeros(())}], "different trees"),
+        (Pair(torch.zeros(2), torch.zeros(2)), "got Pair"),
+        ({"a": Pair(torch.zeros(2), torch.zeros(2))}, "value of type Pair at"),
     ]
     for wrong, message in nothing:
         with pytest.raises(ConfigurationError, match=message):

@@ -307,7 +307,7 @@ def check_rows(data: Any) -> None:
 
 def joined_rows(data: Any) -> Any:
     """Return rows as one batch ``[n, ...]``, also if they are in a list."""
-    if not isinstance(data, (list, tuple)) or trees.is_tree(data):
+    if not (isinstance(data, list) or type(data) is tuple) or trees.is_tree(data):
         return data
     for row in data:
         check_rows(row)

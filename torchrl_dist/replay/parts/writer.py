@@ -194,7 +194,7 @@ class SharedMaxValueWriter(SharedCursorWriter):
     replaced. If a process is killed or interrupted during this, the rows that it was replacing at
     that moment are lost, and so are the new ones (``write_count`` may count these). Rows that are
     written by ``buffer[i] = rows`` have ranks like all others. While a process restores
-    a checkpoint, do not write.
+    a checkpoint, do not write. A checkpoint of a larger buffer is not restored by rank.
 
     Args:
         rank_key: key of the numbers that rank a row. ``update_if_present`` cannot change them.
