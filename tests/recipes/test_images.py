@@ -135,6 +135,10 @@ RUNS = {
         *("--env", ATARI, "--frames-per-batch", "16", "--updates-per-batch", "1"),
         *("--learning-starts", "16", "--capacity", "100", "--batch-size", "4"),
     ],
+    "r2d2": [
+        *("--env", GRID, "--frames-per-batch", "16", "--updates-per-batch", "1", "--lstm", "8"),
+        *("--learning-starts", "16", "--capacity", "100", "--batch-size", "4"),
+    ],
     "impala": ["--env", GRID, "--frames-per-batch", "16"],
     "ddppo": ["--env", GRID, "--frames-per-batch", "16", "--learners", "1", "--epochs", "1"],
 }
