@@ -49,6 +49,18 @@ def test_two_peers_give_cells_with_sane_content(tmp_path: Path, capsys) -> None:
     assert "ours-numpy" in shown and "floor" in shown and "× 1.00" in shown
 
 
+def test_sequences_and_patches_are_measured_beside_torchrl(tmp_path: Path) -> None:
+    options = ["--peers", "ours-numpy,torchrl-uniform", "--ops", "sequences,patch"]
+    cells = measured(replay, [*TOY, *options], tmp_path)
+    assert {(cell["peer"], cell["op"], cell["batch"], cell["unit"]) for cell in cells} == {
+        (peer, *line)
+        for peer in ("ours-numpy", "torchrl-uniform")
+        for line in (("sequences", 32, "windows/s"), ("patch", 256, "rows/s"))
+    }
+    for cell in cells:
+        assert cell["rate"] > 0 and 0 < cell["p50_ms"] <= cell["p99_ms"]
+
+
 def test_a_capacity_too_small_for_the_batches_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="--capacity: got 100, expected at least"):
         run_bench(replay, ["--capacity", "100"])

@@ -12,6 +12,9 @@ Operations:
 - ``write``: rows/s that 1 and 4 processes write, in batches of 64 and 512.
 - ``sample``, ``sample+update``: batches/s of a learner, without writers.
 - ``mixed``: 2 writers (batches of 64), and a learner that samples and updates priorities.
+- ``sequences``: windows/s of a learner that samples uniformly, each of 80 rows and 40 of burn-in,
+  in batches of 32 (S only).
+- ``patch``: rows/s that a learner changes by ``update_if_present``, in batches of 256.
 - ``lock``: how long a reader waits for our lock while a writer runs a tight loop (``lock-wait``).
   For ``lock-wait-busy``, the writer's process also runs a busy Python thread.
 - ``cursor``: how long it takes to reserve the slots of an ``extend`` (pytorch/rl#1397) in shared
@@ -37,7 +40,7 @@ from torchrl_dist.bench.results import append_json
 from torchrl_dist.bench.workloads import KINDS
 from torchrl_dist.errors import ConfigurationError
 
-OPS = ("write", "sample", "sample+update", "mixed", "lock", "cursor")
+OPS = ("write", "sample", "sample+update", "mixed", "sequences", "patch", "lock", "cursor")
 # Ratios are relative to the first of these peers that was measured.
 _OURS = ("ours-c", "ours-numpy", "ours-c-stock", "ours-c-2t")
 _MIXED_WRITERS, _MIXED_BATCH = 2, 64
@@ -125,4 +128,8 @@ def plan(options: argparse.Namespace, peers: list[str]) -> list[list[Cell]]:
 def _can(peer: str, cell: Cell) -> bool:
     if cell.op in ("lock", "cursor"):  # these ops concern only our parts; kind S is enough
         return peer in ("ours-numpy", "ours-c") and cell.kind == "S"
+    if cell.op in ("sequences", "patch"):
+        return cell.op in PEERS[peer].extra_ops and (cell.kind == "S" or cell.op == "patch")
+    if peer == "torchrl-uniform":
+        return False
     return not PEERS[peer].in_one_process or (cell.op != "mixed" and cell.processes == 1)

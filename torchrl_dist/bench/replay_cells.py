@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_dist.bench.processes import MeasurementError
-from torchrl_dist.bench.replay_peers import PEERS, SAMPLE_BATCH, Peer
+from torchrl_dist.bench.replay_peers import PEERS, SAMPLE_BATCH, WINDOWS, Peer
 from torchrl_dist.bench.workloads import KINDS, make_rows
 
 _PREPARED_BATCHES = 4
@@ -67,7 +67,7 @@ def measure(cell: Cell, folder: str) -> list[Result]:
     torch.set_num_threads(1)
     if cell.op == "cursor":
         return _cursors(cell, folder)
-    peer = PEERS[cell.peer](cell.kind, cell.capacity, folder)
+    peer = PEERS[cell.peer](cell.kind, cell.capacity, folder, cell.op)
     with contextlib.ExitStack() as stack:
         stack.callback(peer.close)
         peer.open(0 if peer.in_one_process else cell.processes)
@@ -279,6 +279,26 @@ def _mixed(peer: Peer, cell: Cell) -> list[Result]:
     ]
 
 
+def _sequences(peer: Peer, cell: Cell) -> list[Result]:
+    _warm_learner(peer, cell)
+    tally = learn(peer, Window.soon(cell.seconds), update=False)
+    rate = tally.calls * WINDOWS / tally.seconds
+    times = _percentiles(tally.durations_s)
+    return [Result(cell.op, WINDOWS, 1, rate, "windows/s", **times)]
+
+
+def _patch(peer: Peer, cell: Cell) -> list[Result]:
+    """Patch the rows of batches that were sampled before, in turn."""
+    import torch
+
+    actions = torch.zeros(SAMPLE_BATCH, dtype=torch.int64)
+    batches = itertools.cycle([peer.sample() for _ in range(_PRIORITIES)])
+    tally = Window.soon(cell.seconds).count(lambda: peer.patch(next(batches), actions))
+    rate = tally.calls * SAMPLE_BATCH / tally.seconds
+    times = _percentiles(tally.durations_s)
+    return [Result(cell.op, SAMPLE_BATCH, 1, rate, "rows/s", **times)]
+
+
 def _lock(peer: Peer, cell: Cell) -> list[Result]:
     """Measure how long a reader waits for our lock while a worker writes in a tight loop."""
     directory = peer.buffer.storage.directory  # type: ignore[attr-defined]  # the peer is ours
@@ -311,6 +331,8 @@ _OPERATIONS: dict[str, Callable[[Peer, Cell], list[Result]]] = {
     "sample": _sample,
     "sample+update": _sample,
     "mixed": _mixed,
+    "sequences": _sequences,
+    "patch": _patch,
     "lock": _lock,
 }
 

@@ -21,6 +21,7 @@ from torchrl_dist.bench.workloads import make_rows
 
 ALPHA, BETA = 0.6, 0.4
 SAMPLE_BATCH = 256
+WINDOWS, WINDOW, BURN_IN = 32, 80, 40  # windows per batch, and their rows without the burn-in
 _CALL_S = 60.0
 _QUEUED_CALLS = 16
 
@@ -33,6 +34,8 @@ class Peer:
         kind: kind of the rows, a key of ``KINDS``.
         capacity: maximum number of rows.
         folder: an empty folder in memory, which is removed after the measurement.
+        op: the operation to measure; ``"sequences"`` needs a buffer that samples windows, and
+            ``"patch"`` one that knows the generations of its rows.
     """
 
     name: ClassVar[str]
@@ -45,10 +48,13 @@ class Peer:
     requirement: ClassVar[str | None] = None
     needs_trees: ClassVar[bool] = False
     """Whether the peer needs TorchRL's compiled segment trees."""
+    extra_ops: ClassVar[tuple[str, ...]] = ()
+    """Which of ``"sequences"`` and ``"patch"`` the peer can do."""
 
     kind: str
     capacity: int
     folder: str
+    op: str = ""
     workers: list[Worker] = field(default_factory=list, init=False, repr=False)
     batches: list[Any] = field(default_factory=list, init=False, repr=False)
     """Prepared batches that this process writes repeatedly."""
@@ -80,6 +86,10 @@ class Peer:
         """Set new priorities (a float32 tensor [256]) for the rows of a sampled batch."""
         raise NotImplementedError
 
+    def patch(self, batch: Any, actions: Any) -> None:
+        """Replace the actions (int64 [256]) in the rows of a sampled batch."""
+        raise NotImplementedError
+
     def close(self) -> None:
         """End the workers and the buffer."""
         for worker in self.workers:
@@ -102,6 +112,19 @@ class TorchRLBuffer(Peer):
         batch.set("td_error", priorities)
         self.buffer.update_tensordict_priority(batch)
 
+    def patch(self, batch: Any, actions: Any) -> None:
+        index, generation = batch["index"].reshape(-1), batch["index_generation"].reshape(-1)
+        self.buffer.update_if_present(index=index, generation=generation, patch={"action": actions})
+
+    def sampling(self) -> dict[str, Any]:
+        """Return the arguments of a buffer that say what it samples."""
+        from torchrl.data import Sequence
+
+        if self.op != "sequences":
+            return {"batch_size": SAMPLE_BATCH}
+        unit = Sequence(WINDOW, burn_in=BURN_IN)
+        return {"batch_size": WINDOWS, "sample_unit": unit}
+
 
 # ---- ours
 
@@ -111,6 +134,7 @@ class Ours(TorchRLBuffer):
 
     name = "ours-numpy"
     environment: ClassVar[Mapping[str, str]] = {"TORCHRL_DIST_KERNEL": "numpy"}
+    extra_ops: ClassVar[tuple[str, ...]] = ("sequences", "patch")
     gather_threads: ClassVar[int] = 1
     stock: ClassVar[bool] = False
     """Whether to build a TensorDictReplayBuffer instead of a SharedReplayBuffer."""
@@ -127,11 +151,18 @@ class Ours(TorchRLBuffer):
         )  # fmt: skip
         return (TensorDictReplayBuffer if self.stock else replay.SharedReplayBuffer)(
             storage=storage,
-            sampler=replay.SharedPrioritizedSampler(self.capacity, alpha=ALPHA, beta=BETA),
+            sampler=self._sampler(),
             writer=replay.SharedCursorWriter(),
-            batch_size=SAMPLE_BATCH,
             priority_key="td_error",
+            **self.sampling(),
         )
+
+    def _sampler(self) -> Any:
+        from torchrl_dist import replay
+
+        if self.op in self.extra_ops:  # beside TorchRL's uniform buffer
+            return replay.SharedRandomSampler()
+        return replay.SharedPrioritizedSampler(self.capacity, alpha=ALPHA, beta=BETA)
 
     def close(self) -> None:
         super().close()
@@ -156,6 +187,7 @@ class OursInStockBuffer(OursWithKernel):
     """Our storage, sampler and writer, with the C kernel, in TorchRL's own buffer class."""
 
     name = "ours-c-stock"
+    extra_ops = ()
     stock = True
 
 
@@ -203,6 +235,27 @@ class TorchRL(TorchRLBuffer):
 
     def open(self, workers: int) -> None:
         self.buffer = _prioritized_buffer(self.capacity)
+
+
+class TorchRLUniform(TorchRLBuffer):
+    """TensorDictReplayBuffer in the learner's process, which samples uniformly."""
+
+    name = "torchrl-uniform"
+    in_one_process = True
+    extra_ops = ("sequences", "patch")
+
+    def open(self, workers: int) -> None:
+        from torchrl.data import (
+            LazyTensorStorage,
+            TensorDictReplayBuffer,
+            TensorDictRoundRobinWriter,
+        )
+
+        self.buffer = TensorDictReplayBuffer(
+            storage=LazyTensorStorage(self.capacity),
+            writer=TensorDictRoundRobinWriter(track_generations=True),
+            **self.sampling(),
+        )
 
 
 class TorchRLShared(TorchRLBuffer):
@@ -556,7 +609,7 @@ class Floor(Peer):
 
 
 _ALL = (
-    Ours, OursWithKernel, OursInStockBuffer, OursWithTwoThreads, TorchRL, TorchRLShared,
-    TorchRLQueue, TorchRLRemote, CPPRB, Ray, Reverb, Floor,
+    Ours, OursWithKernel, OursInStockBuffer, OursWithTwoThreads, TorchRL, TorchRLUniform,
+    TorchRLShared, TorchRLQueue, TorchRLRemote, CPPRB, Ray, Reverb, Floor,
 )  # fmt: skip
 PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in _ALL}
