@@ -151,6 +151,8 @@ def test_other_trees_are_refused(plain: ReplayBuffer) -> None:
         ({"a": torch.zeros(2), "b": torch.zeros(3)}, "first dimensions"),
         ({}, "at least one tensor"),
         ([one, {"a": torch.zeros(())}], "different trees"),
+        ([{"a": torch.zeros(2)}, {"a": torch.zeros(3)}], "different shapes"),
+        ([torch.zeros(2), torch.zeros(3)], "Stacking the elements of the list"),
         (Pair(torch.zeros(2), torch.zeros(2)), "got Pair"),
         ({"a": Pair(torch.zeros(2), torch.zeros(2))}, "value of type Pair at"),
     ]

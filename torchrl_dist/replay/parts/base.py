@@ -313,7 +313,13 @@ def joined_rows(data: Any) -> Any:
         check_rows(row)
     if any(trees.is_tree(row) for row in data):
         return trees.stacked(list(data))
-    return torch.stack(list(data))
+    try:
+        return torch.stack(list(data))
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"Stacking the elements of the list resulted in an error: {error}; give all rows the "
+            "same keys and shapes"
+        ) from error
 
 
 def check_batch(data: Any) -> None:

@@ -54,7 +54,7 @@ def stacked(rows: list[Any]) -> Any:
     """Join single rows, which are trees.
 
     Raises:
-        ConfigurationError: they are different trees.
+        ConfigurationError: they are different trees, or their tensors have different shapes.
     """
     forms = [sorted(take_apart(row)[0]) for row in rows]
     if any(form != forms[0] for form in forms):
@@ -62,7 +62,12 @@ def stacked(rows: list[Any]) -> Any:
             f"the rows of a list are different trees, such as {forms[0]} and "
             f"{next(form for form in forms if form != forms[0])}; give all rows the same keys"
         )
-    return mapped(lambda *values: torch.stack(values), *rows)
+    try:
+        return mapped(lambda *values: torch.stack(values), *rows)
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"the rows of a list have different shapes: {error}; give all rows the same shapes"
+        ) from error
 
 
 def batch_of(data: Any) -> torch.Size:
