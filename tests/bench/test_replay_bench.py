@@ -49,7 +49,7 @@ def test_two_peers_give_cells_with_sane_content(tmp_path: Path, capsys) -> None:
     assert "ours-numpy" in shown and "floor" in shown and "× 1.00" in shown
 
 
-def test_sequences_and_patches_are_measured_beside_torchrl(tmp_path: Path) -> None:
+def test_sequences_and_patches_are_measured_for_torchrl_too(tmp_path: Path) -> None:
     options = ["--peers", "ours-numpy,torchrl-uniform", "--ops", "sequences,patch"]
     cells = measured(replay, [*TOY, *options], tmp_path)
     assert {(cell["peer"], cell["op"], cell["batch"], cell["unit"]) for cell in cells} == {

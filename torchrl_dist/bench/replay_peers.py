@@ -160,7 +160,7 @@ class Ours(TorchRLBuffer):
     def _sampler(self) -> Any:
         from torchrl_dist import replay
 
-        if self.op in self.extra_ops:  # beside TorchRL's uniform buffer
+        if self.op in self.extra_ops:  # like TorchRL's uniform buffer
             return replay.SharedRandomSampler()
         return replay.SharedPrioritizedSampler(self.capacity, alpha=ALPHA, beta=BETA)
 

@@ -22,11 +22,11 @@ class TrainedPolicy(TensorDictModule):
 
     Reads ``observation`` ``[..., *observation.shape]`` and writes ``action`` ``[...]`` (int64) or
     ``[..., A]`` (float32, within the bounds). It acts greedily, except under
-    ``set_interaction_type(InteractionType.RANDOM)``; see :meth:`predict`.
+    ``set_interaction_type(InteractionType.RANDOM)``; see ``predict``.
 
     A policy with a memory (R2D2) also reads the states of its LSTM and writes the next ones, with
-    the keys and shapes of TorchRL's LSTMModule, so collectors carry them. :meth:`predict` carries
-    them itself, from call to call, until :meth:`reset`.
+    the keys and shapes of TorchRL's LSTMModule, so collectors carry them. ``predict`` carries them
+    itself, from call to call, until ``reset()``.
 
     Attributes:
         env: the environment that it was trained in: a gymnasium id or ``package.module:make``.
@@ -59,7 +59,7 @@ class TrainedPolicy(TensorDictModule):
         Raises:
             ConfigurationError: the observations have another shape, or ``explore`` is set but the
                 policy consists of action values (Ape-X, R2D2) and has no distribution. For a policy
-                with a memory also if the batch dimensions changed without :meth:`reset`.
+                with a memory also if the batch dimensions changed without ``reset()``.
         """
         rows = torch.as_tensor(np.asarray(observation), device=next(self.parameters()).device)
         shape = self.observation_shape
@@ -85,7 +85,7 @@ class TrainedPolicy(TensorDictModule):
         return action.cpu().numpy()
 
     def reset(self) -> None:
-        """Forget the episodes so far, so that the next call of :meth:`predict` begins new ones.
+        """Forget the episodes so far, so that the next call of ``predict`` begins new ones.
 
         Call it whenever you reset the environments. Policies without a memory ignore it."""
         self._episodes = None
