@@ -6,9 +6,11 @@ import collections
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +39,7 @@ from torchrl_dist import (
     replay_buffer,
     session,
 )
+from torchrl_dist.replay.parts.drawn import Drawn
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -218,11 +221,22 @@ def test_draws_of_batches_that_are_dropped_count_no_more(make: Make) -> None:
     assert max(seen.values()) == 1 and len(seen) > 128 - 16
 
 
-def test_draws_that_came_too_late_count_no_more(make: Make, cluster: Session) -> None:
+def test_draws_that_came_too_late_are_returned_once(
+    make: Make, cluster: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
     buffer = make(1, limiter=RateLimiter(16, max_times_sampled=1), timeout_s=1.5)
     buffer.extend(make_rows(range(64)))
     buffer.flush()
     cluster.call(cluster.of_role("owner")[0], slow_down, 2.0, 1)
+    client = buffer.storage.client
+    returned: collections.Counter[int] = collections.Counter()
+    return_draws = client.return_draws
+
+    def noted(rows: Drawn, *which: Any) -> None:
+        returned.update(rows.index.tolist())
+        return_draws(rows, *which)
+
+    monkeypatch.setattr(client, "return_draws", noted)
     with pytest.raises(DeadlineError):
         buffer.sample()
 
@@ -234,6 +248,9 @@ def test_draws_that_came_too_late_count_no_more(make: Make, cluster: Session) ->
         return True
 
     wait_until(answers_again)
+    wait_until(lambda: len(returned) == 16)
+    time.sleep(0.2)  # a second return would free rows that others drew meanwhile
+    assert set(returned.values()) == {1}
     assert len(sample_all(buffer)) == 64
 
 

@@ -162,17 +162,20 @@ class BatchSource:
         return len(self._ready) * self._batch_size + sum(here)
 
     def _answers(self, futures: list[Any]) -> list[Answer | None]:
+        """Wait for one answer per shard. Futures without an answer are given up, and removed from
+        ``futures``, so that :meth:`_drop` does not give them up again."""
         answers: list[Answer | None] = [None] * len(futures)
         began = awake()
         try:
             answers = self._client.answers(futures)
         finally:
             self._waited_s += awake() - began
-            if self._client.counts_draws:  # late draws are returned to the hosts
-                self._give_up(
-                    future if answer is None else None
-                    for future, answer in zip(futures, answers, strict=True)
-                )
+            if self._client.counts_draws:  # late draws are returned to the hosts, once
+                given_up: list[Any] = [None] * len(futures)
+                for shard, answer in enumerate(answers):
+                    if answer is None:
+                        given_up[shard], futures[shard] = futures[shard], None
+                self._give_up(given_up)
         return answers
 
     def _give_up(self, futures: Iterable[Any]) -> None:
