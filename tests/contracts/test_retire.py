@@ -122,6 +122,8 @@ def test_what_cannot_be_retired_is_refused(make: Make, kind: str) -> None:
     with pytest.raises(TypeError):
         rb.retire_older_than(1.5)  # type: ignore[arg-type]
     assert rb.retire_older_than(1) == 0
+    with pytest.raises(refused, match="62 bits"):
+        rb.retire_older_than(2**64)
     with pytest.raises(refused, match="retired by 'policy_version'"):
         rb.retire_older_than(1, version_key="number")
     batch = rb.sample()

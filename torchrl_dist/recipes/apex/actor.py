@@ -118,8 +118,8 @@ class RowsWithPriority:
         after = windows["next"]
         reward = after["reward"].reshape(*shape, 1).to(torch.float32)
         terminated = after["terminated"].reshape(*shape, 1)
-        observation = _kept(windows["observation"])
-        next_observation = _kept(after["observation"])
+        observation = kept(windows["observation"])
+        next_observation = kept(after["observation"])
         bootstrap = self.network(next_observation).max(-1, keepdim=True).values
         target = reward + self.gamma**steps * bootstrap * ~terminated
         value = self.network(observation).gather(-1, action)
@@ -140,6 +140,6 @@ class RowsWithPriority:
         )
 
 
-def _kept(observation: Tensor) -> Tensor:
+def kept(observation: Tensor) -> Tensor:
     """Keep images as uint8, which takes a quarter of float32's memory. The network scales them."""
     return observation if observation.dtype == torch.uint8 else observation.to(torch.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from tensordict import TensorDictBase
 
-from ..apex.actor import EpsilonGreedy
+from ..apex.actor import EpsilonGreedy, kept
 from ..parts.environments import TRANSITION, check_finite
 from ..parts.networks import CELL, HIDDEN, RecurrentQNetwork
 
@@ -37,6 +37,8 @@ def rows_with_states(rollout: TensorDictBase, env: str = "the environment") -> T
         TorchRLDistError: a value is not finite.
     """
     rows = rollout.select(*TRANSITION, HIDDEN, CELL, ("collector", "traj_ids"))
+    for key in ("observation", ("next", "observation")):
+        rows.set(key, kept(rows.get(key)))
     rows.set(("next", "reward"), rows.get(("next", "reward")).to(torch.float32))
     check_finite(rows, env)
     return rows

@@ -227,7 +227,7 @@ def column_of(directory: ReplayDirectory, key: NestedKey, *, locked: bool = Fals
 
     Raises:
         NoColumnError: the rows do not have the key.
-        ConfigurationError: the rows have several numbers under the key.
+        ConfigurationError: the rows have something else than one number under the key.
     """
     spec = directory.rows
     assert spec is not None
@@ -235,6 +235,10 @@ def column_of(directory: ReplayDirectory, key: NestedKey, *, locked: bool = Fals
     path = (name,) if isinstance(name, str) else name
     for number, (column, tensor) in enumerate(zip(spec.columns, directory.tensors, strict=True)):
         if column.key == path:
+            if column.text or column.stack:
+                raise ConfigurationError(
+                    f"{key!r} holds texts, or frames that rows share, expected one number per row"
+                )
             if tensor.numel() != directory.capacity:
                 raise ConfigurationError(
                     f"{key!r} has shape {list(column.shape)} per row, expected one number"

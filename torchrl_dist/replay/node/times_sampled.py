@@ -15,7 +15,7 @@ import numpy as np
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.law.limiter import MOST_TIMES
 from torchrl_dist.replay.node.directory import ReplayDirectory
-from torchrl_dist.replay.node.tables import Word
+from torchrl_dist.replay.node.tables import LARGEST_COUNT, Word
 
 _BITS = MOST_TIMES.bit_length()
 
@@ -65,12 +65,12 @@ def hide_exhausted(directory: ReplayDirectory, slots: np.ndarray) -> None:
     directory.tree.set(slots[exhausted(directory, slots)], 0.0)
 
 
-def is_too_old(directory: ReplayDirectory, slots: np.ndarray) -> np.ndarray:
+def is_too_old(directory: ReplayDirectory, slots: np.ndarray | slice) -> np.ndarray:
     """Return whether the rows in the slots, published or not, are too old, bool [n]."""
     words = directory.words
     column = words[Word.OLDEST_COLUMN]
     if not column:
-        return np.zeros(slots.size, bool)
+        return np.zeros(directory.versions[slots].size, bool)
     return directory.arrays[column - 1].reshape(-1)[slots] < words[Word.OLDEST]
 
 
@@ -79,8 +79,9 @@ def hide_too_old(directory: ReplayDirectory) -> int:
 
     Called between begin and commit."""
     words, tree = directory.words, directory.tree
-    slots = np.flatnonzero(tree.leaves[: directory.high])
-    slots = slots[is_too_old(directory, slots)]
+    old = is_too_old(directory, slice(directory.high))
+    old &= tree.leaves[: directory.high] > 0
+    slots = np.flatnonzero(old)
     set_times_sampled(directory, slots, words[Word.MAX_TIMES_SAMPLED])
     tree.set(slots, 0.0)
     words[Word.AVAILABLE] -= slots.size
@@ -96,9 +97,12 @@ def retire(directory: ReplayDirectory, column: int, oldest: int) -> int:
         The number of rows that this call has hidden.
 
     Raises:
-        ConfigurationError: rows were retired by another column before.
+        ConfigurationError: rows were retired by another column before, or ``oldest`` has more
+            than 62 bits.
     """
     words = directory.words
+    if not -LARGEST_COUNT <= oldest <= LARGEST_COUNT:
+        raise ConfigurationError(f"got the version {oldest}, expected a number of 62 bits")
     with directory.lock():
         before = words[Word.OLDEST_COLUMN]
         if before not in (0, column + 1):
@@ -111,8 +115,8 @@ def retire(directory: ReplayDirectory, column: int, oldest: int) -> int:
         if before and oldest <= words[Word.OLDEST]:
             return 0
         directory.begin()
-        words[Word.OLDEST_COLUMN], words[Word.OLDEST] = 0, oldest
-        words[Word.OLDEST_COLUMN] = column + 1
+        words[Word.OLDEST] = oldest
+        words[Word.OLDEST_COLUMN] = column + 1  # last, because it makes the bound valid
         hidden = hide_too_old(directory)
         words[Word.RETIRED_ROWS] += hidden
         directory.commit()

@@ -228,8 +228,8 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         limiter.
 
         The storage needs a :class:`RateLimiter` with ``max_times_sampled``. A version below an
-        earlier one changes nothing; ``empty`` starts over. A call reads the versions of all rows
-        once (about a millisecond per million rows).
+        earlier one changes nothing; ``empty`` and loading a checkpoint start over. A call reads the
+        versions of all rows once, under the lock (about 3 ms per million rows).
 
         Args:
             version: the smallest version to sample.

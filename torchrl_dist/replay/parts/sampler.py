@@ -49,7 +49,6 @@ EMPTY = (
 _RECENT_ROWS = 2**19  # 8 MiB of slots and generations
 _ROWS_PER_BATCH = 64  # overhead of a batch in memory and hashing, in rows
 _SAME_VALUES = 4
-_ATTEMPTS = 20  # draws per row before the rows that may be sampled are listed
 # How long a thread waits for others to leave :class:`RecentGenerations`. They leave after
 # microseconds, unless a signal handler interrupted them or they get no core for a while.
 _SHORT_PATIENCE_S, _LONG_PATIENCE_S = 0.25, 10.0
@@ -454,22 +453,19 @@ class SharedRandomSampler(SharedSampler, RandomSampler):
         mass = directory.length
 
         def draw_counted(count: int, locked: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-            leaves, high = directory.tree.leaves, directory.high
-
             def draw_more(count: int) -> tuple[np.ndarray, np.ndarray]:
-                drawn = (self._uniforms(count) * high).astype(np.int64)
-                again = np.flatnonzero(leaves[drawn] == 0)
-                for _ in range(_ATTEMPTS):
-                    if not again.size:
-                        break
-                    drawn[again] = (self._uniforms(again.size) * high).astype(np.int64)
-                    again = again[leaves[drawn[again]] == 0]
-                if again.size:  # few of the rows may be sampled
+                leaves, high = directory.tree.leaves, directory.high
+                drawn = np.empty(0, np.int64)
+                tries = 2 * (count + 8) * high // max(directory.words[Word.AVAILABLE], 1)
+                if 4 * tries < high:  # faster than listing all rows
+                    drawn = (self._uniforms(tries) * high).astype(np.int64)
+                    drawn = drawn[leaves[drawn] > 0][:count]
+                if drawn.size < count:
                     available = np.flatnonzero(leaves)
                     if not available.size:
                         raise TooFewDrawsError(EMPTY)
-                    chosen = (self._uniforms(again.size) * available.size).astype(np.int64)
-                    drawn[again] = available[chosen]
+                    more = (self._uniforms(count - drawn.size) * available.size).astype(np.int64)
+                    drawn = np.append(drawn, available[more])
                 return drawn, leaves[drawn]
 
             nonlocal mass
