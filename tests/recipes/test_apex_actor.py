@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_dist.recipes.apex.actor import EpsilonGreedy, RowsWithPriority, actor_epsilons
-from torchrl_dist.recipes.apex.dqn_learner import DQNLearner, dqn_loss
+from torchrl_dist.recipes.apex.dqn_learner import DQNLearner, DQNLoss
 from torchrl_dist.recipes.parts.environments import Images
 from torchrl_dist.recipes.parts.networks import QNetwork
 
@@ -145,14 +145,9 @@ def test_dqn_loss_bootstraps_after_truncation_only_and_discounts_by_the_windows_
     data, online, target = rollout(), QNetwork(4, 2, (8,)), QNetwork(4, 2, (8,))
     rows = RowsWithPriority(online, gamma=GAMMA, n_steps=N_STEPS)(data.clone()).reshape(-1)
     learner = DQNLearner(
-        online, dqn_loss(online, GAMMA), learning_rate=1e-3, target_tau=0.5, max_grad_norm=10.0
+        DQNLoss(online, GAMMA), learning_rate=1e-3, target_tau=0.5, max_grad_norm=10.0
     )
-    for ours, theirs in zip(
-        learner.loss.target_value_network_params.values(True, True),
-        target.parameters(),
-        strict=True,
-    ):
-        ours.data.copy_(theirs.data)
+    learner.loss.target.load_state_dict(target.state_dict())
     with torch.no_grad():
         errors = [
             target_by_hand(data, env, step, online, target)
@@ -177,7 +172,7 @@ def test_updates_change_the_network_given_and_pull_the_target_along() -> None:
     network = QNetwork(4, 2, (8,))
     before = network[0].weight.detach().clone()
     learner = DQNLearner(
-        network, dqn_loss(network, GAMMA), learning_rate=1e-2, target_tau=0.25, max_grad_norm=10.0
+        DQNLoss(network, GAMMA), learning_rate=1e-2, target_tau=0.25, max_grad_norm=10.0
     )
     rows = RowsWithPriority(network, gamma=GAMMA, n_steps=N_STEPS)(rollout()).reshape(-1)
     learner.update(rows)
@@ -192,7 +187,7 @@ def test_a_restored_learner_takes_the_same_next_step() -> None:
     torch.manual_seed(4)
     networks = [QNetwork(4, 2, (8,)) for _ in range(2)]
     learners = [
-        DQNLearner(n, dqn_loss(n, GAMMA), learning_rate=1e-2, target_tau=0.1, max_grad_norm=10.0)
+        DQNLearner(DQNLoss(n, GAMMA), learning_rate=1e-2, target_tau=0.1, max_grad_norm=10.0)
         for n in networks
     ]
     rows = RowsWithPriority(networks[0], gamma=GAMMA, n_steps=N_STEPS)(rollout()).reshape(-1)

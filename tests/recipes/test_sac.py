@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.objectives import SACLoss
 
 from torchrl_dist import RPCBatchedCollector, local_cluster
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.recipes.parts import environments
-from torchrl_dist.recipes.parts.environments import look_at
+from torchrl_dist.recipes.parts.environments import Task, look_at
 from torchrl_dist.recipes.parts.networks import PolicySpec
-from torchrl_dist.recipes.parts.policies import action_values_of, squashed_gaussian_actor
+from torchrl_dist.recipes.parts.policies import squashed_gaussian_actor
 from torchrl_dist.recipes.sac.config import SACConfig
+from torchrl_dist.recipes.sac.loss import SACLoss
 from torchrl_dist.recipes.sac.recipe import (
     ActionValue,
     frames_of_a_batch,
@@ -32,29 +32,28 @@ from torchrl_dist.recipes.sac.recipe import (
 TASK = look_at("Pendulum-v1", discrete=False)
 
 
+def loss_of(task: Task) -> SACLoss:
+    network = PolicySpec.of(task, "squashed_gaussian", (8,)).network()
+    critics = [ActionValue(task, (8,)) for _ in range(2)]
+    return SACLoss(network, critics, gamma=0.99, target_entropy=target_entropy(task))
+
+
 def test_a_cut_episode_bootstraps_and_a_terminated_one_does_not() -> None:
     torch.manual_seed(0)
-    network = PolicySpec.of(TASK, "squashed_gaussian", (8,)).network()
-    actor = squashed_gaussian_actor(network, TASK.action_low, TASK.action_high)
-    value = ActionValue(TASK, (8,))
-    loss = SACLoss(
-        actor, action_values_of(value), num_qvalue_nets=2, loss_function="l2", target_entropy=-1.0
-    )
-    loss.make_value_estimator(gamma=0.99)
+    loss = loss_of(TASK)
     with torch.no_grad():  # every state is worth 100
-        for params in (loss.qvalue_network_params, loss.target_qvalue_network_params):
-            params["module", "2", "weight"].zero_()
-            params["module", "2", "bias"].fill_(100.0)
-    after = {"observation": torch.randn(2, 3), "reward": torch.zeros(2, 1)}
-    after["done"] = torch.ones(2, 1, dtype=torch.bool)
-    after["terminated"] = torch.tensor([[True], [False]])
-    batch = TensorDict(
-        {"observation": torch.randn(2, 3), "action": torch.zeros(2, 1), "next": after}, [2]
-    )
-    loss(batch)
-    terminated, cut = batch["td_error"].tolist()
-    assert terminated > 90
-    assert cut < 20
+        for critic in (*loss.critics, *loss.target):
+            critic[-1].weight.zero_()
+            critic[-1].bias.fill_(100.0)
+    after = {"observation": torch.randn(1, 3), "reward": torch.zeros(1, 1)}
+    batch = {"observation": torch.randn(1, 3), "action": torch.zeros(1, 1)}
+    errors = []
+    for terminated in (True, False):
+        after["terminated"] = torch.tensor([[terminated]])
+        losses = loss(TensorDict({**batch, "next": after}, [1]))
+        errors.append(float((losses["loss_qvalue"] / 2).detach().sqrt()))
+    assert errors[0] == pytest.approx(100)
+    assert errors[1] < 20
 
 
 def test_pendulum_is_cut_and_never_terminated_and_keeps_its_last_observation() -> None:
@@ -93,15 +92,7 @@ def test_losses_do_not_depend_on_the_unit_of_actions() -> None:
     for bound in (1.0, 1e-3, 1e3):
         torch.manual_seed(0)
         task = dataclasses.replace(TASK, action_low=(-bound,), action_high=(bound,))
-        network = PolicySpec.of(task, "squashed_gaussian", (8,)).network()
-        loss = SACLoss(
-            squashed_gaussian_actor(network, task.action_low, task.action_high),
-            action_values_of(ActionValue(task, (8,))),
-            num_qvalue_nets=2,
-            loss_function="l2",
-            target_entropy=target_entropy(task),
-        )
-        loss.make_value_estimator(gamma=0.99)
+        loss = loss_of(task)
         after = {"observation": rows_of["after"], "reward": reward, "terminated": terminated}
         batch = {"observation": rows_of["before"], "action": scaled * bound}
         torch.manual_seed(1)

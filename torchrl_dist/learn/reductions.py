@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torchrl.objectives as objectives
@@ -308,6 +308,17 @@ KNOWN: dict[type[LossModule], Rule] = {
     objectives.TD3BCLoss: _td3_bc,
 }
 
+_OWN: set[type[LossModule]] = set()
+_Class = TypeVar("_Class", bound=type[LossModule])
+
+
+def computes_each_row(loss_class: _Class) -> _Class:
+    """Declare, as a decorator, that a class of ours computes nothing over several rows before its
+    reductions."""
+    _OWN.add(loss_class)
+    return loss_class
+
+
 _ESTIMATORS = (
     estimators.GAE,
     estimators.MultiAgentGAE,
@@ -320,7 +331,7 @@ _ESTIMATORS = (
 
 def refusal(loss_class: type[LossModule], loss: LossModule, call: Call, part: str) -> str | None:
     """Return why the divisors of a part do not determine the ranks' weights, or None if they do."""
-    rule = KNOWN.get(loss_class)
+    rule = _by_row if loss_class in _OWN else KNOWN.get(loss_class)
     if rule is None:
         return (
             f"{loss_class.__name__} is not one of the TorchRL losses that are known to compute "

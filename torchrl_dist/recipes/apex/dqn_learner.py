@@ -7,73 +7,69 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModuleBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
-from torchrl.objectives import DQNLoss, LossModule, SoftUpdate
+from torch.nn import functional
+from torchrl.objectives import LossModule
 
+from ...learn.reductions import computes_each_row
 from ..parts.networks import QNetwork
+from ..parts.targets import Follow, target_of
 
 
-class ActionValues(TensorDictModuleBase):
-    """Write what TorchRL's ``QValueActor`` writes for discrete actions, in less time.
+@computes_each_row
+class DQNLoss(LossModule):
+    """Double Q-learning of actions ``[B]`` that are numbered (van Hasselt et al. 2016, eq. 4).
 
-    An update takes a quarter less time, because DQNLoss calls this module three times per update.
-    Without pandas, each call of a QValueActor searches the disk for pandas
-    (``TensorDictBase.from_any``, tensordict 0.14.3).
+    Losses and gradients are those of TorchRL's ``DQNLoss`` with ``double_dqn=True`` and smooth L1
+    errors, in about half the time, because TorchRL's takes most of it outside of the networks.
+
+    ``forward`` returns ``"loss"``, the mean error of the rows weighted by ``priority_weight``, and
+    writes each row's |TD error|, float32 ``[B, 1]``, to ``"td_error"``. Rewards are sums over
+    ``steps_to_next_obs`` steps.
+
+    Args:
+        network: its weights are trained and shared.
     """
 
-    in_keys = ["observation"]  # noqa: RUF012 (TorchRL's convention)
-    out_keys = ["action", "action_value", "chosen_action_value"]  # noqa: RUF012
-
-    def __init__(self, network: QNetwork) -> None:
+    def __init__(self, network: QNetwork, gamma: float) -> None:
         super().__init__()
-        self.network = network
+        self.gamma, self.reduction = gamma, "mean"
+        self.network, self.target = network, target_of(network)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        after, steps = tensordict.get("next"), tensordict.get("steps_to_next_obs")
+        with torch.no_grad():
+            best = self.network(after.get("observation")).argmax(-1, keepdim=True)
+            value = self.target(after.get("observation")).gather(-1, best)
+            value = value * ~after.get("terminated")
+            goal = after.get("reward") + self.gamma**steps * value
         values = self.network(tensordict.get("observation"))
-        best = values.max(-1, keepdim=True)
-        tensordict.set("action_value", values)
-        tensordict.set("action", best.indices.squeeze(-1))
-        return tensordict.set("chosen_action_value", best.values)
-
-
-def dqn_loss(network: QNetwork, gamma: float) -> DQNLoss:
-    """Return TorchRL's loss of double DQN; it shares its online weights with ``network``."""
-    loss = DQNLoss(
-        ActionValues(network),
-        double_dqn=True,
-        delay_value=True,
-        loss_function="smooth_l1",
-        action_space="categorical",
-    )
-    loss.make_value_estimator(gamma=gamma)
-    return loss
+        value = values.gather(-1, tensordict.get("action").unsqueeze(-1))
+        tensordict.set("td_error", (goal - value.detach()).abs())
+        error = functional.smooth_l1_loss(value, goal, reduction="none").squeeze(-1)
+        loss = self._reduce_loss(error, weights=tensordict.get("priority_weight"))
+        return TensorDict({"loss": loss})
 
 
 class DQNLearner:
     """Double DQN with a target network that follows slowly.
 
     Args:
-        loss: as :func:`dqn_loss`; it shares its online weights with ``network``.
-        states_rows: whether to call ``loss.set_rows``, for a distributed loss whose weight on each
-            rank would not be known otherwise.
+        loss: trains ``loss.network``, and reads ``loss.target``.
     """
 
     def __init__(
         self,
-        network: nn.Module,
-        loss: LossModule,
+        loss: Any,
         *,
         learning_rate: float,
         target_tau: float,
         max_grad_norm: float,
-        states_rows: bool = False,
     ) -> None:
-        self.loss: Any = loss
-        self._states_rows = states_rows
-        self._weights = list(network.parameters())
-        self._target = SoftUpdate(loss, tau=target_tau)
+        self.loss = loss
+        self._weights = list(loss.network.parameters())
+        self._follow = Follow(loss.target, loss.network, target_tau)
         # Fused, because a step then takes 0.1 ms, instead of 0.5 ms for the default's loop over
         # tensors.
         self._optimizer = torch.optim.Adam(self._weights, lr=learning_rate, fused=True)
@@ -86,19 +82,13 @@ class DQNLearner:
     def update(self, batch: TensorDictBase) -> Tensor:
         """Take one step on ``batch`` ``[B]``, and return the loss.
 
-        Uses ``priority_weight`` and ``steps_to_next_obs``, and writes each row's new priority,
-        |TD error| float32 ``[B, 1]``, to ``batch["td_error"]``.
-        """
+        Writes each row's new priority to ``batch["td_error"]``, float32 ``[B, 1]``."""
         loss = self.loss(batch)["loss"]
-        if self._states_rows:
-            self.loss.set_rows(len(batch))
         self._optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self._weights, self._max_grad_norm)
         self._optimizer.step()
-        self._target.step()
-        # DQNLoss writes squared errors; priorities are absolute, as in the paper and the actors.
-        batch.set("td_error", batch.get("td_error").sqrt())
+        self._follow()
         return loss.detach()
 
     def state_dict(self) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from ..training.loop import Learner, Start, choose_device, my_collectors, stream
 from ..training.shared_rows import remarks_on_resume, shared_buffer, stale_priorities
 from .actor import EpsilonGreedy, RowsWithPriority, actor_epsilons
 from .config import ApexConfig
-from .dqn_learner import DQNLearner, dqn_loss
+from .dqn_learner import DQNLearner, DQNLoss
 
 __all__ = ["Apex", "ApexConfig", "build", "run"]
 
@@ -45,11 +45,9 @@ class Apex(Learner):
 
     Attributes:
         for_priorities: the entries of a batch that ``update_tensordict_priority`` needs.
-        states_rows: see :class:`DQNLearner`.
     """
 
     for_priorities: tuple[str, ...] = ("index", "index_generation", "td_error")
-    states_rows = False
 
     def __init__(
         self,
@@ -94,7 +92,7 @@ class Apex(Learner):
     @staticmethod
     def new_loss(config: Any, network: Any) -> LossModule:
         """Return the loss that trains ``network``."""
-        return dqn_loss(network, config.gamma)
+        return DQNLoss(network, config.gamma)
 
     @staticmethod
     def windows(config: Any) -> dict[str, Any]:
@@ -215,12 +213,10 @@ def build(
 
     network = policy.network().to(device)
     dqn = DQNLearner(
-        network,
         kind.new_loss(config, network),
         learning_rate=config.learning_rate,
         target_tau=config.target_tau,
         max_grad_norm=config.max_grad_norm,
-        states_rows=kind.states_rows and learners > 1,
     )
     DistributedLoss(dqn.loss, group=session.process_group, timeout_s=config.timeout_s)
     buffer = shared_buffer(

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
@@ -339,10 +340,25 @@ class SquashedGaussianNetwork(nn.Module):
         location, log_scale = self.layers(observation.to(torch.float32)).chunk(2, -1)
         return location, (3.5 * log_scale.tanh() - 1.5).exp()
 
+    def drawn(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        """Draw actions, float32 ``[..., action_size]``, with gradients.
+
+        Returns:
+            The actions, and the log-densities [...] of these actions scaled to -1 .. 1."""
+        location, scale = self(observation)
+        noise = torch.randn_like(location)
+        raw = location + scale * noise
+        log_prob = -(noise**2 + math.log(2 * math.pi)) / 2 - scale.log()
+        # log(1 - tanh(x)^2) = 2 (log 2 - x - softplus(-2 x)), stable for large x
+        log_prob = log_prob - 2 * (math.log(2) - raw - functional.softplus(-2 * raw))
+        return self._scaled(raw.tanh()), log_prob.sum(-1)
+
     def greedy(self, observation: Tensor) -> Tensor:
         """Return the action at the location, float32 ``[..., action_size]``."""
-        middle = self(observation)[0].tanh()
-        action = self.low + (middle + 1) / 2 * (self.high - self.low)
+        return self._scaled(self(observation)[0].tanh())
+
+    def _scaled(self, action: Tensor) -> Tensor:
+        action = self.low + (action + 1) / 2 * (self.high - self.low)
         return action.clamp(self.low, self.high)  # rounding may exceed the bounds
 
     def player(self) -> Act:

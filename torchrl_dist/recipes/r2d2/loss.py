@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModule
 from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence
 from torchrl.objectives import LossModule
 
+from ...learn.reductions import computes_each_row
 from ..parts.networks import CELL, HIDDEN, RecurrentQNetwork, State
+from ..parts.targets import target_of
 
 EPSILON = 1e-3
 
@@ -27,13 +28,14 @@ def stretched(value: Tensor) -> Tensor:
     return value.sign() * (((root - 1) / (2 * EPSILON)) ** 2 - 1)
 
 
+@computes_each_row
 class R2D2Loss(LossModule):
     """n-step double Q-learning of a network with an LSTM (Kapturowski et al. 2019, section 2.3).
 
     ``forward`` reads windows of ``burn_in + length + n_steps - 1`` rows, ``[B * size]``, as
     ``Sequence(length, burn_in=burn_in, bootstrap=n_steps - 1, episode_boundary="stop")`` samples
     them. It returns ``"loss"``, the mean over the rows to learn from of the weighted squared errors
-    (halved), and writes the squared error of each row to ``"td_error"``, float32 ``[B * size, 1]``,
+    (halved), and writes each row's |TD error| to ``"td_error"``, float32 ``[B * size, 1]``,
     0 for rows that are not learned from. It replaces the stored states of the first row to learn
     from by those that the burn-in has computed.
 
@@ -46,20 +48,13 @@ class R2D2Loss(LossModule):
         network: its weights are trained and shared.
     """
 
-    value_network: Any
-    value_network_params: Any
-    target_value_network_params: Any
-
     def __init__(
         self, network: RecurrentQNetwork, *, gamma: float, n_steps: int, burn_in: int, length: int
     ) -> None:
         super().__init__()
         self.gamma, self.n_steps = gamma, n_steps
         self.burn_in, self.length = burn_in, length
-        keys = ["observation"], ["action_value", "state"]
-        self.convert_to_functional(
-            TensorDictModule(network, *keys), "value_network", create_target_params=True
-        )
+        self.network, self.target = network, target_of(network)
 
     @property
     def size(self) -> int:
@@ -83,12 +78,11 @@ class R2D2Loss(LossModule):
         # one more observation, behind the last row of the episode
         seen = torch.cat([observation[:, burn_in:], after[:, -1:]], 1)
         seen[window, there] = after[window, burn_in + there - 1]
-        with torch.no_grad(), self.target_value_network_params.to_module(self.value_network):
-            begin = self._burnt_in(observation, valid, states)
-            target = self._network(seen, begin)[0]
-        with self.value_network_params.to_module(self.value_network):
-            begin = self._burnt_in(observation, valid, states)
-            value = self._network(seen, begin)[0]
+        with torch.no_grad():
+            begin = self._burnt_in(self.target, observation, valid, states)
+            target = self.target(seen, begin)[0]
+        begin = self._burnt_in(self.network, observation, valid, states)
+        value = self.network(seen, begin)[0]
         for key, state in zip((HIDDEN, CELL), begin, strict=True):
             column(key)[:, burn_in] = state.transpose(0, 1)
 
@@ -105,16 +99,15 @@ class R2D2Loss(LossModule):
         chosen = value[:, :length].gather(-1, action).squeeze(-1)
         error = (goal - chosen) ** 2 * (step < there[:, None])
         weight = column("priority_weight").reshape(valid.shape)[:, :1]
-        squared = torch.zeros_like(valid, dtype=torch.float32)
-        squared[:, burn_in : burn_in + length] = error.detach()
-        tensordict.set("td_error", squared.reshape(-1, 1))
+        errors = torch.zeros_like(valid, dtype=torch.float32)
+        errors[:, burn_in : burn_in + length] = error.detach().sqrt()
+        tensordict.set("td_error", errors.reshape(-1, 1))
         return TensorDict({"loss": (weight * error).mean() / 2})
 
-    def _network(self, observation: Tensor, state: State) -> tuple[Tensor, State]:
-        return self.value_network.module(observation, state)
-
     @torch.no_grad()
-    def _burnt_in(self, observation: Tensor, valid: Tensor, states: Tensor) -> State:
+    def _burnt_in(
+        self, network: RecurrentQNetwork, observation: Tensor, valid: Tensor, states: Tensor
+    ) -> State:
         """Return the state at the first row to learn from.
 
         Args:
@@ -128,7 +121,6 @@ class R2D2Loss(LossModule):
         if not burn_in or not count.any():
             return hidden, cell
         order = (first[:, None] + torch.arange(burn_in, device=valid.device)).clamp(max=burn_in - 1)
-        network = self.value_network.module
         features = network.features(observation[window[:, None], order])
         packed = pack_padded_sequence(
             features, count.clamp(min=1).cpu(), batch_first=True, enforce_sorted=False

@@ -32,7 +32,6 @@ class R2D2(apex.Apex):
     for_priorities = (
         "anchor_index", "anchor_generation", "validity_mask", "learning_mask", "td_error",
     )  # fmt: skip
-    states_rows = True
 
     @staticmethod
     def actor(

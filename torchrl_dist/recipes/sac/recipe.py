@@ -16,19 +16,20 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
-from torchrl.objectives import SACLoss, SoftUpdate
 
 from ...collect import CollectReport, RPCBatchedCollector
 from ...learn.ranks import Ranks
 from ...replay import RateLimiter, SharedReplayBuffer
 from ...runtime import Session
 from ..parts.environments import TRANSITION, Task, check_finite, for_collectors
-from ..parts.networks import PolicySpec, layers
-from ..parts.policies import action_values_of, squashed_gaussian_actor
+from ..parts.networks import PolicySpec, SquashedGaussianNetwork, layers
+from ..parts.policies import squashed_gaussian_actor
+from ..parts.targets import Follow
 from ..training.feed import Feed
 from ..training.loop import LossLearner, Start, choose_device, my_collectors, stream_seed, train
 from ..training.shared_rows import remarks_on_resume, shared_buffer
 from .config import SACConfig
+from .loss import SACLoss
 
 __all__ = ["SAC", "SACConfig", "build", "rows", "run"]
 
@@ -122,7 +123,7 @@ class SAC(LossLearner):
         self.buffer = buffer
         self.device = device
         self.ranks = Ranks(timeout_s=config.timeout_s)
-        self._target = SoftUpdate(loss, tau=config.target_tau)
+        self._follow = Follow(loss.target, loss.critics, config.target_tau)
         self._feed = Feed(self._draw, device)
 
     def learn(self, data: CollectReport, frames: int) -> dict[str, Any]:
@@ -149,7 +150,7 @@ class SAC(LossLearner):
     def _update(self, batch: TensorDictBase) -> TensorDictBase:
         losses = self.loss(batch)
         self.step(losses["loss_qvalue"] + losses["loss_actor"] + losses["loss_alpha"])
-        self._target.step()
+        self._follow()
         return losses
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -175,16 +176,14 @@ def build(config: SACConfig, task: Task, policy: PolicySpec, session: Session, s
     """
     device = choose_device(config, session)
     network = policy.network().to(device)
+    assert isinstance(network, SquashedGaussianNetwork)
     actor = squashed_gaussian_actor(network, task.action_low, task.action_high)
-    values = action_values_of(ActionValue(task, config.hidden, config.network).to(device))
     loss = SACLoss(
-        actor,
-        values,
-        num_qvalue_nets=2,
-        loss_function="l2",
+        network,
+        [ActionValue(task, config.hidden, config.network).to(device) for _ in range(2)],
+        gamma=config.gamma,
         target_entropy=target_entropy(task),
-    ).to(device)
-    loss.make_value_estimator(gamma=config.gamma)
+    )
     limiter = limiter_of(config, len(my_collectors(session)))
     buffer = shared_buffer(config, session, start, batch_size=config.batch_size, limiter=limiter)
     collector = RPCBatchedCollector(

@@ -109,7 +109,7 @@ class LossLearner(Learner):
     def __init__(self, loss: Any, collector: RPCBatchedCollector, **adam: Any) -> None:
         self.loss = loss
         self.collector = collector
-        self._weights = list(loss.parameters())
+        self._weights = [weight for weight in loss.parameters() if weight.requires_grad]
         self._optimizer = torch.optim.Adam(self._weights, fused=True, **adam)
 
     def set_learning_rate(self, learning_rate: float) -> None:

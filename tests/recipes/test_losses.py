@@ -1,0 +1,189 @@
+"""The recipes' losses beside TorchRL's, and on two ranks beside one process with all rows."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import Tensor, nn
+from torch.distributions import normal
+from torchrl.data import Sequence
+from torchrl.modules import QValueActor
+from torchrl.objectives import DQNLoss as TorchRLDQNLoss
+from torchrl.objectives import SACLoss as TorchRLSACLoss
+from torchrl.objectives import SoftUpdate
+
+from tests.learn.ranks import LearningRanks
+from tests.recipes.test_r2d2 import SIZE, windows
+from torchrl_dist import DistributedLoss
+from torchrl_dist.recipes.apex.dqn_learner import DQNLoss
+from torchrl_dist.recipes.parts.environments import look_at
+from torchrl_dist.recipes.parts.networks import PolicySpec, QNetwork, RecurrentQNetwork
+from torchrl_dist.recipes.parts.policies import action_values_of, squashed_gaussian_actor
+from torchrl_dist.recipes.parts.targets import Follow, target_of
+from torchrl_dist.recipes.r2d2.loss import R2D2Loss
+from torchrl_dist.recipes.sac.loss import SACLoss
+from torchrl_dist.recipes.sac.recipe import ActionValue, target_entropy
+
+ROWS = 24
+close = partial(torch.testing.assert_close, rtol=1e-6, atol=1e-6)
+
+
+def rows_of_dqn(seed: int = 0) -> TensorDict:
+    generator = torch.Generator().manual_seed(seed)
+    draw = partial(torch.rand, generator=generator)
+    after = {
+        "observation": draw(ROWS, 4) - 0.5,
+        "reward": draw(ROWS, 1) * 6 - 3,
+        "terminated": draw(ROWS, 1) < 0.3,
+    }
+    after["done"] = after["terminated"] | (draw(ROWS, 1) < 0.2)
+    return TensorDict(
+        {
+            "observation": draw(ROWS, 4) - 0.5,
+            "action": (draw(ROWS) * 3).long(),
+            "priority_weight": draw(ROWS),
+            "steps_to_next_obs": (draw(ROWS, 1) * 3).long() + 1,
+            "next": after,
+        },
+        [ROWS],
+    )
+
+
+def gradients(network: nn.Module) -> list[Tensor]:
+    return [weight.grad.clone() for weight in network.parameters()]
+
+
+def test_double_q_learning_is_that_of_torchrl() -> None:
+    torch.manual_seed(0)
+    network = QNetwork(4, 3, (16, 16))
+    loss = DQNLoss(network, 0.9)
+    for weight in loss.target.parameters():
+        nn.init.normal_(weight)
+    theirs = copy.deepcopy(network)
+    actor = QValueActor(
+        TensorDictModule(theirs, ["observation"], ["action_value"]), action_space="categorical"
+    )
+    other = TorchRLDQNLoss(
+        actor, double_dqn=True, delay_value=True, loss_function="smooth_l1",
+        action_space="categorical",
+    )  # fmt: skip
+    other.make_value_estimator(gamma=0.9)
+    updater = SoftUpdate(other, tau=0.25)  # sets the targets to the weights
+    targets = list(other.target_value_network_params.values(True, True))
+    for theirs_, ours in zip(targets, loss.target.parameters(), strict=True):
+        theirs_.data.copy_(ours)
+    batch, copied = rows_of_dqn(), rows_of_dqn()
+    found, expected = loss(batch)["loss"], other(copied)["loss"]
+    close(found, expected)
+    close(batch["td_error"] ** 2, copied["td_error"])
+    found.backward()
+    expected.backward()
+    for ours, grad in zip(gradients(network), gradients(theirs), strict=True):
+        close(ours, grad)
+    assert all(weight.grad is None for weight in loss.target.parameters())
+    Follow(loss.target, network, 0.25)()
+    updater.step()
+    for theirs_, ours in zip(targets, loss.target.parameters(), strict=True):
+        close(ours, theirs_.data)
+
+
+def test_soft_actor_critic_is_that_of_torchrl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same noise, for actions within bounds that differ by dimension."""
+    torch.manual_seed(0)
+    task = look_at("Pendulum-v1", discrete=False)
+    low, high = (-2.0, 0.0, 5.0), (1.0, 0.5, 25.0)
+    task = task.__class__(**{**vars(task), "action_low": low, "action_high": high})
+    network = PolicySpec("x", 3, (16,), "squashed_gaussian", 0, low, high).network()
+    critics: list[nn.Module] = [ActionValue(task, (16,)) for _ in range(2)]
+    loss = SACLoss(network, critics, gamma=0.9, target_entropy=target_entropy(task))
+    with torch.no_grad():
+        loss.log_alpha.fill_(-0.7)
+        for weight in loss.target.parameters():
+            nn.init.normal_(weight)
+    theirs = copy.deepcopy(network)
+    other = TorchRLSACLoss(
+        squashed_gaussian_actor(theirs, low, high), action_values_of(ActionValue(task, (16,))),
+        num_qvalue_nets=2, loss_function="l2", target_entropy=target_entropy(task),
+    )  # fmt: skip
+    other.make_value_estimator(gamma=0.9)
+    with torch.no_grad():
+        other.log_alpha.fill_(-0.7)
+        for params, networks in (
+            (other.qvalue_network_params, critics),
+            (other.target_qvalue_network_params, loss.target),
+        ):
+            pairs = zip(*(network.parameters() for network in networks), strict=True)
+            for both, pair in zip(params.values(True, True), pairs, strict=True):
+                both.data.copy_(torch.stack(pair))
+    noise = torch.randn(ROWS, 3)
+    monkeypatch.setattr(torch, "randn_like", lambda like: noise)
+    monkeypatch.setattr(normal, "_standard_normal", lambda *_, **__: noise)
+    action = torch.tensor(low) + torch.rand(ROWS, 3) * (torch.tensor(high) - torch.tensor(low))
+    terminated = torch.rand(ROWS, 1) < 0.3
+    after = {"observation": torch.rand(ROWS, 3), "reward": torch.rand(ROWS, 1)}
+    after |= {"terminated": terminated, "done": terminated}
+    batch = {"observation": torch.rand(ROWS, 3), "action": action, "next": after}
+    found, expected = loss(TensorDict(batch, [ROWS])), other(TensorDict(batch, [ROWS]))
+    for name in ("loss_qvalue", "loss_actor", "loss_alpha", "alpha", "entropy"):
+        close(found[name], expected[name].reshape(()), rtol=1e-5)
+    for losses in (found, expected):
+        (losses["loss_qvalue"] + losses["loss_actor"] + losses["loss_alpha"]).backward()
+    for ours, grad in zip(gradients(network), gradients(theirs), strict=True):
+        close(ours, grad, rtol=1e-5)
+    pairs = zip(*(network.parameters() for network in critics), strict=True)
+    for both, pair in zip(other.qvalue_network_params.values(True, True), pairs, strict=True):
+        close(torch.stack([weight.grad for weight in pair]), both.grad, rtol=1e-5)
+    close(loss.log_alpha.grad, other.log_alpha.grad.reshape(()), rtol=1e-5)
+    assert all(weight.grad is None for weight in loss.target.parameters())
+
+
+def dqn() -> tuple[Any, TensorDict]:
+    return DQNLoss(QNetwork(4, 3, (16,)), 0.9), rows_of_dqn()
+
+
+def r2d2() -> tuple[Any, TensorDict]:
+    network = RecurrentQNetwork(3, 4, (6,), SIZE)
+    loss = R2D2Loss(network, gamma=0.9, n_steps=2, burn_in=2, length=3)
+    torch.manual_seed(3)
+    return loss, windows(8, Sequence(3, burn_in=2, bootstrap=1), np.random.default_rng(0))
+
+
+def gradients_of_two_ranks(make: Callable[[], tuple[Any, TensorDict]]) -> float:
+    """Return the largest difference to the gradients of this process alone with all rows."""
+    torch.manual_seed(5)
+    alone, batch = make()
+    torch.manual_seed(5)
+    loss = make()[0]
+    first = len(batch) // 4
+    mine = slice(0, first) if dist.get_rank() == 0 else slice(first, None)
+    alone(batch.clone())["loss"].backward()
+    with DistributedLoss(loss, timeout_s=30) as loss:
+        loss(batch[mine].clone())["loss"].backward()
+        pairs = zip(gradients(loss.network), gradients(alone.network), strict=True)
+        return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("make", [dqn, r2d2])
+def test_gradients_of_two_ranks_are_those_of_all_rows(
+    make: Callable[[], tuple[Any, TensorDict]], fork_server: Any
+) -> None:
+    with LearningRanks.start(2, fork_server) as ranks:
+        assert max(ranks.run(gradients_of_two_ranks, make)) < 1e-5
+
+
+def test_a_target_shares_the_buffers_and_gets_no_gradients() -> None:
+    network = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    target = target_of(network)
+    network[1].running_mean.fill_(3.0)
+    assert (target[1].running_mean == 3).all()
+    assert target[0].weight is not network[0].weight
+    assert not any(weight.requires_grad for weight in target.parameters())
