@@ -61,9 +61,13 @@ os.register_at_fork(after_in_child=_renew_all)
 
 @contextlib.contextmanager
 def imports_to_be_forked() -> Iterator[None]:
-    """Set the variables of ``TO_BE_FORKED`` within this context; import the libraries in it."""
-    before = {name: os.environ.get(name) for name in TO_BE_FORKED}
-    os.environ.update(TO_BE_FORKED)
+    """Set the variables of ``TO_BE_FORKED``, and hide the GPUs, within this context; import the
+    libraries in it.
+
+    TorchRL counts the GPUs when it is imported, and NVIDIA's libraries then start a thread."""
+    variables = {**TO_BE_FORKED, "CUDA_VISIBLE_DEVICES": ""}
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:

@@ -58,6 +58,15 @@ def rows_of_dqn(seed: int = 0) -> TensorDict:
     )
 
 
+def weights_of(params: Any) -> list[Tensor]:
+    """The weights of two critics, each stacked [2, ...], without their buffers."""
+    return [params["module", layer, name] for layer in "02" for name in ("weight", "bias")]
+
+
+def pairs(networks: Any) -> Any:
+    return zip(*(network.parameters() for network in networks), strict=True)
+
+
 def gradients(network: nn.Module) -> list[Tensor]:
     return [weight.grad.clone() for weight in network.parameters()]
 
@@ -121,8 +130,7 @@ def test_soft_actor_critic_is_that_of_torchrl(monkeypatch: pytest.MonkeyPatch) -
             (other.qvalue_network_params, critics),
             (other.target_qvalue_network_params, loss.target),
         ):
-            pairs = zip(*(network.parameters() for network in networks), strict=True)
-            for both, pair in zip(params.values(True, True), pairs, strict=True):
+            for both, pair in zip(weights_of(params), pairs(networks), strict=True):
                 both.data.copy_(torch.stack(pair))
     noise = torch.randn(ROWS, 3)
     monkeypatch.setattr(torch, "randn_like", lambda like: noise)
@@ -139,8 +147,7 @@ def test_soft_actor_critic_is_that_of_torchrl(monkeypatch: pytest.MonkeyPatch) -
         (losses["loss_qvalue"] + losses["loss_actor"] + losses["loss_alpha"]).backward()
     for ours, grad in zip(gradients(network), gradients(theirs), strict=True):
         close(ours, grad, rtol=1e-5)
-    pairs = zip(*(network.parameters() for network in critics), strict=True)
-    for both, pair in zip(other.qvalue_network_params.values(True, True), pairs, strict=True):
+    for both, pair in zip(weights_of(other.qvalue_network_params), pairs(critics), strict=True):
         close(torch.stack([weight.grad for weight in pair]), both.grad, rtol=1e-5)
     close(loss.log_alpha.grad, other.log_alpha.grad.reshape(()), rtol=1e-5)
     assert all(weight.grad is None for weight in loss.target.parameters())

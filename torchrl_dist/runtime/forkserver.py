@@ -526,8 +526,9 @@ def serve(command_fd: int, report_fd: int, parent_pid: int, address: str) -> Non
     if os.getppid() != parent_pid:
         return  # the parent died before we could watch it
     outlive_stop_signals()
-    for name in _PRELOAD:
-        importlib.import_module(name)
+    with imports_to_be_forked():
+        for name in _PRELOAD:
+            importlib.import_module(name)
     # All children share this resource tracker. A child's own tracker would be killed with the
     # child's process group, and could not unlink, for example, the semaphores of envs in /dev/shm.
     resource_tracker.ensure_running()

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torchrl.objectives import LossModule
 
 from ...learn.reductions import computes_each_row
 from ..parts.networks import QNetwork
 from ..parts.targets import Follow, target_of
+from ..training.updates import Adam, graphed
 
 
 @computes_each_row
@@ -57,6 +58,8 @@ class DQNLearner:
 
     Args:
         loss: trains ``loss.network``, and reads ``loss.target``.
+        graph: on a GPU, whether an update is one CUDA graph; see :class:`Graphed`. Load a state
+            before the first update.
     """
 
     def __init__(
@@ -66,30 +69,30 @@ class DQNLearner:
         learning_rate: float,
         target_tau: float,
         max_grad_norm: float,
+        graph: bool = False,
     ) -> None:
         self.loss = loss
-        self._weights = list(loss.network.parameters())
         self._follow = Follow(loss.target, loss.network, target_tau)
-        # Fused, because a step then takes 0.1 ms, instead of 0.5 ms for the default's loop over
-        # tensors.
-        self._optimizer = torch.optim.Adam(self._weights, lr=learning_rate, fused=True)
+        self._optimizer = Adam(loss.network.parameters(), lr=learning_rate)
         self._max_grad_norm = max_grad_norm
+        self._step = graphed(self._take_step, self._optimizer.weights[0].device, known=graph)
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
+        self._optimizer.set_rate(learning_rate)
 
     def update(self, batch: TensorDictBase) -> Tensor:
         """Take one step on ``batch`` ``[B]``, and return the loss.
 
         Writes each row's new priority to ``batch["td_error"]``, float32 ``[B, 1]``."""
+        result = self._step(batch)
+        batch.set("td_error", result.get("td_error"))
+        return result.get("loss")
+
+    def _take_step(self, batch: TensorDictBase) -> TensorDictBase:
         loss = self.loss(batch)["loss"]
-        self._optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(self._weights, self._max_grad_norm)
-        self._optimizer.step()
+        self._optimizer.descend(loss, self._max_grad_norm)
         self._follow()
-        return loss.detach()
+        return TensorDict({"loss": loss.detach(), "td_error": batch.get("td_error")})
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the online and target weights and the optimizer's state."""

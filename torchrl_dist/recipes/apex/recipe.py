@@ -45,9 +45,11 @@ class Apex(Learner):
 
     Attributes:
         for_priorities: the entries of a batch that ``update_tensordict_priority`` needs.
+        has_graph: whether an update can be a CUDA graph.
     """
 
     for_priorities: tuple[str, ...] = ("index", "index_generation", "td_error")
+    has_graph = True
 
     def __init__(
         self,
@@ -217,6 +219,7 @@ def build(
         learning_rate=config.learning_rate,
         target_tau=config.target_tau,
         max_grad_norm=config.max_grad_norm,
+        graph=kind.has_graph and learners == 1 and config.network is None,
     )
     DistributedLoss(dqn.loss, group=session.process_group, timeout_s=config.timeout_s)
     buffer = shared_buffer(

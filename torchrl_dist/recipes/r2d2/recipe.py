@@ -32,6 +32,7 @@ class R2D2(apex.Apex):
     for_priorities = (
         "anchor_index", "anchor_generation", "validity_mask", "learning_mask", "td_error",
     )  # fmt: skip
+    has_graph = False  # the lengths of windows are read on the host
 
     @staticmethod
     def actor(

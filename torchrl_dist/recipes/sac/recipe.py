@@ -28,6 +28,7 @@ from ..parts.targets import Follow
 from ..training.feed import Feed
 from ..training.loop import LossLearner, Start, choose_device, my_collectors, stream_seed, train
 from ..training.shared_rows import remarks_on_resume, shared_buffer
+from ..training.updates import graphed
 from .config import SACConfig
 from .loss import SACLoss
 
@@ -39,18 +40,20 @@ class ActionValue(nn.Sequential):
 
     The layers see actions scaled to -1 .. 1, so the unit of the actions does not matter."""
 
+    middle: Tensor
+    half_width: Tensor
+
     def __init__(self, task: Task, hidden: tuple[int, ...], make: str | None = None) -> None:
         inputs = task.observation_size + len(task.action_low)
         super().__init__(*layers(make, inputs, hidden, 1, nn.ReLU))
         low, high = torch.tensor(task.action_low), torch.tensor(task.action_high)
-        # Not buffers, because a loss would copy and update buffers like target networks' weights.
-        self.middle, self.half_width = (low + high) / 2, (high - low) / 2
+        self.register_buffer("middle", (low + high) / 2, persistent=False)
+        self.register_buffer("half_width", (high - low) / 2, persistent=False)
 
     def forward(  # type: ignore[override]  # two inputs, unlike a Sequential
         self, observation: Tensor, action: Tensor
     ) -> Tensor:
-        middle, half_width = self.middle.to(action.device), self.half_width.to(action.device)
-        scaled = (action - middle) / half_width
+        scaled = (action - self.middle) / self.half_width
         return super().forward(torch.cat([observation, scaled], -1))
 
 
@@ -125,21 +128,23 @@ class SAC(LossLearner):
         self.ranks = Ranks(timeout_s=config.timeout_s)
         self._follow = Follow(loss.target, loss.critics, config.target_tau)
         self._feed = Feed(self._draw, device)
+        self._update = graphed(self._step, device, known=config.network is None)
 
     def learn(self, data: CollectReport, frames: int) -> dict[str, Any]:
         """Take as many gradient steps as the limiter allows after these frames."""
         losses = None
         while (batch := self._feed.take()) is not None:
             losses = self._update(batch)
+            self.updates += 1
             self._feed.prepare()
         if losses is None:
             return {}
         self.collector.update_policy_weights_()
         return {
-            "train/loss": losses["loss_qvalue"].detach(),
-            "train/loss_actor": losses["loss_actor"].detach(),
-            "train/entropy": losses["entropy"].detach(),
-            "train/alpha": losses["alpha"].detach(),
+            "train/loss": losses["loss_qvalue"],
+            "train/loss_actor": losses["loss_actor"],
+            "train/entropy": losses["entropy"],
+            "train/alpha": losses["alpha"],
             "train/replay_ratio": self.updates * self.config.batch_size / frames,
         }
 
@@ -147,11 +152,11 @@ class SAC(LossLearner):
         go_on = self.buffer.can_sample() and not self.session.stop_requested
         return self.buffer.sample() if go_on else None
 
-    def _update(self, batch: TensorDictBase) -> TensorDictBase:
+    def _step(self, batch: TensorDictBase) -> TensorDictBase:
         losses = self.loss(batch)
-        self.step(losses["loss_qvalue"] + losses["loss_actor"] + losses["loss_alpha"])
+        self._optimizer.descend(losses["loss_qvalue"] + losses["loss_actor"] + losses["loss_alpha"])
         self._follow()
-        return losses
+        return losses.detach()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)

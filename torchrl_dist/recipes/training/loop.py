@@ -43,6 +43,7 @@ from ..parts.plots import Evaluation
 from .config import RecipeConfig
 from .evaluator import Evaluations, EvaluatorConfig
 from .monitor import Monitor, check_wandb
+from .updates import Adam
 
 _FINAL = 2**20  # makes seeds of final evaluations differ from those during training
 _EVALUATION = 3  # the stream of evaluations' seeds; collectors and buffers have streams 1 and 2
@@ -109,20 +110,15 @@ class LossLearner(Learner):
     def __init__(self, loss: Any, collector: RPCBatchedCollector, **adam: Any) -> None:
         self.loss = loss
         self.collector = collector
-        self._weights = [weight for weight in loss.parameters() if weight.requires_grad]
-        self._optimizer = torch.optim.Adam(self._weights, fused=True, **adam)
+        weights = [weight for weight in loss.parameters() if weight.requires_grad]
+        self._optimizer = Adam(weights, **adam)
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
+        self._optimizer.set_rate(learning_rate)
 
     def step(self, total: torch.Tensor, max_grad_norm: float | None = None) -> None:
         """Take one gradient step on ``total``, the sum of the losses."""
-        self._optimizer.zero_grad()
-        total.backward()
-        if max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self._weights, max_grad_norm)
-        self._optimizer.step()
+        self._optimizer.descend(total, max_grad_norm)
         self.updates += 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -136,11 +132,8 @@ class LossLearner(Learner):
         model = {name: value for name, value in state["model"].items() if name not in _SETTINGS}
         own = self.loss.state_dict()
         model |= {name: own[name] for name in _SETTINGS if name in own}
-        rates = [group["lr"] for group in self._optimizer.param_groups]
         self.loss.load_state_dict(model)
         self._optimizer.load_state_dict(dict(state["optimizer"]))
-        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
         self.collector.update_policy_weights_()
 
 
