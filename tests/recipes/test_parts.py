@@ -350,7 +350,7 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with local_cluster({"learner": 1}) as session:
         assert choose_device(ApexConfig(), session).type == "cpu"
-        with pytest.raises(ConfigurationError, match="--device cuda: learner0 needs GPU 0"):
+        with pytest.raises(ConfigurationError, match="--device cuda: 1 learners .* has 0"):
             choose_device(ApexConfig(device="cuda"), session)
 
 

@@ -262,6 +262,26 @@ def test_connections_of_strangers_are_refused(fork_server: ForkServer) -> None:
     wait_until(lambda: len(descriptors(fork_server.pid)) <= before)
 
 
+COUNTS = """
+import importlib, os, torch
+from torchrl_dist.forks import imports_to_be_forked
+from torchrl_dist.runtime.forkserver import _PRELOAD
+seen = []
+torch.cuda.device_count = lambda: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]) or 0
+with imports_to_be_forked():
+    for name in _PRELOAD:
+        importlib.import_module(name)
+assert seen, "nothing counts the GPUs any more, so they need not be hidden"
+assert set(seen) == {""}, seen
+assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+"""
+
+
+def test_imports_do_not_count_the_gpus_because_that_starts_a_thread() -> None:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}
+    subprocess.run([sys.executable, "-c", COUNTS], env=environment, check=True, timeout=120)
+
+
 FORKS = """
 import os, sys, threading, time
 from torchrl_dist.forks import TO_BE_FORKED, imports_to_be_forked

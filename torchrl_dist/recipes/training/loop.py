@@ -218,16 +218,16 @@ def choose_device(config: RecipeConfig, session: Session) -> torch.device:
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     most = max(Counter(peer.host for peer in session.of_role("learner")).values())
-    if config.device == "auto" and most > torch.cuda.device_count():
-        return torch.device(
-            "cpu"
-        )  # on every node, because learners on different devices could not average gradients
-    index = sum(p.host == session.me.host for p in session.of_role("learner")[: session.me.index])
-    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if most > available:
+        if config.device == "auto":  # on every node, because averages need equal devices
+            return torch.device("cpu")
+        # every learner raises this, so that none waits for another
         raise ConfigurationError(
-            f"--device {config.device}: {session.me.name} needs GPU {index} of {session.me.host}, "
-            f"which has {torch.cuda.device_count()}; use --device cpu, or fewer learners"
+            f"--device {config.device}: {most} learners on one host need as many GPUs, and "
+            f"{session.me.host} has {available}; use --device cpu, or fewer learners"
         )
+    index = sum(p.host == session.me.host for p in session.of_role("learner")[: session.me.index])
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
