@@ -14,6 +14,7 @@ from torchrl_dist.checkpoint import load_checkpoint
 from torchrl_dist.cli import main
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.recipes.training.monitor import check_wandb
+from torchrl_dist.recipes.training.run_directory import resumed_at
 
 from .jobs import (
     ENDLESS,
@@ -99,6 +100,7 @@ def test_resume_continues_weights_counters_and_buffer(trained, tmp_path, fork_se
     after = load_checkpoint(tmp_path / "run/checkpoint.pt")
     assert result["frames"] == 3512
     assert result["resumes"] == 1
+    assert resumed_at(tmp_path / "run") == before.extra["history"]["frames"]
     assert result["updates"] == before.counters["updates"] + 2 * 4
     assert result["seconds"] > trained[1].result["seconds"]
     assert after.config["hidden"] == (16,)

@@ -43,6 +43,7 @@ from ..parts.plots import Evaluation
 from .config import RecipeConfig
 from .evaluator import Evaluations, EvaluatorConfig
 from .monitor import Monitor, check_wandb
+from .run_directory import note_resumed
 
 _FINAL = 2**20  # makes seeds of final evaluations differ from those during training
 _EVALUATION = 3  # the stream of evaluations' seeds; collectors and buffers have streams 1 and 2
@@ -270,6 +271,8 @@ def train(
     check_wandb(config.wandb)
     before = load_checkpoint(config.checkpoint_path, recipe=config.recipe) if resume else None
     start = Start.of(before)
+    if resume:
+        note_resumed(config.output_path, start.frames)
     others = [
         session.submit(peer, _follow, build, config, start, timeout_s=float("inf"))
         for peer in session.of_role("learner")[1:]

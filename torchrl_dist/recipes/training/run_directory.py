@@ -14,6 +14,7 @@ from ...replay.node.files import CLAIM
 from ...replay.node.leftovers import look, remove
 
 _NOTE = "run.json"
+_RESUMED = "resumed_at_frames"
 
 
 def claim(
@@ -185,7 +186,19 @@ def _names_in(folder: Path, option: str) -> list[str]:
 
 def _owner(output: Path) -> str | None:
     note = _read(output / _NOTE)
-    return note["job_id"] if note.keys() == {"job_id"} else None
+    return note["job_id"] if note.keys() - {_RESUMED} == {"job_id"} else None
+
+
+def note_resumed(output: Path, frames: int) -> None:
+    """Record that the job which claimed the folder continues a run after ``frames``."""
+    if note := _read(output / _NOTE):
+        _write(output / _NOTE, note | {_RESUMED: str(frames)})
+
+
+def resumed_at(output: Path) -> int | None:
+    """Return the frames that the run had when it was resumed last, or None if it never was."""
+    frames = _read(output / _NOTE).get(_RESUMED, "")
+    return int(frames) if frames.isdecimal() else None
 
 
 def job_of(output: Path) -> str | None:
