@@ -252,6 +252,7 @@ def _parser(command: Sequence[str] = ()) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_train(commands)
     _add_play(commands)
+    _add_export(commands)
     _add_inspect(commands)
     _add_clean(commands)
     bench = commands.add_parser("bench", help="run a benchmark", description="Run a benchmark.")
@@ -532,6 +533,32 @@ def _play(options: argparse.Namespace) -> int:
     return _print_result(
         play(options.checkpoint, **{name: getattr(options, name) for name in names})
     )
+
+
+# ---- export
+
+
+def _add_export(commands: argparse._SubParsersAction) -> None:
+    export = commands.add_parser(
+        "export",
+        help="write a trained policy as a file for torch.export or ONNX",
+        description="Write a checkpoint's greedy policy as one file, which maps a batch of "
+        "observations to actions without this package. The file is written only if it gives the "
+        "policy's actions for 100 random observations.",
+    )
+    export.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint.pt, or its folder")
+    export.add_argument(
+        "output",
+        metavar="OUT.pt2|OUT.onnx",
+        help="file for torch.export.load, or an ONNX file (pip install 'torchrl-dist[onnx]')",
+    )
+    export.set_defaults(command=_export)
+
+
+def _export(options: argparse.Namespace) -> int:
+    from .recipes.parts.export import export
+
+    return _print_result(export(options.checkpoint, options.output))
 
 
 # ---- inspect
