@@ -43,7 +43,7 @@ from ..parts.plots import Evaluation
 from .config import RecipeConfig
 from .evaluator import Evaluations, EvaluatorConfig
 from .monitor import Monitor, check_wandb
-from .run_directory import note_resumed
+from .run_directory import note_resumed, write_settings
 
 _FINAL = 2**20  # makes seeds of final evaluations differ from those during training
 _EVALUATION = 3  # the stream of evaluations' seeds; collectors and buffers have streams 1 and 2
@@ -252,8 +252,8 @@ def train(
 ) -> dict[str, Any]:
     """Train, and return the result as plain values. The first learner's process calls it. Blocks.
 
-    Writes ``checkpoint.pt``, ``learning_curve.png`` and logs to the run's folder. After a stop
-    signal it finishes the current batch, writes the checkpoint and returns.
+    Writes ``checkpoint.pt``, ``config.yaml``, ``learning_curve.png`` and logs to the run's folder.
+    After a stop signal it finishes the current batch, writes the checkpoint and returns.
 
     Raises:
         ConfigurationError: the environment, the nodes, the device or a logger do not suit
@@ -485,6 +485,8 @@ class Keeper:
         except BaseException:
             self.monitor.discard()
             raise
+        write_settings(config)
+        self.monitor.log_settings(config.as_plain())
 
     def collected(self, turn: Round) -> None:
         """Record an iteration's data, before the learner learns from them."""

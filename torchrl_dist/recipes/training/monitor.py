@@ -313,6 +313,18 @@ class Monitor:
             shown.pop()
         self._bar.set_postfix_str(", ".join(shown), refresh=False)
 
+    def log_settings(self, values: Mapping[str, Any]) -> None:
+        """Log the run's configuration, for TensorBoard's page of hyperparameters and for wandb."""
+        from torch.utils.tensorboard.summary import hparams
+
+        tensorboard, _csv, *others = self._loggers
+        plain = {k: v if isinstance(v, int | float) else str(v) for k, v in values.items()}
+        for summary in hparams(plain, {"eval/return": 0.0}):
+            # not add_hparams of the logger's writer, which makes another folder
+            tensorboard.experiment.file_writer.add_summary(summary)
+        for wandb in others:
+            wandb.log_hparams(dict(values))
+
     def say(self, text: str) -> None:
         """Print a line on stderr without breaking the progress line."""
         self._bar.write(text, file=self._stderr)
