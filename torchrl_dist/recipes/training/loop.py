@@ -37,6 +37,7 @@ from ...errors import (
 )
 from ...learn.ranks import Ranks
 from ...runtime import Peer, Session, current_session
+from ...runtime.session import check_session
 from ..parts.environments import Task, look_at
 from ..parts.networks import PolicySpec
 from ..parts.plots import Evaluation
@@ -267,6 +268,7 @@ def train(
         RemoteError: for example, an environment raised. A checkpoint has been written.
         TorchRLDistError: a weight or a loss is not finite. The earlier checkpoint stays.
     """
+    check_session(session)
     config = config.anchored()
     check_wandb(config.wandb)
     before = load_checkpoint(config.checkpoint_path, recipe=config.recipe) if resume else None
