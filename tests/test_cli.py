@@ -7,6 +7,7 @@ import errno
 import gc
 import json
 import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,14 @@ import pytest
 import torch
 
 from torchrl_dist.checkpoint import Checkpoint, save_checkpoint
-from torchrl_dist.cli import _check_shape, _delivered, _print_result, _unsearched_imports, main
+from torchrl_dist.cli import (
+    _check_shape,
+    _delivered,
+    _print_result,
+    _summary,
+    _unsearched_imports,
+    main,
+)
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.recipes.apex.config import ApexConfig
 from torchrl_dist.recipes.catalog import RECIPES
@@ -52,6 +60,9 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("--env NoSuchEnv-v0", ["--env", "NoSuchEnv-v0"]),
         ("--env CartPol-v1", ["--env", "CartPol-v1", "did you mean CartPole-v1?"]),
         ("--env CartPole", ["--env", "'CartPole'", "use CartPole-v1"]),
+        ("--total-frame 5 --fps 3", ["--fps", "train apex --help"]),
+        ("--totl_frames 5", ["--totl_frames", "did you mean --total-frames?", "apex --help"]),
+        ("--total_frames many", ["--total-frames", "many"]),
         ("--env Pendulum-v1", ["--env", "Box", "Discrete"]),
         ("--env Blackjack-v1", ["--env", "Box"]),
         ("--env no:such:thing", ["--env"]),
@@ -97,11 +108,78 @@ def test_an_error_in_arguments_or_a_configuration_file_gets_one_line_that_names_
     line = refused(["train", "apex", *arguments], capsys)
     for name in names:
         assert name in line
+    assert not list(Path().glob("runs/*/*"))
 
 
-def test_a_wrong_command_gets_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in ([], ["fly"], ["train"], ["train", "ppo"], ["play"]):
+def test_a_wrong_command_gets_one_line_and_no_command_gets_the_help(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for arguments in (["fly"], ["train"], ["train", "ppo"], ["play"]):
         refused(arguments, capsys)
+    assert "torchrl-dist play --help" in refused(["play", "x", "--episode-s", "3"], capsys)
+    assert main([]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and "train a recipe" in captured.err
+
+
+def test_an_option_may_have_underscores_but_the_words_of_another_command_stay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["train", "apex", "--print-config", "--output_dir=a_folder", "--total_frames", "77"]
+    assert main(asked) == 0
+    printed = capsys.readouterr().out
+    assert "output_dir: a_folder" in printed and "total_frames: 77" in printed
+    assert main(["slurm", "--", "python", "train.py", "--my_option", "1"]) == 0
+    assert "--my_option" in capsys.readouterr().out
+
+
+def test_a_start_is_announced_before_the_imports_and_a_terminal_gets_a_summary(
+    tmp_path: Path,
+) -> None:
+    command = [sys.executable, "-m", "torchrl_dist", "train", "apex", "--total-frames", "256"]
+    command += ["--collectors", "0", "--learning-starts", "100", "--eval-episodes", "1"]
+    code = """
+import sys
+from torchrl_dist import cli
+say = cli._say
+def note(text):
+    say(f"{text}; {'torch' in sys.modules}")
+cli._say = note
+cli.console()
+"""
+    refused = [sys.executable, "-c", code, "train", "apex", "--env", "CartPole"]
+    done = subprocess.run(refused, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    first, second = done.stderr.splitlines()
+    assert first == "torchrl-dist: starting 4 processes; False" and "use CartPole-v1" in second
+    assert not list(tmp_path.iterdir())
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(command, stdout=theirs, stderr=subprocess.PIPE, cwd=tmp_path) as run:
+        os.close(theirs)
+        _, said = run.communicate(timeout=100)
+        printed = os.read(ours, 1 << 16).decode().splitlines()
+        os.close(ours)
+    assert run.returncode == 0, said
+    assert said.startswith(b"torchrl-dist: starting 1 process\n")
+    folder = "runs/apex-CartPole-v1-seed0"
+    assert printed[0].startswith("apex on CartPole-v1, seed 0: 256 frames, ")
+    assert printed[1].startswith("mean return ") and printed[1].endswith(", 1 fresh episodes")
+    assert printed[2] == f"play:   torchrl-dist play {folder}"
+    again = f"--resume --output-dir {folder} --total-frames 512"
+    assert printed[3] == f"resume: torchrl-dist train apex {again}"
+    assert printed[4] == f"look:   tensorboard --logdir {folder}, or learning_curve.png in it"
+    assert len(printed) == 5
+
+
+def test_the_summary_of_a_stopped_run_and_of_a_launchers_run(monkeypatch, tmp_path: Path) -> None:
+    result = {"mean_return": None, "mean_return_is_of": "", "stopped_by": "SIGINT"}
+    result |= {"frames": 4000, "updates": 7, "seconds": 2.5}
+    config = ApexConfig(output_dir="my runs/1").anchored()
+    lines = _summary(result, config, 4).splitlines()
+    assert lines[0].endswith("2 s, stopped by SIGINT") and lines[1] == "no evaluation yet"
+    again = "start the ranks again, with --resume --output-dir 'my runs/1'"
+    assert lines[3] == f"resume: {again}" and len(lines) == 5
+    monkeypatch.chdir(tmp_path)
+    assert str(config.output_path) in _summary(result, config, None)
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def _links(folder: Path, notes: Path) -> None:
     (folder / "lock").touch()
     for name in (
         "header.json.new", ".header.json.tmp", ".checkpoint.pt.tmp", "checkpoint.pt",
-        ".run.json.tmp", ".learning_curve.png.tmp", ".torchrl_dist-rows",
+        ".run.json.tmp", ".learning_curve.png.tmp", ".config.yaml.tmp", ".torchrl_dist-rows",
         ".torchrl_dist-rows.tmp",
     ):  # fmt: skip
         (folder / name).symlink_to(notes)

@@ -23,7 +23,7 @@ from torchrl_dist.ops.slurm import recipe_of
 from torchrl_dist.plan import command
 from torchrl_dist.plan.measure import Measured, Subject, envs_of, measure, small_policy
 from torchrl_dist.plan.measure import _measure_update as measure_update
-from torchrl_dist.planner import Layout, predict
+from torchrl_dist.planner import Layout, predict, rank
 from torchrl_dist.recipes.catalog import RECIPES
 from torchrl_dist.runtime import ForkServer
 
@@ -143,6 +143,10 @@ def test_a_recommended_layout_has_no_more_processes_than_pay(step_s, idle_s, nod
     if layout["nodes"] == 1:
         assert max(1, layout["processes"]) == plan["processes_that_pay"], plan["predicted"][0]
     costs = found.costs(SUBJECT)
+    ranked = rank(costs, command.candidates(costs, 2, nodes), 2)
+    for other in plan["predicted"]:
+        each = Layout(**other["layout"])
+        assert each.stepping <= command.processes_that_pay(ranked, each.nodes > 1), each
     alike = [
         predict(costs, each, 2).frames_per_s
         for each in command.candidates(costs, 2, nodes)
@@ -243,7 +247,9 @@ def test_commands_start_the_planned_layout() -> None:
         return command.start_of(Layout(**fields), "CartPole-v1", recipe)
 
     assert train("apex", envs=8).endswith("--envs-per-collector 8 --collectors 0")
-    assert train("apex", processes=3, envs=8).endswith("--envs-per-collector 8 --collectors 3")
+    three = {"processes": 3, "envs": 8}
+    assert train("apex", **three, lag=1).endswith("--envs-per-collector 8 --collectors 3")
+    assert train("apex", **three).endswith("collector 8 --max-policy-lag 0 --collectors 3")
     many = train("apex", nodes=4, processes=2)  # 8, and the learner
     assert "slurm --nodes 4 --tasks-per-node 3 -- train apex" in many
     assert "--collectors" not in many

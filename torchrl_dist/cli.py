@@ -1,8 +1,8 @@
 """The command ``torchrl-dist``.
 
 A command imports heavy packages only when it runs, so that ``--help`` and errors about arguments
-appear without delay. A command prints its result as one JSON object in the last line of stdout.
-Everything else goes to stderr.
+appear without delay. A command prints its result as one JSON object in the last line of stdout;
+``train`` prints a summary instead if stdout is a terminal. Everything else goes to stderr.
 
 Exit codes:
 
@@ -20,15 +20,18 @@ import argparse
 import atexit
 import contextlib
 import dataclasses
+import difflib
 import gc
 import json
 import os
 import select
+import shlex
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from . import __version__, own_files
@@ -158,7 +161,11 @@ def _tell_batch_script(code: int) -> None:
 
 def _run(arguments: Sequence[str]) -> int:
     try:
-        options = _parser(arguments[:1]).parse_args(arguments)
+        parser = _parser(arguments[:1])
+        if not arguments:
+            parser.print_help(sys.stderr)
+            return 2
+        options = parser.parse_args(arguments)
     except SystemExit as exit_:  # argparse: --help, --version, wrong arguments
         return exit_.code if isinstance(exit_.code, int) else 1
     try:
@@ -179,10 +186,34 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that reports a wrong argument in one line."""
+    """A parser that reports a wrong argument in one line.
+
+    It understands ``--total_frames`` as ``--total-frames``, because a configuration file names
+    options this way.
+    """
 
     def error(self, message: str) -> Any:
         raise SystemExit(_refuse(f"{message} (see {self.prog} --help)"))
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        # A command's parser refuses what it does not know. Otherwise the parser of all commands
+        # would do so, which knows neither the command's options nor its help.
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            names = [each.partition("=")[0] for each in unknown if each.startswith("-")]
+            near = difflib.get_close_matches(_dashed(*names[:1]), self._option_string_actions, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return known, unknown
+
+    def _parse_optional(self, arg_string: str) -> Any:
+        return super()._parse_optional(_dashed(arg_string))
+
+
+def _dashed(text: str = "") -> str:
+    """Return an argument with dashes instead of underscores in the name of a long option."""
+    name, equals, value = text.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else text
 
 
 def _refuse(message: str) -> int:
@@ -221,6 +252,7 @@ def _parser(command: Sequence[str] = ()) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_train(commands)
     _add_play(commands)
+    _add_export(commands)
     _add_inspect(commands)
     _add_clean(commands)
     bench = commands.add_parser("bench", help="run a benchmark", description="Run a benchmark.")
@@ -270,6 +302,11 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
             help="print the whole configuration as YAML and do nothing else",
         )
         add_options(parser, recipe.config)
+        parser.add_argument(
+            "--json",
+            action="store_true",
+            help="print the result as one JSON object even if stdout is a terminal",
+        )
         parser.set_defaults(command=_train, recipe=recipe)
 
 
@@ -292,6 +329,11 @@ def _train(options: argparse.Namespace) -> int:
     # below must therefore leave this process safe to fork. Under a launcher, nothing is forked, so
     # the user's settings of the imported libraries stay as they are.
     forks = _is_fresh and not {"RANK", "SLURM_PROCID"} & os.environ.keys()
+    if forks and options.resume:
+        _say(f"resuming the run in {_short(here.output_path)}")
+    elif forks:
+        number = sum(here.roles(None).values())
+        _say(f"starting {number} process{'es' * (number > 1)}")
     with _unsearched_imports(), imports_to_be_forked() if forks else contextlib.nullcontext():
         from .runtime import World
         from .runtime.outputs import outlive_readers
@@ -363,7 +405,10 @@ def _train(options: argparse.Namespace) -> int:
             )
         job = stack.enter_context(opened)
         result = run(config, job, resume=resume)
-    return _print_result(result)
+    if options.json or not sys.stdout.isatty():
+        return _print_result(result)
+    print(own_files.printable(_summary(result, config, launched), lines=True), flush=True)
+    return _exit_code(result)
 
 
 def _check_shape(saved: Any, here: Any, launched: int) -> None:
@@ -422,7 +467,41 @@ def _print_result(result: dict[str, Any]) -> int:
     # JSON has no NaN
     finite = json.loads(json.dumps(result), parse_constant=lambda _: None)
     print(json.dumps(finite), flush=True)
+    return _exit_code(result)
+
+
+def _exit_code(result: dict[str, Any]) -> int:
     return _STOPPED.get(result.get("stopped_by") or "", 0)
+
+
+def _summary(result: dict[str, Any], config: Any, launched: int | None) -> str:
+    """Return five lines for a user at a terminal: the result, and what to do next."""
+    mean, stopped = result["mean_return"], result["stopped_by"]
+    folder = shlex.quote(_short(config.output_path))
+    again = f"--resume --output-dir {folder}"
+    if stopped is None:  # this run has all its frames
+        again += f" --total-frames {2 * result['frames']}"
+    start = "" if launched is None else "start the ranks again, with "
+    end = "" if stopped is None else f", stopped by {stopped}"
+    learned = "no evaluation yet"
+    if mean is not None:
+        learned = f"mean return {mean:.1f}: {result['mean_return_is_of']}"
+    return "\n".join(
+        (
+            f"{config.recipe} on {config.env}, seed {config.seed}: {result['frames']:,} frames, "
+            f"{result['updates']:,} updates, {result['seconds']:,.0f} s{end}",
+            learned,
+            f"play:   torchrl-dist play {folder}",
+            f"resume: {start or f'torchrl-dist train {config.recipe} '}{again}",
+            f"look:   tensorboard --logdir {folder}, or learning_curve.png in it",
+        )
+    )
+
+
+def _short(path: Path) -> str:
+    """Return ``path``, relative to the working directory if it is inside."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 # ---- play
@@ -454,6 +533,32 @@ def _play(options: argparse.Namespace) -> int:
     return _print_result(
         play(options.checkpoint, **{name: getattr(options, name) for name in names})
     )
+
+
+# ---- export
+
+
+def _add_export(commands: argparse._SubParsersAction) -> None:
+    export = commands.add_parser(
+        "export",
+        help="write a trained policy as a file for torch.export or ONNX",
+        description="Write a checkpoint's greedy policy as one file, which maps a batch of "
+        "observations to actions without this package. The file is written only if it gives the "
+        "policy's actions for 100 random observations.",
+    )
+    export.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint.pt, or its folder")
+    export.add_argument(
+        "output",
+        metavar="OUT.pt2|OUT.onnx",
+        help="file for torch.export.load, or an ONNX file (pip install 'torchrl-dist[onnx]')",
+    )
+    export.set_defaults(command=_export)
+
+
+def _export(options: argparse.Namespace) -> int:
+    from .recipes.parts.export import export
+
+    return _print_result(export(options.checkpoint, options.output))
 
 
 # ---- inspect
@@ -514,7 +619,6 @@ def _add_clean(commands: argparse._SubParsersAction) -> None:
 
 def _clean(options: argparse.Namespace) -> int:
     import tempfile
-    from pathlib import Path
 
     from .replay.node import leftovers
 

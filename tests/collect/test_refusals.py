@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +20,9 @@ from tests.collect.envs import Counter
 from torchrl_dist.collect import FirstReady, Preempt, RPCBatchedCollector
 from torchrl_dist.collect.loop.policies import cpu_copy
 from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig
-from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.runtime import session
+from torchrl_dist.errors import ConfigurationError, RemoteError
+from torchrl_dist.replay import replay_buffer
+from torchrl_dist.runtime import current_session, local_cluster, session
 
 # ---- actions at random
 
@@ -282,3 +284,103 @@ def test_an_env_that_is_made_once_for_several_places_is_refused() -> None:
     for make, options in makes:
         with pytest.raises(ConfigurationError, match="twice.*a new env in each call"):
             RPCBatchedCollector(make, None, frames_per_batch=4, **options)
+
+
+# ---- the old API of environments, and wrong sessions
+
+
+class Old(gymnasium.Env):
+    """Has the API of gym before 0.26. ``old`` names what is old; the rest is new."""
+
+    observation_space = spaces.Box(-1, 1, (2,), np.float32)  # as long as (observation, info)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, old: str) -> None:
+        self.old = old
+        self.steps = 0
+        if old == "seed":
+            self.reset = lambda: (np.zeros(2, np.float32), {})
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        observation = np.zeros(2, np.float32)
+        begins_again = self.old == "second reset" and self.steps
+        return observation if self.old == "reset" or begins_again else (observation, {})
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        done = self.steps % 4 == 0
+        answer: tuple[Any, ...] = np.zeros(2, np.float32), 0.0, done, False, {}
+        return (*answer[:3], {}) if self.old == "step" else answer
+
+
+class OldVector(gymnasium.vector.VectorEnv):
+    num_envs = 2
+    single_observation_space = Old.observation_space
+    single_action_space = Old.action_space
+
+    def __init__(self, old: str) -> None:
+        self.old = old
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        rows = np.zeros((2, 2), np.float32)  # as long as (observation, info)
+        return rows if self.old == "reset" else (rows, {})
+
+    def step(self, actions: Any) -> Any:
+        return np.zeros((2, 2), np.float32), np.zeros(2), np.zeros(2, bool), {}
+
+
+@pytest.mark.parametrize("num_envs", [1, 2])
+@pytest.mark.parametrize(
+    ("make", "old", "words"),
+    [
+        (Old, "reset", r"reset\(\) returned one value \(ndarray\), expected the tuple"),
+        (Old, "second reset", r"reset\(\) returned one value \(ndarray\), expected the tuple"),
+        (Old, "seed", r"reset\(\) takes no seed, expected reset\(seed=None, options=None\)"),
+        (Old, "step", r"step\(\) returned a tuple of 4, expected \(observation, reward, term"),
+        (OldVector, "reset", r"reset\(\) returned one value \(ndarray\), expected the tuple"),
+        (OldVector, "step", r"step\(\) returned a tuple of 4, expected \(observation, reward, t"),
+    ],
+)
+def test_an_env_of_the_old_api_is_refused(make: Any, old: str, words: str, num_envs: int) -> None:
+    with (
+        pytest.raises((ConfigurationError, RemoteError), match=f"{words}.*/migration_guide"),
+        RPCBatchedCollector(
+            lambda: make(old), None, num_envs=num_envs, frames_per_batch=16,
+            categorical_action_encoding=True,
+        ) as collector,
+    ):  # fmt: skip
+        collector.next()
+
+
+def test_the_function_session_is_refused_as_a_session() -> None:
+    for given, got in ((session, "the function session"), (session(), "a _GeneratorContext")):
+        for build in (
+            lambda given=given: RPCBatchedCollector(
+                "CartPole-v1", None, session=given, frames_per_batch=8
+            ),
+            lambda given=given: replay_buffer(given, capacity=8, batch_size=2),
+        ):
+            with pytest.raises(ConfigurationError, match=f"got {got}.* pass session=me"):
+                build()
+
+
+def _builds_a_collector(**options: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        RPCBatchedCollector(
+            "CartPole-v1", None, session=current_session(), frames_per_batch=8,
+            categorical_action_encoding=True, **options,
+        ).shutdown()  # fmt: skip
+    return [str(each.message) for each in said]
+
+
+@pytest.mark.timeout(120)
+def test_a_program_that_builds_its_collector_in_every_process_is_told(fork_server) -> None:
+    with local_cluster({"learner": 2, "collector": 1}, fork_server=fork_server) as me:
+        (worker,) = me.of_role("collector")
+        with pytest.raises(RemoteError, match=r"collector0 builds .* that learner0 builds"):
+            me.call(worker, _builds_a_collector)
+        assert me.call(worker, lambda: _builds_a_collector(workers=[current_session().me])) == []
+        (said,) = me.call(me.of_role("learner")[1], _builds_a_collector)
+        assert "uses all 1 collectors" in said and "session.of_role('collector')[1::2]" in said
+        assert _builds_a_collector() == []

@@ -187,12 +187,14 @@ def test_the_picture_has_every_figure() -> None:
 
 
 def test_frames_since_a_restart_are_shown_next_to_those_of_the_run() -> None:
-    resumed = dataclasses.replace(at(20), run_frames=150_000)
+    resumed = dataclasses.replace(at(20), run_frames=150_000, resumed_at=129_000)
     assert "20,000 frames since it was resumed (20% of the frames left), 150,000 of the run" in (
         " ".join(text_of(top.render(resumed, None)).split())
     )
-    behind = dataclasses.replace(at(20), run_frames=19_000)  # the last point of a first run
-    assert "20,000 frames (20%)\n" in text_of(top.render(behind, None))
+    for behind_or_before in (19_000, 20_500):  # the last point of a run that was not resumed
+        first = dataclasses.replace(at(20), run_frames=behind_or_before)
+        shown = max(20_000, behind_or_before)
+        assert f"{shown:,} frames ({shown / 1000:.0f}%)\n" in text_of(top.render(first, None))
 
 
 def test_the_learner_does_not_wait_for_background_collection() -> None:

@@ -13,7 +13,10 @@ import pytest
 from torchrl_dist.checkpoint import load_checkpoint
 from torchrl_dist.cli import main
 from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.recipes.apex.config import ApexConfig
 from torchrl_dist.recipes.training.monitor import check_wandb
+from torchrl_dist.recipes.training.options import read_options
+from torchrl_dist.recipes.training.run_directory import resumed_at
 
 from .jobs import (
     ENDLESS,
@@ -77,6 +80,25 @@ def test_the_run_leaves_checkpoint_picture_and_logs(trained: tuple[Path, Job]) -
     assert not list((cwd / "run").glob(".*tmp"))
 
 
+def test_the_run_leaves_its_settings_for_another_run_and_for_tensorboard(
+    trained: tuple[Path, Job],
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    cwd, job = trained
+    settings = cwd / "run/config.yaml"
+    another = ApexConfig(**read_options(settings, ApexConfig))
+    saved = load_checkpoint(cwd / job.result["checkpoint"]).config
+    assert another.as_plain() == {**saved, "hidden": (16,), "output_dir": None, "replay_dir": None}
+    assert another.seed == 7
+    events = EventAccumulator(str(cwd / "run/tensorboard")).Reload()
+    start = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    logged = HParamsPluginData.FromString(start).session_start_info.hparams
+    assert logged["seed"].number_value == 7 and logged["hidden"].string_value == "(16,)"
+    assert logged.keys() == saved.keys()
+
+
 def test_a_second_fresh_run_in_the_same_folder_is_refused(
     trained: tuple[Path, Job],
     tmp_path: Path,
@@ -99,6 +121,7 @@ def test_resume_continues_weights_counters_and_buffer(trained, tmp_path, fork_se
     after = load_checkpoint(tmp_path / "run/checkpoint.pt")
     assert result["frames"] == 3512
     assert result["resumes"] == 1
+    assert resumed_at(tmp_path / "run") == before.extra["history"]["frames"]
     assert result["updates"] == before.counters["updates"] + 2 * 4
     assert result["seconds"] > trained[1].result["seconds"]
     assert after.config["hidden"] == (16,)

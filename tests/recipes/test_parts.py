@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ from torchrl_dist.recipes.training import monitor
 from torchrl_dist.recipes.training.evaluator import Evaluator, EvaluatorConfig
 from torchrl_dist.recipes.training.loop import choose_device
 from torchrl_dist.recipes.training.monitor import Bound, Monitor
-from torchrl_dist.recipes.training.run_directory import claim, forget
+from torchrl_dist.recipes.training.run_directory import claim, forget, note_resumed, resumed_at
 
 
 def claim_in(
@@ -101,6 +103,17 @@ def test_a_job_goes_on_with_its_own_run_and_with_others_where_it_is_asked_to(
     assert claim_in(run, **again) is goes_on
     if "resume" in again:  # also for its restarts
         assert claim_in(run, job="b", restarts=1) is True
+
+
+def test_a_resumed_run_notes_its_frames_and_a_new_one_removes_the_note(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    note_resumed(run, 7)  # no job has claimed the folder
+    assert not run.exists()
+    assert claim_in(run) is False and resumed_at(run) is None
+    note_resumed(run, 700)
+    assert resumed_at(run) == 700
+    assert claim_in(run, restarts=1) is False and resumed_at(run) == 700
+    assert claim_in(run, job="b") is False and resumed_at(run) is None
 
 
 @pytest.mark.parametrize("text", ['{"job_id": "a", "results": [1]}', "[]", "", '{"job_id": 7}'])
@@ -399,6 +412,24 @@ def test_a_monitor_goes_on_where_the_resumed_one_stopped(tmp_path: Path) -> None
     assert second.solved == first.evaluations[0]
     assert (tmp_path / "csv/scalars/eval/return.csv").read_text() == "30,11.0\n"
     assert (tmp_path / "csv/scalars/train/loss.csv").read_text() == "30,0.5\n"
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_progress_line_fits_80_columns(watched: bool, tmp_path: Path, monkeypatch) -> None:
+    written = io.StringIO()
+    monkeypatch.setattr(written, "isatty", lambda: watched, raising=False)
+    monkeypatch.setattr(sys, "stderr", written)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("LINES", "24")
+    monitor = Monitor(tmp_path, total_frames=10**9, title="t", threshold=None)
+    monitor.collected(123_456_789, [-123456.78], lag=0, waited_s=1.0)
+    monitor.learned(12345, {})
+    monitor.evaluated([-98765.4])
+    monitor.show(force=True)
+    monitor.close()
+    lines = re.split("[\r\n]", written.getvalue())
+    assert max(map(len, lines)) <= 80
+    assert "SPS, return -1.235e+05" in lines[-2] and "123M/1.00G" in lines[-2]
 
 
 @pytest.mark.parametrize("mine", ["tensorboard/mine", "csv/mine", "csv/scalars/mine/data", None])

@@ -412,3 +412,18 @@ def test_a_collector_or_buffer_without_a_cluster_gets_a_message_with_the_likely_
                 replay_buffer(me, capacity=8, batch_size=2, hosts=hosts)
             with pytest.raises(ConfigurationError, match=roles):
                 collector(session=me, workers=hosts)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_launched_rank_of_several_starts_no_cluster(size: int, monkeypatch) -> None:
+    rank = size - 1
+    for name, value in {
+        "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1,
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, str(value))
+    expected = contextlib.nullcontext()
+    if size > 1:
+        expected = pytest.raises(ConfigurationError, match=r"rank 1 of 2.*Write session\(roles\)")
+    with expected, local_cluster({"learner": 1}) as me:
+        assert me.world.launcher == "local"

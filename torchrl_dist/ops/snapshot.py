@@ -22,7 +22,7 @@ import numpy as np
 
 from .. import own_files
 from ..errors import ConfigurationError, DirectoryError
-from ..recipes.training.run_directory import job_of
+from ..recipes.training.run_directory import job_of, resumed_at
 from ..replay.inspection import limiter_in
 from ..replay.law.limiter import Counts, RateLimiter
 from ..replay.node import files, leftovers
@@ -85,6 +85,7 @@ class Snapshot:
         scalars: the last values in the run's CSV files, by tag.
         run_frames: frames of the whole run, including those before a restart, at the last point in
             these files.
+        resumed_at: frames of the run when this job resumed it; None: the job began the run.
         slurm: Slurm's state of the job, such as "PENDING (Resources)", if its learner is not here.
     """
 
@@ -97,6 +98,7 @@ class Snapshot:
     scalars: Mapping[str, float] | None = None
     cores: int = 1
     run_frames: int | None = None
+    resumed_at: int | None = None
     slurm: str | None = None
 
     def as_json(self) -> dict[str, Any]:
@@ -239,6 +241,7 @@ def look(target: Target) -> Snapshot | None:
         {tag: value for tag, (_, value) in points.items()} if target.run else None,
         len(os.sched_getaffinity(0)),
         max((frames for frames, _ in points.values()), default=None),
+        resumed_at(target.run) if target.run else None,
     )
 
 

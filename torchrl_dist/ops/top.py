@@ -82,12 +82,15 @@ def _headline(now: Snapshot, per: Rates | None) -> str:
         slurm = "" if now.slurm is None else f"; Slurm says {now.slurm}"
         return f"{text}: its learner does not run on this machine{slurm}"
     text += f" on {now.host}, {_duration(now.unix_time_s - figures['started_unix_s'])}"
-    text += f": {figures['frames']:,} frames"
-    share = figures["frames"] / figures["total_frames"] if figures["total_frames"] > 0 else None
-    if now.run_frames is not None and now.run_frames > figures["frames"]:
+    frames, of_run = figures["frames"], now.run_frames or 0
+    if now.resumed_at is None:  # the run's files are newer, or count the other learners as well
+        frames = max(frames, of_run)
+    text += f": {frames:,} frames"
+    share = frames / figures["total_frames"] if figures["total_frames"] > 0 else None
+    if now.resumed_at is not None:
         text += " since it was resumed"
         text += "" if share is None else f" ({share:.0%} of the frames left)"
-        text += f", {now.run_frames:,} of the run"
+        text += f", {max(of_run, now.resumed_at + frames):,} of the run"
     elif share is not None:
         text += f" ({share:.0%})"
     if per is not None:

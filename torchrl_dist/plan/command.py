@@ -76,7 +76,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Measure on this machine, in under a minute, how long a step, a message and an update "
         "take. Predict frames per second for one process, several processes, several nodes, and "
-        "a learner that computes all actions. Print the best three layouts and whether to "
+        "a learner that computes all actions. Print up to three layouts and whether to "
         "distribute at all."
     )
     parser.epilog = "Example: torchrl-dist plan --env my_package:make --nodes 4 --cores 48"
@@ -209,8 +209,8 @@ def plan(
     layouts = candidates(costs, cores, nodes)
     if recipe:  # keep only layouts that the recipe's options can express
         layouts = [each for each in layouts if not each.node_workers and not each.groups]
-    if recipe == "ddppo":  # a single learner steps the envs itself, without a collector
-        layouts = [each for each in layouts if each.alone or each.stepping > 1]
+    if recipe == "ddppo":  # each learner steps its envs itself, so none runs ahead
+        layouts = [each for each in layouts if each.alone or (each.stepping > 1 and not each.lag)]
     ranked = rank(costs, layouts, cores)
     verdict = decide(ranked)
     import numpy as np
@@ -218,7 +218,10 @@ def plan(
     rng = np.random.default_rng(0)
     drawn = [measured.costs(subject, rng) for _ in range(_DRAWS)]
     chosen_first = thriftiest(ranked, verdict.layout)
-    best = _different([chosen_first, *ranked])
+    pay = {
+        several: processes_that_pay(ranked, several) for several in {e[0].nodes > 1 for e in ranked}
+    }
+    best = _different([chosen_first, *(e for e in ranked if e[0].stepping <= pay[e[0].nodes > 1])])
 
     def described(layout: Layout, prediction: Prediction) -> dict[str, Any]:
         rates = sorted(predict(each, layout, cores).frames_per_s for each in drawn)
@@ -235,7 +238,7 @@ def plan(
     return {
         "verdict": verdict.word,
         "reason": f"{verdict.reason}; {_limit(chosen_first[1])}",
-        "processes_that_pay": processes_that_pay(ranked),
+        "processes_that_pay": pay[False],
         "deadline": deadline_of(costs, ranked),
         "interval": chosen[0]["interval"],
         "predicted": chosen,
@@ -255,11 +258,12 @@ def thriftiest(
 ) -> tuple[Layout, Prediction]:
     """Return the layout with the fewest env processes that is nearly as fast as the fastest one.
 
-    Considers only layouts with as many nodes as ``best``. The planner recommends the result,
-    because more processes bring little. On one node, the result has as many processes as
-    :func:`processes_that_pay` returns.
+    Considers only layouts of the same kind as ``best``: one process, one node or several nodes.
+    The planner recommends the result, because more processes bring little. Unless it is one
+    process, it has as many processes as :func:`processes_that_pay` returns.
     """
-    alike = [e for e in ranked if e[0].nodes == best.nodes and e[0].alone == best.alone]
+    kind = (best.alone, best.nodes > 1)
+    alike = [each for each in ranked if (each[0].alone, each[0].nodes > 1) == kind]
     enough = _NEARLY * max(prediction.frames_per_s for _, prediction in alike)
     alike = [e for e in alike if e[1].frames_per_s >= enough]
     return min(alike, key=lambda e: (e[0].stepping, -e[1].frames_per_s))
@@ -276,14 +280,17 @@ def _different(ranked: Iterable[tuple[Layout, Prediction]]) -> list[tuple[Layout
     return list(chosen.values())
 
 
-def processes_that_pay(ranked: Sequence[tuple[Layout, Prediction]]) -> int:
-    """Return the smallest number of env processes on one node that is nearly as fast as the best.
+def processes_that_pay(ranked: Sequence[tuple[Layout, Prediction]], several: bool = False) -> int:
+    """Return the smallest number of env processes that is nearly as fast as the best.
 
     1 means that a single process suffices.
+
+    Args:
+        several: compare the layouts on several nodes, not those on one node.
     """
-    here = [each for each in ranked if each[0].nodes == 1]
-    enough = _NEARLY * max(prediction.frames_per_s for _, prediction in here)
-    return min(lay.stepping for lay, prediction in here if prediction.frames_per_s >= enough)
+    alike = [each for each in ranked if (each[0].nodes > 1) == several]
+    enough = _NEARLY * max(prediction.frames_per_s for _, prediction in alike)
+    return min(lay.stepping for lay, prediction in alike if prediction.frames_per_s >= enough)
 
 
 def deadline_of(costs: Costs, ranked: Sequence[tuple[Layout, Prediction]]) -> dict[str, Any] | None:
@@ -340,6 +347,8 @@ def start_of(layout: Layout, env: str, recipe: str | None = None) -> str:
     """Return what starts ``layout``: a recipe's command, or a call of the collector."""
     if recipe:
         train = f"train {recipe} --env {env} --envs-per-collector {layout.envs}"
+        if not layout.alone and layout.lag != RECIPES[recipe].config().max_policy_lag:
+            train += f" --max-policy-lag {layout.lag}"
         ranks = 0 if layout.alone else layout.stepping
         if layout.nodes > 1:  # every task except the learner collects
             learners = int(recipe != "ddppo")  # ddppo's learners step environments themselves
@@ -366,7 +375,7 @@ def start_of(layout: Layout, env: str, recipe: str | None = None) -> str:
 
 
 def show(found: dict[str, Any]) -> None:
-    """Print the verdict, the best three layouts and the measurements."""
+    """Print the verdict, the layouts and the measurements."""
     from rich.console import Console
     from rich.markup import escape
 

@@ -58,7 +58,8 @@ def local_cluster(
         fork_server: a running server, to save the seconds of its imports.
 
     Raises:
-        ConfigurationError: the roles are invalid, or this process is in a session already.
+        ConfigurationError: the roles are invalid, this process is in a session already, or a
+            launcher started it as one of several.
         RemoteError: ``init_fn`` raised in a child.
         PeerLostError: a child died while starting.
         DeadlineError: some children were not ready in time.
@@ -73,6 +74,7 @@ def local_cluster(
             f"roles={dict(roles)}: expected counts >= 0, at least one of them above 0."
         )
     check_timeout(timeout_s)
+    _refuse_launchers()
     seats = assign_roles(roles, sum(roles.values()))
     with only_session():
         if len(seats) > 1:
@@ -123,6 +125,22 @@ def local_cluster(
                 yield me
             if me._everybody_left():  # if one has not left, it hangs and will not exit
                 children.wait_gone(_EXIT_S)
+
+
+def _refuse_launchers() -> None:
+    try:
+        world = World.from_env()
+    except ConfigurationError:  # variables that are left over, but name no rank
+        return
+    if world.world_size > 1:
+        raise ConfigurationError(
+            f"local_cluster starts the processes of a job itself, but {world.launcher} started "
+            f"this process as rank {world.global_rank} of {world.world_size}, so each rank would "
+            "start a job. Write session(roles) instead of local_cluster(roles), and let the other "
+            "roles call serve(); or start this program without the launcher. To start a job in "
+            "each rank, remove the launcher's variables (RANK, WORLD_SIZE, SLURM_PROCID) from "
+            "os.environ"
+        )
 
 
 @dataclass(frozen=True)

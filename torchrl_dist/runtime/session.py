@@ -909,6 +909,20 @@ def current_session() -> Session:
     return found
 
 
+def check_session(given: Any) -> None:
+    """Refuse an argument that is not a session, such as the function ``session`` itself.
+
+    Raises:
+        ConfigurationError: it is not a session.
+    """
+    if not isinstance(given, Session):
+        got = "the function session" if given is session else f"a {type(given).__name__}"
+        raise ConfigurationError(
+            f"session: got {got}, expected the object that a with block gives; write "
+            "'with session(...) as me:' and pass session=me"
+        )
+
+
 def look_for_others(alone: str) -> None:
     """Warn if this process would be a job of one process, but looks like one of several tasks.
 

@@ -24,6 +24,7 @@ from torchrl_dist.collect.loop.policies import cpu_copy
 from torchrl_dist.collect.worker.worker import WorkerConfig, WorkerOptions
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.runtime import Peer, Session, current_session
+from torchrl_dist.runtime.session import check_session
 
 _ONE_STEP = 1e-9  # a part of a rollout that is less than one step
 
@@ -32,7 +33,13 @@ PolicyFactory = Callable[[int, int], Any]
 
 def choose_peers(session: Session | None, workers: Sequence[Peer] | None) -> tuple[Peer, ...]:
     """Return the peers to use as workers; empty for one worker in this process. Warn if the caller
-    probably meant other processes."""
+    probably meant other processes.
+
+    Raises:
+        ConfigurationError: ``session`` is not a session, ``workers`` are not peers of it, or this
+            process is itself a worker of the driver's collector."""
+    if session is not None:
+        check_session(session)
     if workers is not None:
         if session is None:
             raise ConfigurationError("workers= needs a session: pass session=")
@@ -47,7 +54,29 @@ def choose_peers(session: Session | None, workers: Sequence[Peer] | None) -> tup
         _say_who_is_idle(
             session, "no process has the role 'collector'", "workers=session.of_role(...)"
         )
+    elif not session.is_driver:
+        _check_place(session, collectors)
     return collectors or (session.me,)
+
+
+def _check_place(session: Session, collectors: Sequence[Peer]) -> None:
+    """Refuse or warn if all processes of a job run the same program and build a collector."""
+    me = session.me
+    if me in collectors:
+        raise ConfigurationError(
+            f"{me.name} builds a collector, but is a worker of the collector that "
+            f"{session.peers[0].name} builds. Build it only there, and serve here: "
+            "if session.role == 'collector': session.serve()"
+        )
+    alike = session.of_role(me.role)
+    if session.peers[0] in alike:
+        every = "session.of_role('collector')"
+        warnings.warn(
+            f"the collector of {me.name} uses all {len(collectors)} collectors of the session, as "
+            f"does that of {alike[0].name} if it builds one. Pass workers={every}"
+            f"[{me.index}::{len(alike)}] to divide them, or workers={every} if this is intended",
+            stacklevel=4,
+        )
 
 
 def _say_who_is_idle(session: Session, reason: str, line: str) -> None:

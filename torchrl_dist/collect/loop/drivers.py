@@ -34,6 +34,46 @@ Arrays = Sequence[np.ndarray]
 StepResult = tuple[Any, Any, Any]  # reward, terminated, truncated, each [N]
 
 
+def observation_of(answer: Any, env: Any) -> Any:
+    """Return the observation in what ``env.reset`` returned.
+
+    Raises:
+        ConfigurationError: this is not (observation, info).
+    """
+    if isinstance(answer, tuple) and len(answer) == 2:
+        return answer[0]
+    raise ConfigurationError(
+        f"{env}: reset() returned {_described(answer)}, expected the tuple (observation, info). "
+        f"{_OLD_API}"
+    )
+
+
+def transition_of(answer: Any, env: Any) -> tuple[Any, Any, Any, Any, Any]:
+    """Return what ``env.step`` returned.
+
+    Raises:
+        ConfigurationError: these are not five values.
+    """
+    if isinstance(answer, Sequence) and len(answer) == 5:
+        return tuple(answer)
+    raise ConfigurationError(
+        f"{env}: step() returned {_described(answer)}, expected (observation, reward, terminated, "
+        f"truncated, info). {_OLD_API}"
+    )
+
+
+def _described(answer: Any) -> str:
+    if isinstance(answer, tuple | list):
+        return f"a {type(answer).__name__} of {len(answer)}"
+    return f"one value ({type(answer).__name__})"
+
+
+_OLD_API = (
+    "The env has the old API of gym; change these methods as "
+    "https://gymnasium.farama.org/introduction/migration_guide describes"
+)
+
+
 class EnvDriver(Protocol):
     """N envs stepped together. The rollout sets ``leaves`` before the first reset."""
 
@@ -97,19 +137,32 @@ class EnvListDriver:
 
     def reset(self, seeds: Sequence[int] | None, current: Arrays) -> None:
         for i, env in enumerate(self.envs):
-            observation, _ = env.reset(seed=None if seeds is None else seeds[i])
-            self._write(current, i, observation)
+            seed = None if seeds is None else seeds[i]
+            try:
+                answer = env.reset(seed=seed)
+            except TypeError as error:
+                if "unexpected keyword argument 'seed'" not in str(error):
+                    raise
+                raise ConfigurationError(
+                    f"{env}: reset() takes no seed, expected reset(seed=None, options=None). "
+                    f"{_OLD_API}"
+                ) from error
+            self._write(current, i, observation_of(answer, env))
 
     def reset_some(self, envs: Sequence[int], current: Arrays) -> None:
         for i in envs:
-            observation, _ = self.envs[i].reset()
-            self._write(current, i, observation)
+            env = self.envs[i]
+            self._write(current, i, observation_of(env.reset(), env))
 
     def step(self, actions: np.ndarray, following: Arrays, current: Arrays) -> StepResult:
         per_env = actions.tolist() if self._scalar_action else actions
         plain = self._plain
         for i, env in enumerate(self.envs):
-            observation, reward, terminated, truncated, _ = env.step(per_env[i])
+            answer = env.step(per_env[i])
+            try:
+                observation, reward, terminated, truncated, _ = answer
+            except (TypeError, ValueError):
+                observation, reward, terminated, truncated, _ = transition_of(answer, env)
             try:
                 # GymWrapper, too, takes None as 0
                 self._reward[i] = 0.0 if reward is None else reward
@@ -125,7 +178,7 @@ class EnvListDriver:
             else:
                 self._write(following, i, observation)
             if terminated or truncated:
-                observation, _ = env.reset()
+                observation = observation_of(env.reset(), env)
                 is_plain = type(observation) is np.ndarray and observation.shape == plain
             if is_plain:
                 current[0][i] = observation
@@ -214,11 +267,14 @@ class _VectorDriver:
         if seeds is not None:
             several = isinstance(self.env.unwrapped, SyncVectorEnv | AsyncVectorEnv)
             seed = list(seeds) if several else seeds[0]
-        observation, _ = self.arrays.reset(seed=seed)
+        observation = observation_of(self.arrays.reset(seed=seed), self.env)
         if self.arrays is self.env and (device := _device_of(observation)) is not None:
             self.arrays = TensorEnv(self.env, device)
             observation = _arrays(observation)
         self._write(observation, current)
+
+    def _stepped(self, actions: np.ndarray) -> tuple[Any, Any, Any, Any, Any]:
+        return transition_of(self.arrays.step(actions), self.env)
 
     def reset_some(self, envs: Sequence[int], current: Arrays) -> None:
         if envs:
@@ -247,7 +303,7 @@ class MaskedResetDriver(_VectorDriver):
             self._write(observation, current)
 
     def step(self, actions: np.ndarray, following: Arrays, current: Arrays) -> StepResult:
-        observation, reward, terminated, truncated, _ = self.arrays.step(actions)
+        observation, reward, terminated, truncated, _ = self._stepped(actions)
         self._write(observation, following)
         done = np.logical_or(terminated, truncated)
         if done.any():
@@ -263,7 +319,7 @@ class SameStepDriver(_VectorDriver):
     _warned = False
 
     def step(self, actions: np.ndarray, following: Arrays, current: Arrays) -> StepResult:
-        observation, reward, terminated, truncated, info = self.arrays.step(actions)
+        observation, reward, terminated, truncated, info = self._stepped(actions)
         self._write(observation, following)
         done = np.logical_or(terminated, truncated)
         if done.any():
@@ -314,7 +370,7 @@ class NextStepDriver(_VectorDriver):
         self._resets_now = np.zeros(self.num_envs, dtype=bool)
 
     def step(self, actions: np.ndarray, following: Arrays, current: Arrays) -> StepResult:
-        observation, reward, terminated, truncated, _ = self.arrays.step(actions)
+        observation, reward, terminated, truncated, _ = self._stepped(actions)
         self._write(observation, following)
         self._write(observation, current)
         self.valid = ~self._resets_now

@@ -37,12 +37,14 @@ from ...errors import (
 )
 from ...learn.ranks import Ranks
 from ...runtime import Peer, Session, current_session
+from ...runtime.session import check_session
 from ..parts.environments import Task, look_at
 from ..parts.networks import PolicySpec
 from ..parts.plots import Evaluation
 from .config import RecipeConfig
 from .evaluator import Evaluations, EvaluatorConfig
 from .monitor import Monitor, check_wandb
+from .run_directory import note_resumed, write_settings
 from .updates import Adam
 
 _FINAL = 2**20  # makes seeds of final evaluations differ from those during training
@@ -244,8 +246,8 @@ def train(
 ) -> dict[str, Any]:
     """Train, and return the result as plain values. The first learner's process calls it. Blocks.
 
-    Writes ``checkpoint.pt``, ``learning_curve.png`` and logs to the run's folder. After a stop
-    signal it finishes the current batch, writes the checkpoint and returns.
+    Writes ``checkpoint.pt``, ``config.yaml``, ``learning_curve.png`` and logs to the run's folder.
+    After a stop signal it finishes the current batch, writes the checkpoint and returns.
 
     Raises:
         ConfigurationError: the environment, the nodes, the device or a logger do not suit
@@ -259,10 +261,13 @@ def train(
         RemoteError: for example, an environment raised. A checkpoint has been written.
         TorchRLDistError: a weight or a loss is not finite. The earlier checkpoint stays.
     """
+    check_session(session)
     config = config.anchored()
     check_wandb(config.wandb)
     before = load_checkpoint(config.checkpoint_path, recipe=config.recipe) if resume else None
     start = Start.of(before)
+    if resume:
+        note_resumed(config.output_path, start.frames)
     others = [
         session.submit(peer, _follow, build, config, start, timeout_s=float("inf"))
         for peer in session.of_role("learner")[1:]
@@ -475,6 +480,8 @@ class Keeper:
         except BaseException:
             self.monitor.discard()
             raise
+        write_settings(config)
+        self.monitor.log_settings(config.as_plain())
 
     def collected(self, turn: Round) -> None:
         """Record an iteration's data, before the learner learns from them."""

@@ -24,6 +24,9 @@ from ..parts.plots import Evaluation, draw_learning_curve
 _LOG_INTERVAL_S = 1.0
 _EVEN = 0.1  # a smaller difference between shares of time is not significant
 _PIPE_INTERVAL_S = 10.0  # between progress lines if stderr is not a terminal
+# A progress line fits a terminal: without its bar, the part left of {postfix} needs 40 columns.
+_LINE = "{percentage:3.0f}%|{bar}|{n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+_WIDTH, _LEFT = 80, 40
 
 
 @dataclass(frozen=True)
@@ -161,8 +164,9 @@ class Monitor:
         self._bar = Bar(
             total=total_frames,
             initial=min(self.frames, total_frames),
-            unit=" frames",
             unit_scale=True,
+            bar_format=_LINE,
+            ncols=None if watched else _WIDTH,
             mininterval=0.2 if watched else _PIPE_INTERVAL_S,
             dynamic_ncols=watched,
             file=self._stderr,
@@ -281,17 +285,15 @@ class Monitor:
             "train/policy_lag": float(self._lag),
             **self.last,
         }
-        shown: dict[str, str] = {}
+        shown = []
         if self.frames > frames:
             sps = values["train/sps"] = (self.frames - frames) / elapsed
             per_second = values["train/updates_per_second"] = (self.updates - updates) / elapsed
-            shown |= {"SPS": f"{sps:.0f}", "updates/s": f"{per_second:.0f}"}
-        self._window, self._window_started = (self.frames, self.updates), now
+            shown.append(f"{sps:.0f} SPS")
         bound = _bound(self._times_shown, self._times)
         if bound is not None:
             values["time/learner_waits"] = bound.learner_waits
             values["time/collectors_wait"] = bound.collectors_wait
-            shown["bound by"] = bound.by
         self._times_shown = self._times
         if self._window_returns:
             values["train/return"] = fmean(self._window_returns)
@@ -299,10 +301,29 @@ class Monitor:
             self._window_returns = []
         self._log(values)
         if self._recent:
-            shown["return"] = f"{fmean(self._recent):.1f}"
+            shown.append(f"return {fmean(self._recent):.4g}")
         if self.evaluations:
-            shown["greedy"] = f"{self.evaluations[-1].mean:.1f}"
-        self._bar.set_postfix(shown, refresh=False)
+            shown.append(f"greedy {self.evaluations[-1].mean:.4g}")
+        if bound is not None:
+            shown.append(f"bound by {bound.by}")
+        if self.frames > frames:
+            shown.append(f"{per_second:.0f} updates/s")
+        self._window, self._window_started = (self.frames, self.updates), now
+        while shown and len(", ".join(shown)) > (self._bar.ncols or _WIDTH) - _LEFT:
+            shown.pop()
+        self._bar.set_postfix_str(", ".join(shown), refresh=False)
+
+    def log_settings(self, values: Mapping[str, Any]) -> None:
+        """Log the run's configuration, for TensorBoard's page of hyperparameters and for wandb."""
+        from torch.utils.tensorboard.summary import hparams
+
+        tensorboard, _csv, *others = self._loggers
+        plain = {k: v if isinstance(v, int | float) else str(v) for k, v in values.items()}
+        for summary in hparams(plain, {"eval/return": 0.0}):
+            # not add_hparams of the logger's writer, which makes another folder
+            tensorboard.experiment.file_writer.add_summary(summary)
+        for wandb in others:
+            wandb.log_hparams(dict(values))
 
     def say(self, text: str) -> None:
         """Print a line on stderr without breaking the progress line."""

@@ -4,6 +4,7 @@ run."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -12,8 +13,11 @@ from ... import own_files
 from ...errors import ConfigurationError
 from ...replay.node.files import CLAIM
 from ...replay.node.leftovers import look, remove
+from .config import RecipeConfig
+from .options import as_yaml
 
 _NOTE = "run.json"
+_RESUMED = "resumed_at_frames"
 
 
 def claim(
@@ -185,7 +189,28 @@ def _names_in(folder: Path, option: str) -> list[str]:
 
 def _owner(output: Path) -> str | None:
     note = _read(output / _NOTE)
-    return note["job_id"] if note.keys() == {"job_id"} else None
+    return note["job_id"] if note.keys() - {_RESUMED} == {"job_id"} else None
+
+
+def note_resumed(output: Path, frames: int) -> None:
+    """Record that the job which claimed the folder continues a run after ``frames``."""
+    if note := _read(output / _NOTE):
+        _write(output / _NOTE, note | {_RESUMED: str(frames)})
+
+
+def resumed_at(output: Path) -> int | None:
+    """Return the frames that the run had when it was resumed last, or None if it never was."""
+    frames = _read(output / _NOTE).get(_RESUMED, "")
+    return int(frames) if frames.isdecimal() else None
+
+
+def write_settings(config: RecipeConfig) -> None:
+    """Write ``config.yaml`` to the run's folder, for ``--config`` of another run.
+
+    It leaves the folders out, because every run needs its own."""
+    folders = {name: None for name in ("output_dir", "replay_dir") if hasattr(config, name)}
+    text = as_yaml(dataclasses.replace(config, **folders))  # type: ignore[arg-type]  # are fields
+    own_files.atomic_write(config.output_path / "config.yaml", lambda f: f.write(text.encode()))
 
 
 def job_of(output: Path) -> str | None:

@@ -31,6 +31,7 @@ from torchrl_dist.replay.law.limiter import Counts, RateLimiter
 from torchrl_dist.replay.law.placement import largest_reservation
 from torchrl_dist.replay.parts.storage import checked_frames
 from torchrl_dist.runtime import Peer, Remote, Session, current_session
+from torchrl_dist.runtime.session import check_session
 
 _MAX_QUEUED_BYTES = 2**26
 
@@ -224,6 +225,7 @@ def host_replay(
         ...     buffer.sample()["obs"].shape
         torch.Size([4, 4])
     """
+    check_session(session)
     if hosts is not None:
         session.check_peers("hosts", hosts)
     peers = tuple(session.peers[:1] if hosts is None else hosts)
