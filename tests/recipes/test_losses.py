@@ -1,4 +1,4 @@
-"""The recipes' losses beside TorchRL's, and on two ranks beside one process with all rows."""
+"""The recipes' losses are those of TorchRL, and on two ranks those of one process with all rows."""
 
 from __future__ import annotations
 
@@ -17,17 +17,30 @@ from torch import Tensor, nn
 from torch.distributions import normal
 from torchrl.data import Sequence
 from torchrl.modules import QValueActor
+from torchrl.objectives import A2CLoss as TorchRLA2CLoss
+from torchrl.objectives import ClipPPOLoss, SoftUpdate
 from torchrl.objectives import DQNLoss as TorchRLDQNLoss
 from torchrl.objectives import SACLoss as TorchRLSACLoss
-from torchrl.objectives import SoftUpdate
 
 from tests.learn.ranks import LearningRanks
 from tests.recipes.test_r2d2 import SIZE, windows
 from torchrl_dist import DistributedLoss
 from torchrl_dist.recipes.apex.dqn_learner import DQNLoss
+from torchrl_dist.recipes.parts.actor_critic import A2CLoss, PPOLoss
 from torchrl_dist.recipes.parts.environments import look_at
-from torchrl_dist.recipes.parts.networks import PolicySpec, QNetwork, RecurrentQNetwork
-from torchrl_dist.recipes.parts.policies import action_values_of, squashed_gaussian_actor
+from torchrl_dist.recipes.parts.networks import (
+    CategoricalNetwork,
+    PolicySpec,
+    QNetwork,
+    RecurrentQNetwork,
+    ValueNetwork,
+)
+from torchrl_dist.recipes.parts.policies import (
+    action_values_of,
+    categorical_actor,
+    critic_of,
+    squashed_gaussian_actor,
+)
 from torchrl_dist.recipes.parts.targets import Follow, target_of
 from torchrl_dist.recipes.r2d2.loss import R2D2Loss
 from torchrl_dist.recipes.sac.loss import SACLoss
@@ -151,6 +164,49 @@ def test_soft_actor_critic_is_that_of_torchrl(monkeypatch: pytest.MonkeyPatch) -
         close(torch.stack([weight.grad for weight in pair]), both.grad, rtol=1e-5)
     close(loss.log_alpha.grad, other.log_alpha.grad.reshape(()), rtol=1e-5)
     assert all(weight.grad is None for weight in loss.target.parameters())
+
+
+def rows_of_policy() -> TensorDict:
+    torch.manual_seed(7)
+    return TensorDict(
+        {
+            "observation": torch.randn(ROWS, 4),
+            "action": torch.randint(3, (ROWS,)),
+            "action_log_prob": -torch.rand(ROWS) - 0.6,
+            "advantage": torch.randn(ROWS, 1),
+            "value_target": torch.randn(ROWS, 1),
+        },
+        [ROWS],
+    )
+
+
+@pytest.mark.parametrize("kind", ["a2c", "ppo"])
+def test_policy_gradients_are_those_of_torchrl(kind: str) -> None:
+    torch.manual_seed(1)
+    network, critic = CategoricalNetwork(4, 3, (16,)), ValueNetwork(4, (16,))
+    nn.init.normal_(network[-1].weight)
+    theirs = copy.deepcopy(nn.ModuleList([network, critic]))
+    actor, value = categorical_actor(theirs[0]), critic_of(theirs[1])
+    coefs: dict[str, Any] = {"entropy_coeff": 0.1, "critic_coeff": 0.7, "loss_critic_type": "l2"}
+    if kind == "a2c":
+        loss: Any = A2CLoss(network, critic, entropy_coef=0.1, critic_coef=0.7)
+        other: Any = TorchRLA2CLoss(actor, value, **coefs)
+    else:
+        loss = PPOLoss(network, critic, clip=0.2, entropy_coef=0.1, critic_coef=0.7)
+        other = ClipPPOLoss(actor, value, clip_epsilon=0.2, normalize_advantage=False, **coefs)
+    found, expected = loss(rows_of_policy()), other(rows_of_policy())
+    names = {"loss_objective", "loss_critic", "loss_entropy", "entropy"}
+    names |= {"kl_approx", "clip_fraction"} if kind == "ppo" else set()
+    assert set(found.keys()) == names
+    for name in names:
+        close(found[name], expected[name].reshape(()))
+    if kind == "ppo":
+        assert 0 < found["clip_fraction"] < 1
+    for losses in (found, expected):
+        (losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]).backward()
+    ours = [*gradients(network), *gradients(critic)]
+    for grad, other_grad in zip(ours, gradients(theirs), strict=True):
+        close(grad, other_grad)
 
 
 def dqn() -> tuple[Any, TensorDict]:

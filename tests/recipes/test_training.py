@@ -29,7 +29,6 @@ from torchrl_dist.recipes.ddppo.config import DDPPOConfig
 from torchrl_dist.recipes.impala import recipe as impala
 from torchrl_dist.recipes.impala.config import ImpalaConfig
 from torchrl_dist.recipes.sac.config import SACConfig
-from torchrl_dist.recipes.training import loop as training
 from torchrl_dist.recipes.training.config import RecipeConfig, config_to_resume
 from torchrl_dist.recipes.training.loop import Start, choose_device, stream_seed, train
 from torchrl_dist.recipes.training.shared_rows import shared_buffer
@@ -83,21 +82,17 @@ def test_a_resumed_learner_has_the_settings_it_was_given(kind: type, tmp_path: P
             **SMALL, **alone, **OTHERS[kind], learning_rate=0.0625, output_dir=str(tmp_path / "b")
         )
         second = a_learner(config, session, seed=1)
-        own = second.state_dict()["model"]
         second.load_state_dict(saved)
         loaded = second.state_dict()["model"]
         rates = {group["lr"] for group in second._optimizer.param_groups}
         second.close()
     assert rates == {0.0625}
-    assert loaded.keys() == own.keys()
-    for name, value in loaded.items():
-        setting = name in training._SETTINGS
-        torch.testing.assert_close(value, own[name] if setting else saved["model"][name])
+    torch.testing.assert_close(loaded, dict(saved["model"]))
     if kind is SACConfig:
         assert float(loaded["log_alpha"]) == 0.25
-        assert float(loaded["_value_estimator.gamma"]) == 0.5
+        assert second.loss.gamma == 0.5
     else:
-        assert float(loaded["entropy_coeff"]) == pytest.approx(0.3)
+        assert float(second.loss.entropy_coeff) == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize("kind", [DeadlineError, PeerLostError])
@@ -144,7 +139,7 @@ class Spoiled(gymnasium.Wrapper):
 @pytest.mark.parametrize(
     ("kind", "broken"),
     [
-        *((ApexConfig, broken) for broken in ("raises", "NaN observation", "1e30")),
+        *((ApexConfig, broken) for broken in ("raises", "NaN observation", "1e39")),
         *((DDPPOConfig, broken) for broken in ("exits", "nan")),
         *((ImpalaConfig, broken) for broken in ("raises", "NaN observation")),
         *((SACConfig, broken) for broken in ("exits", "NaN observation", "nan")),

@@ -161,9 +161,9 @@ class Apex(Learner):
     def _check_errors(self, td_error: torch.Tensor) -> None:
         if not td_error.isfinite().all():
             raise TorchRLDistError(
-                f"TD errors are not finite after {self.updates} updates: rewards of "
-                f"{self.config.env} are too large to be squared in float32, or the learning rate "
-                "is too high; scale the rewards, or pass --reward-clip"
+                f"TD errors are not finite after {self.updates} updates: sums of rewards of "
+                f"{self.config.env} are too large for float32, or the learning rate is too high; "
+                "scale the rewards, or pass --reward-clip"
             )
 
     def state_dict(self) -> dict[str, Any]:

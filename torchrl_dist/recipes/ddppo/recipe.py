@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
-from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value.functional import (
     generalized_advantage_estimate,
     vec_generalized_advantage_estimate,
@@ -25,9 +24,10 @@ from ...collect.learner.readiness import Readiness
 from ...learn import DistributedLoss
 from ...learn.ranks import Ranks
 from ...runtime import Session
+from ..parts.actor_critic import PPOLoss
 from ..parts.environments import Task, for_collectors
 from ..parts.networks import PolicySpec, ValueNetwork
-from ..parts.policies import categorical_actor, critic_of
+from ..parts.policies import categorical_actor
 from ..training.feed import moved
 from ..training.loop import (
     LossLearner,
@@ -57,7 +57,7 @@ class DDPPO(LossLearner):
     """One of the learners and its collectors.
 
     Args:
-        loss: a distributed ClipPPOLoss of ``network`` and ``critic``.
+        loss: a distributed PPOLoss of ``network`` and ``critic``.
     """
 
     def __init__(
@@ -182,14 +182,12 @@ def build(
     critic = ValueNetwork(task.inputs, config.hidden, config.network).to(device)
     actor = categorical_actor(network, config.env)
     loss = DistributedLoss(
-        ClipPPOLoss(
-            actor,
-            critic_of(critic),
-            clip_epsilon=config.clip,
-            entropy_coeff=config.entropy_coef,
-            critic_coeff=config.critic_coef,
-            loss_critic_type="l2",
-            normalize_advantage=False,  # normalized above, over the whole batch of all learners
+        PPOLoss(
+            network,
+            critic,
+            clip=config.clip,
+            entropy_coef=config.entropy_coef,
+            critic_coef=config.critic_coef,
         ),
         group=session.process_group,
         timeout_s=config.timeout_s,

@@ -11,15 +11,15 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torchrl.modules import ProbabilisticActor
-from torchrl.objectives import A2CLoss
 from torchrl.objectives.value.functional import vtrace_advantage_estimate
 
 from ...collect import FirstReady, RPCBatchedCollector
 from ...learn.ranks import Ranks
 from ...runtime import Session
+from ..parts.actor_critic import A2CLoss
 from ..parts.environments import Task, for_collectors
 from ..parts.networks import PolicySpec, ValueNetwork
-from ..parts.policies import categorical_actor, critic_of
+from ..parts.policies import categorical_actor
 from ..training.feed import moved
 from ..training.loop import (
     LossLearner,
@@ -162,11 +162,7 @@ def build(
     critic = ValueNetwork(task.inputs, config.hidden, config.network).to(device)
     actor = categorical_actor(network, config.env)
     loss = A2CLoss(
-        actor,
-        critic_of(critic),
-        entropy_coeff=config.entropy_coef,
-        critic_coeff=config.critic_coef,
-        loss_critic_type="l2",
+        network, critic, entropy_coef=config.entropy_coef, critic_coef=config.critic_coef
     )
     collector = RPCBatchedCollector(
         for_collectors(config.env, config.reward_clip),

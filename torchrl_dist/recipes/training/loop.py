@@ -50,15 +50,6 @@ from .updates import Adam
 _FINAL = 2**20  # makes seeds of final evaluations differ from those during training
 _EVALUATION = 3  # the stream of evaluations' seeds; collectors and buffers have streams 1 and 2
 
-# Settings that TorchRL's losses keep as buffers in their state dicts, among the weights.
-_SETTINGS = (
-    "entropy_coeff",
-    "critic_coeff",
-    "clip_epsilon",
-    "_value_estimator.gamma",
-    "_target_entropy",
-)
-
 
 class Learner(ABC):
     """The parts of a job in one learner's process. ``build`` returns this object.
@@ -103,7 +94,7 @@ class Learner(ABC):
 
 
 class LossLearner(Learner):
-    """A learner that trains all weights of one of TorchRL's losses with one Adam optimizer.
+    """A learner that trains all weights of a loss with one Adam optimizer.
 
     Attributes:
         loss: contains the policy, whose weights go to the collectors.
@@ -129,25 +120,19 @@ class LossLearner(Learner):
         return copy.deepcopy({"model": model, "optimizer": optimizer, "extra": {}})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        # This run keeps its own settings, because the user may have changed them since the
-        # checkpoint.
-        model = {name: value for name, value in state["model"].items() if name not in _SETTINGS}
-        own = self.loss.state_dict()
-        model |= {name: own[name] for name in _SETTINGS if name in own}
-        self.loss.load_state_dict(model)
+        self.loss.load_state_dict(state["model"])
         self._optimizer.load_state_dict(dict(state["optimizer"]))
         self.collector.update_policy_weights_()
 
 
 def sum_of_losses(losses: TensorDictBase) -> torch.Tensor:
-    """Return the sum of an actor-critic's losses. TorchRL omits some losses whose weight is 0."""
-    names = ("loss_objective", "loss_critic", "loss_entropy")
-    return torch.stack([losses[name] for name in names if name in losses.keys()]).sum()
+    """Return the sum of an actor-critic's losses."""
+    return losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]
 
 
 def seen(losses: TensorDictBase, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    """Return the losses that exist among ``names`` (tag -> key), by tag and without gradients."""
-    return {tag: losses[key].detach() for tag, key in names.items() if key in losses.keys()}
+    """Return the losses of ``names`` (tag -> key), by tag and without gradients."""
+    return {tag: losses[key].detach() for tag, key in names.items()}
 
 
 @dataclass(frozen=True)
