@@ -655,7 +655,7 @@ def _clean(options: argparse.Namespace) -> int:
 
 
 def _add_bench(bench: argparse.ArgumentParser) -> None:
-    from .bench import checkpoint, collect, ddp, law, limiter, plan, remote, replay, train
+    from .bench import checkpoint, collect, ddp, law, learner, limiter, plan, remote, replay, train
 
     questions = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
     for module, summary in (
@@ -664,6 +664,7 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
         (remote, "a replay buffer in other processes, with every row sent by RPC"),
         (law, "the sampling law of a buffer spread over workers, compared with a single buffer's"),
         (ddp, "from which batch and network size several learner ranks pay off"),
+        (learner, "how fast the recipes' gradient steps are, compared with plain PyTorch"),
         (checkpoint, "how long a checkpoint of a replay buffer takes, compared with a plain copy"),
         (plan, "the planner's predictions compared with measurements"),
         (limiter, "how soon a sample that waits for the rate limiter returns"),

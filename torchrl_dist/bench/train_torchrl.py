@@ -169,9 +169,13 @@ class SAC(Alone):
         self._owed += data.numel() * self.config.updates_per_frame
         while self._owed >= 1:
             self._owed -= 1
-            losses = self.loss(self.buffer.sample())
-            self._step(losses["loss_qvalue"] + losses["loss_actor"] + losses["loss_alpha"])
-            self.target.step()
+            self.update(self.buffer.sample())
+
+    def update(self, batch: TensorDictBase) -> None:
+        """Take one gradient step."""
+        losses = self.loss(batch)
+        self._step(losses["loss_qvalue"] + losses["loss_actor"] + losses["loss_alpha"])
+        self.target.step()
 
 
 class _OnPolicy(Alone):
