@@ -73,9 +73,8 @@ def test_data_of_another_policy_are_corrected_as_the_paper_says(ends, rho_bar, c
     data = rollout(network, ends)
     with torch.no_grad():
         network[-1].weight.add_(torch.randn_like(network[-1].weight))  # it has learned since
-    traced = vtrace(
-        data, categorical_actor(network), critic, gamma=GAMMA, rho_bar=rho_bar, c_bar=c_bar
-    )
+    outputs = network(data["observation"]), *(critic(x["observation"]) for x in (data, data["next"]))
+    traced = vtrace(data, *outputs, gamma=GAMMA, rho_bar=rho_bar, c_bar=c_bar)
     for row in range(2):
         target, advantage, ratio = by_hand(data[row], network, critic, rho_bar, c_bar)
         assert traced.value_target[row, :, 0].tolist() == pytest.approx(target, rel=1e-4)

@@ -351,7 +351,6 @@ def _policy_gradient(recipe: str, compiled: bool) -> dict[str, Update]:
     from torchrl_dist.recipes.parts.actor_critic import A2CLoss, PPOLoss
     from torchrl_dist.recipes.parts.environments import look_at
     from torchrl_dist.recipes.parts.networks import PolicySpec, ValueNetwork
-    from torchrl_dist.recipes.parts.policies import categorical_actor
     from torchrl_dist.recipes.training.loop import Start
 
     config: Any = DDPPOConfig(learners=1) if recipe == "ppo" else ImpalaConfig()
@@ -375,8 +374,7 @@ def _policy_gradient(recipe: str, compiled: bool) -> dict[str, Update]:
         ours: Any = ddppo.DDPPO(config, own, value, loss, stub, cpu, Start())
     else:
         loss = A2CLoss(own, value, **coefs)
-        actor = categorical_actor(own)
-        ours = impala.Impala(config, own, value, actor, loss, stub, cpu, Start())
+        ours = impala.Impala(config, own, value, loss, stub, cpu, Start())
 
     def plain(compiled: bool) -> Update:
         net, judge = copy.deepcopy(network), copy.deepcopy(critic)

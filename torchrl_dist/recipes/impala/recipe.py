@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
-from torchrl.modules import ProbabilisticActor
 from torchrl.objectives.value.functional import vtrace_advantage_estimate
 
 from ...collect import FirstReady, RPCBatchedCollector
@@ -19,7 +18,7 @@ from ...runtime import Session
 from ..parts.actor_critic import A2CLoss
 from ..parts.environments import Task, for_collectors
 from ..parts.networks import PolicySpec, ValueNetwork
-from ..parts.policies import categorical_actor
+from ..parts.policies import categorical_actor, check_logits
 from ..training.feed import moved
 from ..training.loop import (
     LossLearner,
@@ -56,8 +55,9 @@ class VTrace(NamedTuple):
 @torch.no_grad()
 def vtrace(
     data: TensorDictBase,
-    actor: ProbabilisticActor,
-    critic: nn.Module,
+    logits: Tensor,
+    value: Tensor,
+    next_value: Tensor,
     *,
     gamma: float,
     rho_bar: float = 1.0,
@@ -70,29 +70,33 @@ def vtrace(
     TorchRL that is used here does not. With data of the current policy, rho is 1 and the target
     is that of GAE with lambda 1. An episode that ended without ``terminated`` bootstraps from its
     true last observation.
+
+    Args:
+        logits: of the current policy, ``[N, T, actions]``.
+        value, next_value: the critic's, of ``observation`` and of the next one, ``[N, T, 1]``.
     """
-    log_pi = actor.get_dist(data.select("observation")).log_prob(data["action"])
-    log_mu = data["action_log_prob"]
+    log_pi = logits.log_softmax(-1).gather(-1, data["action"].unsqueeze(-1))
+    log_mu = data["action_log_prob"].unsqueeze(-1)
     advantage, target = vtrace_advantage_estimate(
         gamma,
-        log_pi.unsqueeze(-1),  # the function's docstring swaps log_pi and log_mu
-        log_mu.unsqueeze(-1),
-        critic(data["observation"]),
-        critic(data["next", "observation"]),
+        log_pi,  # the function's docstring swaps log_pi and log_mu
+        log_mu,
+        value,
+        next_value,
         data["next", "reward"].to(torch.float32),
         data["next", "done"],
         data["next", "terminated"],
         rho_thresh=rho_bar,
         c_thresh=c_bar,
     )
-    return VTrace(advantage, target, (log_pi - log_mu).exp().unsqueeze(-1))
+    return VTrace(advantage, target, (log_pi - log_mu).exp())
 
 
 class Impala(LossLearner):
     """The learner and its collectors.
 
     Args:
-        loss: an A2CLoss of ``actor`` and ``critic``, whose gradients are those of section 4.2.
+        loss: an A2CLoss of ``network`` and ``critic``, whose gradients are those of section 4.2.
     """
 
     def __init__(
@@ -100,7 +104,6 @@ class Impala(LossLearner):
         config: ImpalaConfig,
         network: nn.Module,
         critic: nn.Module,
-        actor: ProbabilisticActor,
         loss: A2CLoss,
         collector: RPCBatchedCollector,
         device: torch.device,
@@ -110,7 +113,6 @@ class Impala(LossLearner):
         self.config = config
         self.network = network
         self.critic = critic
-        self.actor = actor
         self.device = device
         self.ranks = Ranks(timeout_s=config.timeout_s)
         self._frames = start.frames
@@ -122,18 +124,21 @@ class Impala(LossLearner):
         self._frames = frames
         self.set_learning_rate(share * config.learning_rate)
         data = moved(data, self.device)
+        logits, value = self.network(data["observation"]), self.critic(data["observation"])
+        check_logits(logits, config.env)
+        with torch.no_grad():
+            next_value = self.critic(data["next", "observation"])
         traced = vtrace(
             data,
-            self.actor,
-            self.critic,
+            logits,
+            value,
+            next_value,
             gamma=config.gamma,
             rho_bar=config.rho_bar,
             c_bar=config.c_bar,
         )
-        rows = data.select("observation", "action").reshape(-1)
-        rows["advantage"] = traced.advantage.reshape(-1, 1)
-        rows["value_target"] = traced.value_target.reshape(-1, 1)
-        losses = self.loss(rows)
+        targets = {"advantage": traced.advantage, "value_target": traced.value_target}
+        losses = self.loss.of(logits, value, data.select("action").update(targets))
         self.step(sum_of_losses(losses), config.max_grad_norm)
         lag = self.collector.policy_version - data["policy_version"].float().mean()
         self.collector.update_policy_weights_()
@@ -179,7 +184,7 @@ def build(
         categorical_action_encoding=True,
         timeout_s=config.timeout_s,
     )
-    return Impala(config, network, critic, actor, loss, collector, device, start)
+    return Impala(config, network, critic, loss, collector, device, start)
 
 
 def run(config: ImpalaConfig, session: Session, *, resume: bool = False) -> dict[str, Any]:

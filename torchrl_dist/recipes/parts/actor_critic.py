@@ -44,10 +44,14 @@ class A2CLoss(LossModule):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         observation = tensordict.get("observation")
-        logits = functional.log_softmax(self.network(observation), -1)
+        return self.of(self.network(observation), self.critic(observation), tensordict)
+
+    def of(self, logits: Tensor, value: Tensor, tensordict: TensorDictBase) -> TensorDictBase:
+        """Return the result of ``forward`` for outputs that were computed before."""
+        logits = functional.log_softmax(logits, -1)
         log_prob = logits.gather(-1, tensordict.get("action").unsqueeze(-1))
         entropy = -(logits.exp() * logits).sum(-1).mean()
-        error = functional.mse_loss(self.critic(observation), tensordict.get("value_target"))
+        error = functional.mse_loss(value, tensordict.get("value_target"))
         losses = {
             "loss_critic": self.critic_coeff * error,
             "loss_entropy": -self.entropy_coeff * entropy,

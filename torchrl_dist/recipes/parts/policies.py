@@ -14,15 +14,20 @@ from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
 from ...errors import TorchRLDistError
 
 
+def check_logits(logits: Tensor, env: str) -> None:
+    """Raise an error that names the environment if logits are NaN."""
+    if logits.isnan().any():
+        raise TorchRLDistError(
+            f"the policy computed NaN for observations of {env}: the environment returned "
+            "observations that are not finite; check what its step() and reset() return"
+        )
+
+
 class _Categorical(Categorical):
-    """torch's distribution, with an error that names the environment if logits are NaN."""
+    """torch's distribution, for logits without NaN."""
 
     def __init__(self, logits: Tensor, env: str) -> None:
-        if logits.isnan().any():
-            raise TorchRLDistError(
-                f"the policy computed NaN for observations of {env}: the environment returned "
-                "observations that are not finite; check what its step() and reset() return"
-            )
+        check_logits(logits, env)
         super().__init__(logits=logits)
 
 
