@@ -1,7 +1,7 @@
 """TorchRL's own tests of replay buffers and of its collector, run over this package's.
 
     git clone https://github.com/pytorch/rl
-    python tests/torchrl_suite.py rl/test/rb [arguments of pytest]
+    python tests/torchrl_suite.py rl/test/rb rl/test/test_trainer.py [arguments of pytest]
     python tests/torchrl_suite.py --collector rl/test/test_collectors.py [arguments of pytest]
 
 A ``SharedMemmapStorage`` replaces each ``LazyTensorStorage`` and ``LazyMemmapStorage`` that a test
@@ -181,6 +181,7 @@ def _substitute_shared_buffer() -> None:
             storage, writer = kwargs.get("storage"), kwargs.get("writer")
             asks = type(kwargs.get("sample_unit")) is Sequence
             tracks = getattr(writer, "tracks_generations", False)
+            asks = asks or "alpha" in kwargs
             asks = asks or (tracks and cls is not ReplayBuffer)  # which takes rows of every kind
             if not (asks and isinstance(storage, SuiteStorage)):
                 return cls(*args, **kwargs)
