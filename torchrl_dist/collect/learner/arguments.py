@@ -347,6 +347,7 @@ class Settings(WorkerOptions):
 _ANYTHING = object()
 _WEIGHTS = "weights reach all workers as one packed message: call update_policy_weights_()"
 _LAUNCHER = "torchrun, srun or local_cluster starts the processes, and says what each may use"
+_SESSION = "pass session=session({'learner': 1, 'collector': -1}) for workers in other processes"
 _CPU = "the workers run on the CPU; storing_device= says where batches go"
 # The arguments of TorchRL's collectors that have no meaning here, each with the values that are
 # accepted, and the reason why others are refused.
@@ -356,23 +357,34 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "weight_recv_schemes": ((None,), _WEIGHTS),
     "policy_device": ((None, "cpu", torch.device("cpu")), _CPU),
     "env_device": ((None, "cpu", torch.device("cpu")), _CPU),
-    "extend_buffer": ((True,), "the workers extend the buffer with whole rollouts"),
+    "extend_buffer": (
+        (True,),
+        "the workers extend the buffer with whole rollouts; to extend it with the batches "
+        "yourself, leave replay_buffer= out",
+    ),
     "interruptor": ((None,), "pass readiness=Preempt(...) or preemptive_threshold="),
     "reset_when_done": ((True,), "an env that is done is always reset"),
-    "return_same_td": ((False,), "each batch belongs to the caller, and is not used again"),
-    "track_traj_ids": ((True,), "reports and trajectories need the ids"),
-    "compact_obs": ((False,), "rows are whole transitions"),
-    "trajs_per_write": ((None,), "each trajectory is written as soon as it is complete"),
-    "auto_register_policy_transforms": (
-        (None, False),
-        "append InitTracker and the policy's primer to a TorchRL env in make_env",
+    "return_same_td": ((False,), "each batch belongs to the caller; leave it out"),
+    "track_traj_ids": (
+        (True,),
+        "reports and trajectories need the ids; to leave them out of batches, pass "
+        "postproc=lambda rows: rows.exclude(('collector', 'traj_ids'))",
     ),
-    "backend": ((None,), "the session says where the workers are"),
-    "backend_options": ((None,), "the session says where the workers are"),
+    "compact_obs": (
+        (False,),
+        "rows are whole transitions; to leave entries out, pass "
+        "postproc=lambda rows: rows.exclude(('next', 'observation'))",
+    ),
+    "trajs_per_write": (
+        (None, 1),
+        "each trajectory is written as soon as it is complete, by one extend(); leave it out",
+    ),
+    "backend": ((None,), _SESSION),
+    "backend_options": ((None,), _SESSION),
     "num_collectors": ((None,), "pass a session with that many workers, or workers="),
     "sync": ((None,), "pass readiness=WaitAll() or FirstReady()"),
     "update_at_each_batch": ((False,), _WEIGHTS),
-    "worker_idx": ((None,), "workers are numbered by the collector"),
+    "worker_idx": ((None,), "workers are numbered by the collector; leave it out"),
     # of TorchRL's collectors over Ray, RPC and torch.distributed
     "collector_class": ((None,), "this collector builds its workers itself"),
     "collector_kwargs": ((None,), "this collector builds its workers itself"),
@@ -387,6 +399,8 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "update_after_each_batch": ((False,), _WEIGHTS),
     "max_weight_update_interval": ((-1,), _WEIGHTS),
     "update_interval": ((None,), _WEIGHTS),
+    # policies get what they need; see with_state_of in collect/loop/recurrent.py
+    "auto_register_policy_transforms": ((_ANYTHING,), ""),
     "use_env_creator": ((_ANYTHING,), ""),
     "use_buffers": ((_ANYTHING,), ""),
     "trust_policy": ((_ANYTHING,), ""),

@@ -127,8 +127,9 @@ class RPCBatchedCollector(BaseCollector):
             and one update per batch, data are at most k versions old. A worker in the caller's
             process never runs ahead, because TorchRL's exploration type, which it sets, applies to
             the whole process.
-        replay_buffer: pickled to the workers, which call ``extend(rows.reshape(-1))``. Its storage
-            must be a ``SharedMemmapStorage``, unless the worker is this process.
+        replay_buffer: pickled to the workers, which call ``extend(rows.reshape(-1))``, or
+            ``extend(rows)`` if the storage has several dimensions. Its storage must be a
+            ``SharedMemmapStorage``, unless the worker is this process.
         inference: where the policy runs. ``"worker"``: on the workers. ``"learner"``: workers send
             the observations of each step and get actions, from a copy of ``policy`` on the
             learner's CPU that ``update_policy_weights_()`` updates. Use this if the policy does not

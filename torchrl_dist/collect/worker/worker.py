@@ -668,10 +668,12 @@ class RolloutWorker:
             if self.config.packed and packable(rows):
                 return PackedRows.of(rows), data_bytes
             return rows, data_bytes
-        parts = [rows.reshape(rows.shape.numel())]  # -1 would fail if a postproc keeps no row
+        parts = [rows]
         if self.config.whole_trajectories:
             self._trajectories.add(rows)
             parts = self._trajectories.take_all()
+        elif getattr(getattr(self.config.replay_buffer, "storage", None), "ndim", 1) == 1:
+            parts = [rows.reshape(rows.shape.numel())]  # -1 would fail if a postproc keeps no row
         for part in parts:
             if part.shape.numel():
                 self.config.replay_buffer.extend(part)
