@@ -21,7 +21,7 @@ from torchrl.envs import EnvBase
 
 from torchrl_dist.collect.learner.readiness import Preempt, Readiness, WaitAll
 from torchrl_dist.collect.loop.policies import cpu_copy
-from torchrl_dist.collect.worker.worker import WorkerConfig, WorkerOptions
+from torchrl_dist.collect.worker.worker import WorkerConfig, WorkerOptions, reached_by_session
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.runtime import Peer, Session, current_session
 
@@ -61,8 +61,12 @@ def _say_who_is_idle(session: Session, reason: str, line: str) -> None:
         )
 
 
-def require_shared(replay_buffer: Any, env_processes: int, replace_lost: bool) -> None:
-    """Refuse a buffer if workers would write to copies of it, or could not reach it."""
+def require_shared(replay_buffer: Any, assembled_in: int, replace_lost: bool) -> None:
+    """Refuse a buffer if workers would write to copies of it, or could not reach it.
+
+    Args:
+        assembled_in: number of env processes that write whole trajectories.
+    """
     if not isinstance(replay_buffer, ReplayBuffer):
         return  # None, or a user's object that pickles in its own way
     storage = replay_buffer.storage
@@ -72,14 +76,14 @@ def require_shared(replay_buffer: Any, env_processes: int, replace_lost: bool) -
             "would write to copies that no process reads; build the buffer with "
             "SharedMemmapStorage and SharedCursorWriter"
         )
-    if not getattr(storage, "attaches_by_session", False):
+    if not reached_by_session(replay_buffer):
         return
     reached = f"replay_buffer: its {type(storage).__name__} is reached through the session"
-    if env_processes:
+    if assembled_in:
         raise ConfigurationError(
-            f"{reached}, but env processes (env_processes={env_processes}) are not in the session; "
-            "pass env_processes=0 (num_envs= steps several environments in a worker), or extend "
-            "the buffer with the batches that the collector yields"
+            f"{reached}, but the env processes (env_processes={assembled_in}), which assemble the "
+            "trajectories of trajs_per_batch=, are not in the session; pass env_processes=0 "
+            "(num_envs= steps several environments in a worker), or leave trajs_per_batch= out"
         )
     if replace_lost:
         raise ConfigurationError(
@@ -158,7 +162,8 @@ class Settings(WorkerOptions):
         self._check_trajectories()
         self._check_results()
         if not self.here:
-            require_shared(self.replay_buffer, self.env_processes, self.replace_lost)
+            assembled_in = 0 if self.trajs_per_batch is None else self.env_processes
+            require_shared(self.replay_buffer, assembled_in, self.replace_lost)
         if self.inference not in ("worker", "learner"):
             raise ConfigurationError(
                 f"inference={self.inference!r}: expected 'worker' or 'learner'"
