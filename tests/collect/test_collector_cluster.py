@@ -295,6 +295,37 @@ def test_env_processes_write_to_a_buffer_over_hosts(
         hosted.close()
 
 
+def test_an_env_process_that_dies_leaves_no_gap_in_a_buffer_over_hosts(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    died = tmp_path / "died"
+
+    class DiesOnce(Counter):
+        def step(self, action: Any) -> Any:
+            if self.t == 3 and not died.exists():
+                died.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().step(action)
+
+    with local_cluster({"learner": 1, "collector": 1}, fork_server=fork_server) as session:
+        hosted = hosted_buffer(session, capacity=1_000, batch_size=8, shortcut=False)
+        with (
+            pytest.warns(UserWarning, match="replaced env process .*SIGKILL"),
+            RPCBatchedCollector(
+                lambda: DiesOnce(5), session=session, env_processes=2, frames_per_batch=20,
+                total_frames=100, replay_buffer=hosted, timeout_s=60,
+            ) as collector,
+        ):  # fmt: skip
+            assert sum(report.frames for report in collector) == 100
+        hosted.flush()
+        assert died.exists() and len(hosted) == 100
+        rows = hosted[:]
+        for trajectory in rows["collector", "traj_ids"].unique():
+            steps = rows["observation"][rows["collector", "traj_ids"] == trajectory, 0] % 100
+            assert steps.equal(torch.arange(len(steps), dtype=steps.dtype))
+        hosted.close()
+
+
 def test_env_processes_at_a_limiter_stop(fork_server: ForkServer) -> None:
     with local_cluster({"learner": 1, "collector": 1}, fork_server=fork_server) as session:
         limiter = RateLimiter(min_size_to_sample=8, samples_per_insert=1, error_buffer=16)

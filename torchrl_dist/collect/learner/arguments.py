@@ -243,7 +243,7 @@ class Settings(WorkerOptions):
         if given or self.readiness.cuts:
             raise ConfigurationError(
                 "trajs_per_batch= and split_trajs= need whole rollouts; they cannot be combined "
-                f"with {', '.join(given) or self.readiness}"
+                f"with {', '.join(given) or self.readiness}; leave one of them out"
             )
 
     def _check_results(self) -> None:
