@@ -52,6 +52,7 @@ PRINTS = {
     "episodes.py": r"\[0\.3, 0\.3\]\n(\d+ poles fell; workers' shares: \{0: .*, 1: .*\}\n)+",
     "own_env.py": r"lowest cell \d of torch\.Size\(\[8, 50\]\)\n",
     "atari.py": r"256 torch\.Size\(\[32, 4, 84, 84\]\) 565\d\d bytes per row\n",
+    "with_trainer.py": r"rank [01]: \d+ frames, \d+ rows, \w{16}\n",
     "own_loop.py": r"rank [01]: step 60, \d+ rows, \w{16}\n",
     "with_fabric.py": r"(rank [01]: 200 rows, parameters (\w{16})\n){2}",
 }
@@ -70,7 +71,9 @@ def files_next_to(program: Path) -> set[str]:
     return {path.name for path in program.parent.iterdir()} - {program.name, "__pycache__"}
 
 
-@pytest.mark.parametrize("program", sorted(RANKS - {"own_loop.py"}), indirect=True)
+@pytest.mark.parametrize(
+    "program", sorted(RANKS - {"own_loop.py", "with_trainer.py"}), indirect=True
+)
 def test_a_program_for_torchrun_prints_what_its_page_says(program: Path) -> None:
     ranks, _ = PROGRAMS[program.name]
     # one of them as users start it
@@ -118,6 +121,39 @@ def test_the_loop_of_its_page_goes_on_where_it_was_interrupted(program: Path) ->
     frames = [float(value) for _, value in numbers["sum_over_ranks/frames"]]
     assert frames == [128 * at for at in range(10, 61, 10)], frames  # both runs', all collectors'
     assert frames == [float(value) for _, value in numbers["rows_written"]]
+
+
+@pytest.mark.parametrize("program", ["with_trainer.py"], indirect=True)
+@pytest.mark.parametrize("way", ["in memory", "by RPC"])
+def test_the_trainer_of_its_page_goes_on_where_it_was_interrupted(program: Path, way: str) -> None:
+    run = program.parent / "trainer-run"
+    text = program.read_text().replace('Path("trainer-run")', f'Path("{run}")')
+    assert "FRAMES = 20_000" in text and "batch_size=64)" in text
+    if way == "by RPC":
+        text = text.replace("batch_size=64)", "batch_size=64, shortcut=False)")
+    program.write_text(text)
+    logged = run / "metrics" / "scalars" / "loss.csv"
+
+    def interrupt(agent: warm.Running) -> None:
+        wait_until(logged.exists, timeout_s=100)
+        agent.send_signal(signal.SIGTERM)
+
+    first = run_job([str(program)], nproc=2, timeout_s=150, on_start=interrupt)
+    assert first.returncode, first
+    ended = [re.search(r"rank \d: (\d+) frames, (\d+) rows, (\w+)\n", first.log(r)) for r in (0, 1)]
+    assert all(ended) and ended[0].groups() == ended[1].groups(), first
+    frames, rows = map(int, ended[0].groups()[:2])
+    assert 512 < frames < 20_000 and rows == 2 * frames, first
+    program.write_text(text.replace("FRAMES = 20_000", f"FRAMES = {frames + 640}"))
+    second = run_job([str(program)], nproc=2, timeout_s=150)
+    assert second.returncode == 0, second
+    for rank in (0, 1):
+        begun, line = second.log(rank).splitlines(keepends=True)[-2:]
+        assert begun == f"rank {rank}: from frame {frames}\n", second
+        assert re.fullmatch(PRINTS[program.name], line), second
+        assert line.startswith(f"rank {rank}: {frames + 640} frames, {rows + 1280} rows"), second
+    steps = [int(line.split(",")[0]) for line in logged.read_text().splitlines()]
+    assert steps == sorted(steps) and steps[0] <= frames
 
 
 @pytest.mark.parametrize("program", sorted(FRESH), indirect=True)

@@ -1,7 +1,7 @@
 """TorchRL's own tests of replay buffers and of its collector, run over this package's.
 
     git clone https://github.com/pytorch/rl
-    python tests/torchrl_suite.py rl/test/rb [arguments of pytest]
+    python tests/torchrl_suite.py rl/test/rb rl/test/test_trainer.py [arguments of pytest]
     python tests/torchrl_suite.py --collector rl/test/test_collectors.py [arguments of pytest]
 
 A ``SharedMemmapStorage`` replaces each ``LazyTensorStorage`` and ``LazyMemmapStorage`` that a test
@@ -9,9 +9,9 @@ builds, and in the buffers over it the shared writer and sampler replace TorchRL
 ``sample_unit=Sequence(...)``, or a buffer of TensorDicts whose writer tracks generations, is a
 ``SharedReplayBuffer``, as the refusal of TorchRL's class says; ``Sequence.expand`` finds the
 windows of this package. With ``--collector`` a test's ``Collector`` is an ``RPCBatchedCollector``
-with its worker in the same process, whose batches ``[N, T]`` get the shape of the env, and which
-raises the errors of env and policy themselves. Tests that need TorchRL's other collectors are
-skipped.
+with its worker in the same process, whose batches ``[N, T]`` get the shape of the env, which yields
+None instead of reports, and which raises the errors of env and policy themselves. Tests that need
+TorchRL's other collectors are skipped.
 
 A test that built nothing of ours does not count. The others *pass*, are *refused* (they
 fail with an error of this package, which says that it does not do that), or *fail*; ``--list``
@@ -181,6 +181,7 @@ def _substitute_shared_buffer() -> None:
             storage, writer = kwargs.get("storage"), kwargs.get("writer")
             asks = type(kwargs.get("sample_unit")) is Sequence
             tracks = getattr(writer, "tracks_generations", False)
+            asks = asks or "alpha" in kwargs
             asks = asks or (tracks and cls is not ReplayBuffer)  # which takes rows of every kind
             if not (asks and isinstance(storage, SuiteStorage)):
                 return cls(*args, **kwargs)
@@ -243,6 +244,16 @@ class Collector(torchrl_dist.RPCBatchedCollector):
         others = {"track_policy_version": False, "timeout_s": 60, **others}
         super().__init__(create_env_fn, policy, frames_per_batch=frames_per_batch, **others)
 
+    _use_buffers = True
+
+    @property
+    def env(self) -> Any:
+        return self._crew.workers[0].handle._worker._rollout.target
+
+    def iterator(self) -> Any:
+        for batch in super().iterator():
+            yield None if isinstance(batch, torchrl_dist.CollectReport) else batch
+
     def _next_batch(self) -> Any:
         try:
             batch = super()._next_batch()
@@ -251,10 +262,9 @@ class Collector(torchrl_dist.RPCBatchedCollector):
         if not isinstance(batch, TensorDictBase):
             return batch
         batch = batch.exclude(("collector", "worker_index"))
-        env = self._crew.workers[0].handle._worker._rollout.target
         plain = self.trajs_per_batch is None and not self.split_trajs
-        if plain and isinstance(env, EnvBase):
-            batch = batch.reshape(*env.batch_size, batch.shape[-1])
+        if plain and isinstance(self.env, EnvBase):
+            batch = batch.reshape(*self.env.batch_size, batch.shape[-1])
         elif plain:
             batch = batch[0]
         batch.names = [None] * (batch.ndim - 1) + ["time"]

@@ -25,6 +25,7 @@ from torchrl_dist.collect.learner.start import start_workers
 from torchrl_dist.collect.worker.pinned import OwnThread, PinnedWorker
 from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
+from torchrl_dist.replay import RateLimiter
 from torchrl_dist.replay import replay_buffer as hosted_buffer
 from torchrl_dist.runtime import ForkServer, Session, current_session, forkserver, local_cluster
 
@@ -253,7 +254,10 @@ def test_a_buffer_that_would_be_copied_to_the_workers_is_refused(fork_server: Fo
                 session, capacity=100, batch_size=8, hosts=hosts, name=hosts[0].name
             )
             for option, advice in (
-                ({"env_processes": 2}, "pass env_processes=0 .num_envs= "),
+                (
+                    {"env_processes": 2, "trajs_per_batch": 2},
+                    "pass env_processes=0 .num_envs= .* or leave trajs_per_batch= out",
+                ),
                 ({"replace_lost": True}, "expected replace_lost=False"),
             ):
                 with pytest.raises(ConfigurationError, match=advice):
@@ -262,6 +266,82 @@ def test_a_buffer_that_would_be_copied_to_the_workers_is_refused(fork_server: Fo
                         replay_buffer=hosted, **option,
                     )  # fmt: skip
             hosted.close()
+
+
+@pytest.mark.parametrize("at", ["learner", "collector"])
+@pytest.mark.parametrize("shortcut", [True, False])
+def test_env_processes_write_to_a_buffer_over_hosts(
+    fork_server: ForkServer, at: str, shortcut: bool
+) -> None:
+    with local_cluster({"learner": 1, "collector": 2}, fork_server=fork_server) as session:
+        hosted = hosted_buffer(
+            session, capacity=1_000, batch_size=8, hosts=session.of_role(at), shortcut=shortcut
+        )
+        with RPCBatchedCollector(
+            lambda: Counter(5), session=session, num_envs=2, env_processes=2, seed=0,
+            frames_per_batch=80, total_frames=240, replay_buffer=hosted,
+        ) as collector:  # fmt: skip
+            reports = list(collector)
+        assert [report.frames for report in reports] == [80] * 3
+        assert all(report.write_s[worker] > 0 for report in reports for worker in (0, 1))
+        hosted.flush() if not shortcut else None
+        rows = hosted[:]
+        assert len(hosted) == 240 and rows.ndim == 1
+        ids = rows["collector", "traj_ids"]
+        assert rows["collector", "worker_index"].bincount().tolist() == [120, 120]
+        for trajectory in ids.unique():  # in order, without gaps
+            steps = rows["observation"][ids == trajectory, 0] % 100
+            assert steps.equal(torch.arange(len(steps), dtype=steps.dtype))
+        hosted.close()
+
+
+def test_an_env_process_that_dies_leaves_no_gap_in_a_buffer_over_hosts(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    died = tmp_path / "died"
+
+    class DiesOnce(Counter):
+        def step(self, action: Any) -> Any:
+            if self.t == 3 and not died.exists():
+                died.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().step(action)
+
+    with local_cluster({"learner": 1, "collector": 1}, fork_server=fork_server) as session:
+        hosted = hosted_buffer(session, capacity=1_000, batch_size=8, shortcut=False)
+        with (
+            pytest.warns(UserWarning, match="replaced env process .*SIGKILL"),
+            RPCBatchedCollector(
+                lambda: DiesOnce(5), session=session, env_processes=2, frames_per_batch=20,
+                total_frames=100, replay_buffer=hosted, timeout_s=60,
+            ) as collector,
+        ):  # fmt: skip
+            assert sum(report.frames for report in collector) == 100
+        hosted.flush()
+        assert died.exists() and len(hosted) == 100
+        rows = hosted[:]
+        for trajectory in rows["collector", "traj_ids"].unique():
+            steps = rows["observation"][rows["collector", "traj_ids"] == trajectory, 0] % 100
+            assert steps.equal(torch.arange(len(steps), dtype=steps.dtype))
+        hosted.close()
+
+
+def test_env_processes_at_a_limiter_stop(fork_server: ForkServer) -> None:
+    with local_cluster({"learner": 1, "collector": 1}, fork_server=fork_server) as session:
+        limiter = RateLimiter(min_size_to_sample=8, samples_per_insert=1, error_buffer=16)
+        hosted = hosted_buffer(
+            session, capacity=100, batch_size=8, limiter=limiter, timeout_s=60, shortcut=False
+        )
+        collector = RPCBatchedCollector(
+            lambda: Counter(5), session=session, env_processes=2, frames_per_batch=8,
+            replay_buffer=hosted, max_policy_lag=1, timeout_s=60,
+        )  # fmt: skip
+        collector.start()
+        wait_for(lambda: len(hosted) >= 16)
+        begun = time.monotonic()
+        collector.async_shutdown()
+        assert time.monotonic() - begun < 20 and len(hosted) < 60
+        hosted.close()
 
 
 def is_second() -> bool:

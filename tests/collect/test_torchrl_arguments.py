@@ -13,12 +13,21 @@ import numpy as np
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, assert_close
-from tensordict.nn import TensorDictModule
+from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, OneHot, TensorDictReplayBuffer
-from torchrl.envs import EnvBase, EnvCreator, GymEnv, GymWrapper, ParallelEnv, SerialEnv
-from torchrl.modules import QValueActor, RandomPolicy
+from torchrl.envs import (
+    EnvBase,
+    EnvCreator,
+    GymEnv,
+    GymWrapper,
+    InitTracker,
+    ParallelEnv,
+    SerialEnv,
+    TransformedEnv,
+)
+from torchrl.modules import GRUModule, QValueActor, RandomPolicy
 from torchrl.testing.mocking_classes import CountingEnv
 
 from tests.collect.envs import Counter, Growing, Talking, before_steps, wait_for
@@ -97,6 +106,56 @@ def test_batches_are_those_of_torchrls_collector(build, make, options) -> None:
         ends = torch.cat(got, 1)["next", "done"][0, :-1, 0]
         if not options.get("set_truncated"):
             assert ids.diff().ne(0).equal(ends)
+
+
+class Memory(nn.Module):
+    """The action follows from the state of a GRU."""
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return nn.functional.one_hot(features.argmax(-1), 3).float()
+
+
+def remembering() -> TensorDictSequential:
+    torch.manual_seed(0)
+    reads, writes = ["observation", "state", "is_init"], ["features", ("next", "state")]
+    gru = GRUModule(input_size=2, hidden_size=3, in_keys=reads, out_keys=writes)
+    return TensorDictSequential(
+        gru, TensorDictModule(Memory(), in_keys=["features"], out_keys=["action"])
+    )
+
+
+@pytest.mark.parametrize("given", [None, True, False])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: GymWrapper(Plain(3)),
+        lambda: TransformedEnv(GymWrapper(Plain(3)), InitTracker()),
+        lambda: SerialEnv(2, [lambda: GymWrapper(Plain(3)), lambda: GymWrapper(Plain(4))]),
+        lambda: GymWrapper(Plain(3), policy=remembering()),
+    ],
+    ids=["bare", "tracked", "serial", "complete"],
+)
+def test_torchrl_envs_get_the_state_that_a_recurrent_policy_reads(
+    build: Any, make: Any, given: bool | None
+) -> None:
+    common = {"frames_per_batch": 20, "total_frames": 40}
+    theirs = Collector(make(), remembering(), auto_register_policy_transforms=True, **common)
+    ours = build(make, remembering(), auto_register_policy_transforms=given, **common)
+    for got, expected in zip(ours, theirs, strict=True):
+        require_equal(got if got.shape[0] > 1 else got[0], expected)
+        assert got["is_init"].any() and got["state"][got["is_init"][..., 0]].eq(0).all()
+        assert got["next", "state"].ne(0).all()
+    theirs.shutdown()
+
+
+def test_a_buffer_of_several_dimensions_gets_rollouts_as_they_are(build: Any) -> None:
+    rows = TensorDictReplayBuffer(storage=LazyTensorStorage(100, ndim=2), batch_size=4)
+    collector = build(
+        lambda: SerialEnv(2, lambda: GymWrapper(Plain())), frames_per_batch=8, replay_buffer=rows
+    )
+    collector.next(), collector.next()
+    assert rows[:].shape == (2, 8) and rows[:]["collector", "traj_ids"][1].unique().numel() >= 1
+    assert rows[:]["observation"][:, 1:, 0].ne(rows[:]["observation"][:, :-1, 0]).all()
 
 
 @pytest.mark.parametrize("torchrl", [False, True])

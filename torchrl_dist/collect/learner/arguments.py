@@ -21,7 +21,7 @@ from torchrl.envs import EnvBase
 
 from torchrl_dist.collect.learner.readiness import Preempt, Readiness, WaitAll
 from torchrl_dist.collect.loop.policies import cpu_copy
-from torchrl_dist.collect.worker.worker import WorkerConfig, WorkerOptions
+from torchrl_dist.collect.worker.worker import WorkerConfig, WorkerOptions, reached_by_session
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.runtime import Peer, Session, current_session
 from torchrl_dist.runtime.session import check_session
@@ -90,8 +90,12 @@ def _say_who_is_idle(session: Session, reason: str, line: str) -> None:
         )
 
 
-def require_shared(replay_buffer: Any, env_processes: int, replace_lost: bool) -> None:
-    """Refuse a buffer if workers would write to copies of it, or could not reach it."""
+def require_shared(replay_buffer: Any, assembled_in: int, replace_lost: bool) -> None:
+    """Refuse a buffer if workers would write to copies of it, or could not reach it.
+
+    Args:
+        assembled_in: number of env processes that write whole trajectories.
+    """
     if not isinstance(replay_buffer, ReplayBuffer):
         return  # None, or a user's object that pickles in its own way
     storage = replay_buffer.storage
@@ -101,14 +105,14 @@ def require_shared(replay_buffer: Any, env_processes: int, replace_lost: bool) -
             "would write to copies that no process reads; build the buffer with "
             "SharedMemmapStorage and SharedCursorWriter"
         )
-    if not getattr(storage, "attaches_by_session", False):
+    if not reached_by_session(replay_buffer):
         return
     reached = f"replay_buffer: its {type(storage).__name__} is reached through the session"
-    if env_processes:
+    if assembled_in:
         raise ConfigurationError(
-            f"{reached}, but env processes (env_processes={env_processes}) are not in the session; "
-            "pass env_processes=0 (num_envs= steps several environments in a worker), or extend "
-            "the buffer with the batches that the collector yields"
+            f"{reached}, but the env processes (env_processes={assembled_in}), which assemble the "
+            "trajectories of trajs_per_batch=, are not in the session; pass env_processes=0 "
+            "(num_envs= steps several environments in a worker), or leave trajs_per_batch= out"
         )
     if replace_lost:
         raise ConfigurationError(
@@ -187,7 +191,8 @@ class Settings(WorkerOptions):
         self._check_trajectories()
         self._check_results()
         if not self.here:
-            require_shared(self.replay_buffer, self.env_processes, self.replace_lost)
+            assembled_in = 0 if self.trajs_per_batch is None else self.env_processes
+            require_shared(self.replay_buffer, assembled_in, self.replace_lost)
         if self.inference not in ("worker", "learner"):
             raise ConfigurationError(
                 f"inference={self.inference!r}: expected 'worker' or 'learner'"
@@ -267,7 +272,7 @@ class Settings(WorkerOptions):
         if given or self.readiness.cuts:
             raise ConfigurationError(
                 "trajs_per_batch= and split_trajs= need whole rollouts; they cannot be combined "
-                f"with {', '.join(given) or self.readiness}"
+                f"with {', '.join(given) or self.readiness}; leave one of them out"
             )
 
     def _check_results(self) -> None:
@@ -376,6 +381,7 @@ class Settings(WorkerOptions):
 _ANYTHING = object()
 _WEIGHTS = "weights reach all workers as one packed message: call update_policy_weights_()"
 _LAUNCHER = "torchrun, srun or local_cluster starts the processes, and says what each may use"
+_SESSION = "pass session=session({'learner': 1, 'collector': -1}) for workers in other processes"
 _CPU = "the workers run on the CPU; storing_device= says where batches go"
 # The arguments of TorchRL's collectors that have no meaning here, each with the values that are
 # accepted, and the reason why others are refused.
@@ -385,23 +391,34 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "weight_recv_schemes": ((None,), _WEIGHTS),
     "policy_device": ((None, "cpu", torch.device("cpu")), _CPU),
     "env_device": ((None, "cpu", torch.device("cpu")), _CPU),
-    "extend_buffer": ((True,), "the workers extend the buffer with whole rollouts"),
+    "extend_buffer": (
+        (True,),
+        "the workers extend the buffer with whole rollouts; to extend it with the batches "
+        "yourself, leave replay_buffer= out",
+    ),
     "interruptor": ((None,), "pass readiness=Preempt(...) or preemptive_threshold="),
     "reset_when_done": ((True,), "an env that is done is always reset"),
-    "return_same_td": ((False,), "each batch belongs to the caller, and is not used again"),
-    "track_traj_ids": ((True,), "reports and trajectories need the ids"),
-    "compact_obs": ((False,), "rows are whole transitions"),
-    "trajs_per_write": ((None,), "each trajectory is written as soon as it is complete"),
-    "auto_register_policy_transforms": (
-        (None, False),
-        "append InitTracker and the policy's primer to a TorchRL env in make_env",
+    "return_same_td": ((False,), "each batch belongs to the caller; leave it out"),
+    "track_traj_ids": (
+        (True,),
+        "reports and trajectories need the ids; to leave them out of batches, pass "
+        "postproc=lambda rows: rows.exclude(('collector', 'traj_ids'))",
     ),
-    "backend": ((None,), "the session says where the workers are"),
-    "backend_options": ((None,), "the session says where the workers are"),
+    "compact_obs": (
+        (False,),
+        "rows are whole transitions; to leave entries out, pass "
+        "postproc=lambda rows: rows.exclude(('next', 'observation'))",
+    ),
+    "trajs_per_write": (
+        (None, 1),
+        "each trajectory is written as soon as it is complete, by one extend(); leave it out",
+    ),
+    "backend": ((None,), _SESSION),
+    "backend_options": ((None,), _SESSION),
     "num_collectors": ((None,), "pass a session with that many workers, or workers="),
     "sync": ((None,), "pass readiness=WaitAll() or FirstReady()"),
     "update_at_each_batch": ((False,), _WEIGHTS),
-    "worker_idx": ((None,), "workers are numbered by the collector"),
+    "worker_idx": ((None,), "workers are numbered by the collector; leave it out"),
     # of TorchRL's collectors over Ray, RPC and torch.distributed
     "collector_class": ((None,), "this collector builds its workers itself"),
     "collector_kwargs": ((None,), "this collector builds its workers itself"),
@@ -416,6 +433,8 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "update_after_each_batch": ((False,), _WEIGHTS),
     "max_weight_update_interval": ((-1,), _WEIGHTS),
     "update_interval": ((None,), _WEIGHTS),
+    # policies get what they need; see with_state_of in collect/loop/recurrent.py
+    "auto_register_policy_transforms": ((_ANYTHING,), ""),
     "use_env_creator": ((_ANYTHING,), ""),
     "use_buffers": ((_ANYTHING,), ""),
     "trust_policy": ((_ANYTHING,), ""),

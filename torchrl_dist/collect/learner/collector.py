@@ -60,6 +60,10 @@ _RUN_EPOCH_S = 1_704_067_200  # 2024-01-01
 _RUN_SHIFT = 32
 
 
+def _argument(name: str) -> Any:
+    return property(lambda self: getattr(self._settings, name))
+
+
 class RPCBatchedCollector(BaseCollector):
     """Collect with the workers of a session. Each message has T steps of all envs of one worker.
 
@@ -123,8 +127,9 @@ class RPCBatchedCollector(BaseCollector):
             and one update per batch, data are at most k versions old. A worker in the caller's
             process never runs ahead, because TorchRL's exploration type, which it sets, applies to
             the whole process.
-        replay_buffer: pickled to the workers, which call ``extend(rows.reshape(-1))``. Its storage
-            must be a ``SharedMemmapStorage``, unless the worker is this process.
+        replay_buffer: pickled to the workers, which call ``extend(rows.reshape(-1))``, or
+            ``extend(rows)`` if the storage has several dimensions. Its storage must be a
+            ``SharedMemmapStorage``, unless the worker is this process.
         inference: where the policy runs. ``"worker"``: on the workers. ``"learner"``: workers send
             the observations of each step and get actions, from a copy of ``policy`` on the
             learner's CPU that ``update_policy_weights_()`` updates. Use this if the policy does not
@@ -294,6 +299,7 @@ class RPCBatchedCollector(BaseCollector):
         self._num_workers = settings.num_workers
         self.readiness: Readiness = settings.readiness
         self.trajs_per_batch = settings.trajs_per_batch
+        self.traj_format = settings.traj_format
         self.split_trajs = settings.split_trajs
         self.max_policy_lag = settings.max_policy_lag
         self.min_workers = settings.min_workers
@@ -433,6 +439,35 @@ class RPCBatchedCollector(BaseCollector):
             crew.close(_SHUTDOWN_S)
             raise errors[0]
         return crew
+
+    # ---- attributes of TorchRL's collectors. They are read-only, because the workers are built.
+
+    exploration_type = _argument("exploration_type")
+    max_frames_per_traj = _argument("max_frames_per_traj")
+    reset_at_each_iter = _argument("reset_at_each_iter")
+    set_truncated = _argument("set_truncated")
+    postproc = _argument("postproc")
+    cat_results = _argument("cat_results")
+    storing_device = _argument("storing_device")
+    num_workers = _argument("num_workers")
+    policy_device = env_device = property(lambda self: torch.device("cpu"))
+    compact_obs = return_same_td = property(lambda self: False)
+    extend_buffer = reset_when_done = track_traj_ids = property(lambda self: True)
+    interruptor = property(lambda self: None)
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device of batches; None: that of the workers, the CPU."""
+        return self._settings.storing_device
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`shutdown` was called, or an error ended the collector."""
+        return self._crew.is_closed
+
+    def getattr_policy(self, attr: str) -> Any:
+        """Return an attribute of ``policy``, the learner's module."""
+        return getattr(self.policy, attr)
 
     # ---- what TorchRL's trainers ask for
 

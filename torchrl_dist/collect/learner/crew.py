@@ -536,6 +536,10 @@ class Crew:
         return any(worker.callers is not None for worker in self.workers)
 
     @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    @property
     def is_here(self) -> bool:
         """Whether this process built the collector and is not a forked child of the one that
         did."""

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torchrl_dist.collect.worker.worker import RolloutStats
+from torchrl_dist.errors import ConfigurationError
+
+_REQUIRED = object()
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,33 @@ class CollectReport:
         """Each worker's part of all frames so far; 1 / workers if no worker is favoured."""
         total = max(1, sum(self.total_frames_by_worker.values()))
         return {worker: n / total for worker, n in self.total_frames_by_worker.items()}
+
+    # ---- TorchRL's trainers take what a collector yields, and count its frames
+
+    def numel(self) -> int:
+        """The same as :attr:`frames`."""
+        return self.frames
+
+    def keys(self, *_: Any) -> tuple[()]:
+        """No keys, because the rows are in the replay buffer."""
+        return ()
+
+    def get(self, key: Any, default: Any = _REQUIRED) -> Any:
+        """Return ``default``, because the rows are in the replay buffer.
+
+        Raises:
+            ConfigurationError: there is no default.
+        """
+        if default is _REQUIRED:
+            raise ConfigurationError(
+                f"{key!r} was asked of a CollectReport, which has no rows, because the workers "
+                "wrote them into the replay buffer. In a trainer, register sample() and "
+                "update_priority() of ReplayBufferTrainer, but not extend(); log with "
+                "'post_optim_log', whose batches are samples, or from collector.report"
+            )
+        return default
+
+    __getitem__ = get
 
 
 def summarize(

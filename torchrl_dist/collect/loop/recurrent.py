@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchrl.envs import EnvBase, InitTracker
 from torchrl.modules import OrnsteinUhlenbeckProcessModule
 from torchrl.modules.utils import get_primers_from_module
 
@@ -49,14 +50,38 @@ def carried_state(policy: Any, num_envs: int) -> dict[Key, Tensor]:
     return state
 
 
+def with_state_of(policy: Any, env: EnvBase) -> EnvBase:
+    """Return a TorchRL env that has the state of the policy's new episodes.
+
+    ``InitTracker`` and the primers of the policy's modules are appended if the policy reads what
+    they write and the env does not write it.
+    """
+    specs = (env.full_observation_spec, env.full_state_spec)
+    has = {plain_key(key) for spec in specs for key in spec.keys(True, True)}
+    missing = {plain_key(key) for key in getattr(policy, "in_keys", ())} - has
+    if IS_INIT in missing:
+        env = env.append_transform(InitTracker())
+    if missing and isinstance(policy, nn.Module):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about a missing primer
+            primer = get_primers_from_module(policy)
+        for transform in _transforms(primer) if primer is not None else ():
+            if missing & {plain_key(key) for key in transform.primers.keys(True, True)}:
+                env = env.append_transform(transform)
+    return env
+
+
 def _modules(policy: Any) -> list[nn.Module]:
     return list(policy.modules()) if isinstance(policy, nn.Module) else []
 
 
+def _transforms(primer: Any) -> list[Any]:
+    return list(getattr(primer, "transforms", [primer]))
+
+
 def _leaves(primer: Any) -> list[tuple[Key, Any]]:
-    transforms = getattr(primer, "transforms", [primer])
     return [
         (plain_key(key), spec)
-        for transform in transforms
+        for transform in _transforms(primer)
         for key, spec in transform.primers.items(True, True)
     ]

@@ -43,7 +43,7 @@ from torchrl_dist.collect.loop.policies import (
     nested,
     on_tensordicts,
 )
-from torchrl_dist.collect.loop.recurrent import IS_INIT, carried_state
+from torchrl_dist.collect.loop.recurrent import IS_INIT, carried_state, with_state_of
 from torchrl_dist.collect.loop.spaces import (
     Key,
     ObservationLeaf,
@@ -780,7 +780,7 @@ class TorchRLRollout(_Loop):
         exploration_type: ExplorationType = ExplorationType.RANDOM,
         compilation: Compilation | None = None,
     ) -> None:
-        self.env = env
+        self.env = env = with_state_of(policy, env)
         self.num_envs = max(1, env.batch_size.numel())
         self.steps = -(-frames // self.num_envs)
         if policy is None:

@@ -15,6 +15,7 @@ import os
 import selectors
 import statistics
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -45,10 +46,13 @@ from torchrl_dist.collect.worker.worker import (
     RolloutStats,
     WorkerConfig,
     WorkerInfo,
+    reached_by_session,
+    write,
 )
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
 from torchrl_dist.runtime import ForkServer
 from torchrl_dist.runtime.awake import awake, start_clock
+from torchrl_dist.stopping import giving_up_when
 from torchrl_dist.weights import PackedWeights
 
 # Rollouts in memory at a time. The collector has at most two requests in flight.
@@ -122,6 +126,12 @@ class NodeWorker:
         if config.env_processes < 1:
             raise ConfigurationError(f"env_processes={config.env_processes}: expected at least 1")
         start_clock()
+        # A buffer over hosts is reached through the session, in which env processes are not.
+        # Therefore, this process writes their rows.
+        self._buffer: Any = None
+        if reached_by_session(config.replay_buffer):
+            self._buffer = config.replay_buffer
+            config = replace(config, replay_buffer=None, packed=False)
         self.config = config
         self._count = config.env_processes
         self._closed = False
@@ -319,7 +329,21 @@ class NodeWorker:
                 break
         replaced, self._pool.replaced = self._pool.replaced, []
         stats = self._join_stats([piece.stats for piece in pieces], replaced)
-        return self._join(pieces, order.steps, rollout.block), stats
+        rows = self._join(pieces, order.steps, rollout.block)
+        return (rows, stats) if self._buffer is None else self._write(rows, stats)
+
+    def _write(self, rows: Any, stats: RolloutStats) -> tuple[None, RolloutStats]:
+        """Write a rollout to the buffer over hosts."""
+        begun = time.perf_counter()
+        try:
+            if rows is not None:
+                with giving_up_when(lambda: self._pool.stopped):
+                    write(rows, self._buffer)
+        except DeadlineError:
+            if not self._pool.stopped:  # else the rate limiter held up these rows until the stop
+                raise
+            return None, RolloutStats(self.config.worker_index, 0)
+        return None, replace(stats, write_s=stats.write_s + time.perf_counter() - begun)
 
     def _begin_ahead(self) -> None:
         """Let the processes begin the rollout after the current one, if it was requested."""
@@ -514,6 +538,7 @@ class NodeWorker:
         ends."""
         self._blocks, self._views, self._weights = [], [], SharedWeights()
         self._pool.forget()
+        self._buffer = None
         self.config = self.config.without_parts()
 
     def _end(self) -> None:

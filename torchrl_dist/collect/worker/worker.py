@@ -228,6 +228,20 @@ def require_module(policy: Any) -> nn.Module:
     return policy
 
 
+def reached_by_session(replay_buffer: Any) -> bool:
+    """Whether only the processes of the session reach the buffer."""
+    return getattr(getattr(replay_buffer, "storage", None), "attaches_by_session", False)
+
+
+def write(rows: TensorDictBase, replay_buffer: Any) -> None:
+    """Extend a buffer with rows, one by one unless its storage has several dimensions."""
+    size = rows.shape.numel()
+    if getattr(getattr(replay_buffer, "storage", None), "ndim", 1) == 1:
+        rows = rows.reshape(size)  # -1 would fail if a postproc keeps no row
+    if size:
+        replay_buffer.extend(rows)
+
+
 class RolloutWorker:
     """Run rollouts on request, one at a time. Calls from several threads wait for each other.
 
@@ -668,13 +682,12 @@ class RolloutWorker:
             if self.config.packed and packable(rows):
                 return PackedRows.of(rows), data_bytes
             return rows, data_bytes
-        parts = [rows.reshape(rows.shape.numel())]  # -1 would fail if a postproc keeps no row
+        parts = [rows]
         if self.config.whole_trajectories:
             self._trajectories.add(rows)
             parts = self._trajectories.take_all()
         for part in parts:
-            if part.shape.numel():
-                self.config.replay_buffer.extend(part)
+            write(part, self.config.replay_buffer)
         return None, data_bytes
 
     def expect(self, request: int, **options: Any) -> None:

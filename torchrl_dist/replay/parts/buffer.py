@@ -249,6 +249,22 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         _torchrl.initialize(self)
         return self._storage.retire(operator.index(version), version_key)
 
+    def stats(self) -> dict[str, int | float | bool]:
+        """Return the entries of TorchRL's buffers, and ``storage.counters``. TorchRL's
+        ``LoggerMonitor`` logs them. Any thread may call this, and it waits for no sample."""
+        if not self.initialized:
+            return super().stats()
+        size, capacity = len(self), self._storage.max_size
+        return {
+            "size": size,
+            "write_count": self._storage.write_count,
+            "prefetch_queue_size": len(self._prefetch_queue),
+            "initialized": True,
+            "capacity": capacity,
+            "utilization": size / capacity,
+            **self._storage.counters,
+        }
+
     def set_sampler(self, sampler: Sampler) -> None:
         """Replace the sampler.
 
