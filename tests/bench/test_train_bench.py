@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -230,6 +231,11 @@ def test_torchrls_dqn_learns_what_ours_does(both) -> None:
 
 def test_torchrls_sac_learns_what_ours_does(both) -> None:
     ours, theirs = both("sac", frames_per_batch=16, learning_starts=8)
+    for params in (theirs.loss.qvalue_network_params, theirs.loss.target_qvalue_network_params):
+        for layer, name in itertools.product("024", ("weight", "bias")):
+            each = [getattr(critic[int(layer)], name) for critic in ours.loss.critics]
+            params["module", layer, name].data.copy_(torch.stack(each))
+    ours.loss.target.load_state_dict(ours.loss.critics.state_dict())
     data = next(iter(theirs.collector))
     drawn = data.select(*train_torchrl.TRANSITION).reshape(-1)
     turns = iter([True] * 16 + [False])

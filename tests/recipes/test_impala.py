@@ -9,7 +9,6 @@ from torch.distributions import Categorical
 
 from torchrl_dist.recipes.impala.recipe import vtrace
 from torchrl_dist.recipes.parts.networks import CategoricalNetwork, ValueNetwork
-from torchrl_dist.recipes.parts.policies import categorical_actor
 
 GAMMA = 0.9
 
@@ -73,7 +72,10 @@ def test_data_of_another_policy_are_corrected_as_the_paper_says(ends, rho_bar, c
     data = rollout(network, ends)
     with torch.no_grad():
         network[-1].weight.add_(torch.randn_like(network[-1].weight))  # it has learned since
-    outputs = network(data["observation"]), *(critic(x["observation"]) for x in (data, data["next"]))
+    outputs = (
+        network(data["observation"]),
+        *(critic(x["observation"]) for x in (data, data["next"])),
+    )
     traced = vtrace(data, *outputs, gamma=GAMMA, rho_bar=rho_bar, c_bar=c_bar)
     for row in range(2):
         target, advantage, ratio = by_hand(data[row], network, critic, rho_bar, c_bar)

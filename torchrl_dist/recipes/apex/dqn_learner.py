@@ -39,7 +39,8 @@ class DQNLoss(LossModule):
         self.network, self.target = network, target_of(network)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        after, steps = tensordict.get("next"), tensordict.get("steps_to_next_obs")
+        after = tensordict.get("next")
+        steps = tensordict.get("steps_to_next_obs").reshape(-1, 1)
         with torch.no_grad():
             best = self.network(after.get("observation")).argmax(-1, keepdim=True)
             value = self.target(after.get("observation")).gather(-1, best)
