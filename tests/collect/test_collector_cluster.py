@@ -471,3 +471,37 @@ def test_a_successor_that_cannot_be_built_is_an_error_that_says_why(
             while True:
                 collector.next()
                 time.sleep(0.02)
+
+
+def _ids_of_my_trajectories() -> set[int]:
+    me = current_session()
+    collector = RPCBatchedCollector(
+        "CartPole-v1", None, session=me, workers=[me.me], frames_per_batch=400, total_frames=400,
+        num_envs=2,
+    )  # fmt: skip
+    (batch,) = collector
+    collector.shutdown()
+    return set(batch["collector", "traj_ids"].flatten().tolist())
+
+
+def test_collectors_of_several_learners_number_trajectories_apart(fork_server) -> None:
+    with local_cluster({"learner": 3}, fork_server=fork_server) as me:
+        found = [me.call(peer, _ids_of_my_trajectories) for peer in me.peers[1:]]
+        found.append(_ids_of_my_trajectories())
+    assert all(len(ids) > 4 for ids in found)
+    assert len(set.union(*found)) == sum(map(len, found))
+
+
+def test_ranks_without_a_session_number_trajectories_apart(monkeypatch) -> None:
+    found = []
+    for rank in range(3):
+        variables = {"RANK": rank, "WORLD_SIZE": 3, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 3}
+        for name, value in {**variables, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}.items():
+            monkeypatch.setenv(name, str(value))
+        collector = RPCBatchedCollector(
+            "CartPole-v1", None, frames_per_batch=400, total_frames=400, num_envs=2
+        )
+        (batch,) = collector
+        collector.shutdown()
+        found.append(set(batch["collector", "traj_ids"].flatten().tolist()))
+    assert len(set.union(*found)) == sum(map(len, found))

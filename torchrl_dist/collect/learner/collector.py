@@ -49,6 +49,7 @@ from torchrl_dist.collect.worker.worker import Postproc, WorkerConfig
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError
 from torchrl_dist.runtime import Peer, Session
 from torchrl_dist.runtime.pulse import Pulse
+from torchrl_dist.runtime.world import World
 from torchrl_dist.weights import PackedWeights, completed, find_target, pack
 
 Weights: TypeAlias = nn.Module | TensorDictBase | Mapping[str, Any]
@@ -69,12 +70,12 @@ class RPCBatchedCollector(BaseCollector):
 
     Iterating yields a TensorDict ``[N, T]`` per batch, joined along the envs, with the keys of
     TorchRL's ``Collector`` and ``"policy_version"``, ``("collector", "worker_index")`` and
-    ``("collector", "traj_ids")``. Trajectory ids are unique in the job. With ``replay_buffer`` the
-    workers write their rows there themselves, and iterating yields a :class:`CollectReport`. In
-    both cases, ``collector.report`` is the report of the last batch. Iteration ends at
-    ``total_frames``, or after the current batch if the session was told to stop
-    (``session.stop_requested``). If several processes have this process's role, a stop request does
-    not end iteration, because they must agree after which update they stop.
+    ``("collector", "traj_ids")``. Trajectory ids are unique in the job if each rank has at most one
+    collector. With ``replay_buffer`` the workers write their rows there themselves, and iterating
+    yields a :class:`CollectReport`. In both cases, ``collector.report`` is the report of the last
+    batch. Iteration ends at ``total_frames``, or after the current batch if the session was told to
+    stop (``session.stop_requested``). If several processes have this process's role, a stop request
+    does not end iteration, because they must agree after which update they stop.
 
     Args:
         make_env: a gymnasium id, or a callable that returns a ``gymnasium.Env``, a
@@ -334,7 +335,8 @@ class RPCBatchedCollector(BaseCollector):
         # A policy that cannot be packed is refused here, before any worker is built.
         initial = pack(policy, 0) if isinstance(policy, nn.Module) else None
         limit_s = self.timeout_s if session is None else max(self.timeout_s, session.timeout_s)
-        configs = settings.worker_configs(limit_s)
+        place = _place(session)
+        configs = [replace(config, place=place) for config in settings.worker_configs(limit_s)]
         if settings.inference == "learner":
             asked = self._infer_here(session, peers)
             configs = [replace(config, policy=None, inference=asked) for config in configs]
@@ -1022,6 +1024,17 @@ class RPCBatchedCollector(BaseCollector):
             f"{type(self).__name__}(workers={alive}, frames_per_batch={self.frames_per_batch}, "
             f"readiness={self.readiness}, max_policy_lag={self.max_policy_lag})"
         )
+
+
+def _place(session: Session | None) -> tuple[int, int]:
+    """Return this collector's number among those of the job, and how many there are, if each
+    process of this role, or each rank of a job without a session, builds one."""
+    if session is not None:
+        return session.me.index, len(session.of_role(session.role))
+    with contextlib.suppress(ConfigurationError):  # variables that are of no launcher
+        world = World.from_env()
+        return world.global_rank, world.world_size
+    return 0, 1
 
 
 def _close_soon(crew: Crew, inference: LearnerInference | None) -> None:

@@ -134,7 +134,7 @@ class Episodes:
     """Follow the episodes of N envs through consecutive rollouts. Pure bookkeeping.
 
     Trajectory ids are ``base + k * stride + offset`` for k = 0, 1, .... With the number of workers
-    as the stride and a worker's index as the offset, no two workers use the same id.
+    of the job as the stride and different offsets, no two workers use the same id.
     """
 
     num_envs: int

@@ -114,6 +114,7 @@ class WorkerConfig(WorkerOptions):
         inference: how to get actions, if the policy stays at the learner.
         stamp_version: None: rows contain the version of the policy that made them. True: rows
             also contain it under ``"next"``, as in TorchRL. False: rows contain no version.
+        place: this collector's number among those of the job, and how many there are.
         whole_trajectories: the replay buffer gets complete trajectories, one after another.
         shown_index: in an env process, the index of its node worker, for data and statistics.
         registrations: gymnasium environments to register in the worker's process.
@@ -134,6 +135,7 @@ class WorkerConfig(WorkerOptions):
     inference: Inference | None = None
     registrations: Registrations = field(default_factory=dict)
     stamp_version: bool | None = None
+    place: tuple[int, int] = (0, 1)
     whole_trajectories: bool = False
 
     def without_parts(self) -> WorkerConfig:
@@ -304,8 +306,11 @@ class RolloutWorker:
             )
         self.num_envs = self._rollout.num_envs
         self.steps = self._rollout.steps
+        number, collectors = config.place
         self._episodes = Episodes(
-            self.num_envs, offset=config.worker_index, stride=config.num_workers
+            self.num_envs,
+            offset=config.worker_index * collectors + number,
+            stride=config.num_workers * collectors,
         )
         if config.seed_given:
             self._require_a_seed_per_env()
