@@ -47,8 +47,9 @@ def test_a_toy_run_gives_cells_with_sane_content(tmp_path: Path, capsys) -> None
     assert "gymnasium-async" in capsys.readouterr().out
 
 
-def test_envs_that_compute_are_compared_with_the_floor(tmp_path: Path) -> None:
-    options = ["--env", "cartpole", "--workers", "1", "--envs", "8", "--peers", "none"]
+@pytest.mark.parametrize("env", ["cartpole", "cartpole-native"])
+def test_envs_that_compute_are_compared_with_the_floor(env: str, tmp_path: Path) -> None:
+    options = ["--env", env, "--workers", "1", "--envs", "8", "--peers", "none"]
     options += ["--rounds", "1", "--seconds", "0.3", "--steps-per-message", "16"]
     options += ["--ours", "ours-node"]
     lines = measured(collect, options, tmp_path, picture=False)

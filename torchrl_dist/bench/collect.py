@@ -3,7 +3,8 @@
     torchrl-dist bench collect --env sleep --json collect.jsonl --plot collect.png
 
 Workers step environments that sleep (``sleep``: 4, 8, 16 and 32 workers by default) or compute
-(``cartpole``, ``halfcheetah``: 2 workers). Their policy has two layers of 64 units. They count
+(``cartpole``, ``halfcheetah``: 2 workers). ``cartpole-native`` is gymnasium's own vector version
+of CartPole, for ours and the floor only. Their policy has two layers of 64 units. They count
 their steps, and send them to a learner, which ignores them. In each round, each peer starts in new
 processes with one torch thread each, and measures all step durations one after the other. Each
 round measures all peers, so that a slow minute of the machine affects all of them. The table shows
@@ -182,6 +183,7 @@ def _require_mujoco() -> None:
 
 
 def _chosen(options: argparse.Namespace) -> list[str]:
+    from torchrl_dist.bench.collect_cells import NATIVE
     from torchrl_dist.bench.collect_peers import PEERS
 
     asked = set(options.peers)
@@ -189,6 +191,8 @@ def _chosen(options: argparse.Namespace) -> list[str]:
     for name in OTHERS:
         if "all" in asked or name in asked:
             reason = PEERS[name].missing()
+            if options.env == NATIVE:
+                reason = "it is measured with single environments"
             if reason is None:
                 chosen.append(name)
             else:

@@ -18,9 +18,15 @@ from torch import Tensor, nn
 
 from torchrl_dist.bench.collect_plan import Cell
 
-_IDS = {"cartpole": "CartPole-v1", "halfcheetah": "HalfCheetah-v5"}
+NATIVE = "cartpole-native"
+_IDS = {"cartpole": "CartPole-v1", NATIVE: "CartPole-v1", "halfcheetah": "HalfCheetah-v5"}
 # (observation size, action size, continuous)
-_SHAPES = {"sleep": (4, 2, False), "cartpole": (4, 2, False), "halfcheetah": (17, 6, True)}
+_SHAPES = {
+    "sleep": (4, 2, False),
+    "cartpole": (4, 2, False),
+    NATIVE: (4, 2, False),
+    "halfcheetah": (17, 6, True),
+}
 
 
 # ---- counting steps in the envs
@@ -132,9 +138,9 @@ def single_env(env: str, folder: str) -> gymnasium.Env:
     return _counted(made, folder, 1)
 
 
-def vector_env(env: str, folder: str, envs: int, native: bool) -> Any:
-    """Make a gymnasium vector env. If ``native``, prefer the environment's own vector version."""
-    if native and env == "cartpole":
+def vector_env(env: str, folder: str, envs: int) -> Any:
+    """Make a gymnasium vector env of single environments, or CartPole's own vector version."""
+    if env == NATIVE:
         made = gymnasium.make_vec(_IDS[env], envs, vectorization_mode="vector_entry_point")
         return _counted(made, folder, envs)
     return gymnasium.vector.SyncVectorEnv(
@@ -145,8 +151,8 @@ def vector_env(env: str, folder: str, envs: int, native: bool) -> Any:
 
 def make_env(cell: Cell, folder: str) -> Callable[[], Any]:
     """Return a picklable function that makes the envs of our collector and the floor."""
-    if cell.envs > 1 and cell.env == "cartpole":
-        return functools.partial(vector_env, cell.env, folder, cell.envs, True)
+    if cell.env == NATIVE:
+        return functools.partial(vector_env, cell.env, folder, cell.envs)
     return functools.partial(single_env, cell.env, folder)
 
 

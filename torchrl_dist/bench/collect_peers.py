@@ -169,7 +169,7 @@ def torchrl_env(cell: Cell, folder: str) -> Any:
     if cell.envs == 1:
         env = single_env(cell.env, folder)
     else:
-        env = vector_env(cell.env, folder, cell.envs, native=False)
+        env = vector_env(cell.env, folder, cell.envs)
     return GymWrapper(env, categorical_action_encoding=True)
 
 

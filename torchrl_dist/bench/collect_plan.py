@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 AUTO = 0  # as steps per message: the collector chooses
-ENVS = ("sleep", "cartpole", "halfcheetah")
+ENVS = ("sleep", "cartpole", "cartpole-native", "halfcheetah")
 QUESTIONS = ("busy", "ingest", "deadlines", "weights")
 DURATIONS = ("normal", "lognormal", "slow")
 NETWORKS = ("small", "large")
