@@ -405,7 +405,9 @@ def _train(options: argparse.Namespace) -> int:
             )
         job = stack.enter_context(opened)
         result = run(config, job, resume=resume)
-    if options.json or not sys.stdout.isatty():
+    # srun --unbuffered gives each task a terminal, but writes to a file
+    at_terminal = sys.stdout.isatty() and "SLURM_STEP_ID" not in os.environ
+    if options.json or not at_terminal:
         return _print_result(result)
     print(own_files.printable(_summary(result, config, launched), lines=True), flush=True)
     return _exit_code(result)
