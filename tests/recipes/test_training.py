@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import sys
 from pathlib import Path
@@ -225,3 +226,58 @@ def test_all_learners_use_the_cpu_where_gpus_do_not_suffice(monkeypatch) -> None
     assert devices("auto", "a", "a", "a", "b") == ["cpu"] * 4
     told = devices("cuda", "a", "a", "a", "b")  # of all learners, so that none waits for another
     assert all("--device cuda: 3 learners on one host need as many GPUs" in text for text in told)
+
+
+MINE = """
+from torchrl_dist.recipes.training.callback import Callback
+
+class Mine(Callback):
+    made = []
+
+    def __init__(self):
+        self.batches, self.returns, self.paths = [], [], []
+        Mine.made.append(self)
+
+    def on_batch(self, frames, metrics):
+        self.batches.append((frames, "train/loss" in metrics))
+        return len(self.batches) == 4
+
+    def on_evaluation(self, evaluation):
+        self.returns.append(evaluation.mean)
+
+    def on_checkpoint(self, path):
+        self.paths.append(path)
+        assert path.exists()
+
+other = dict
+"""
+
+
+def test_a_callback_sees_the_run_and_ends_it(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "mine_of_test.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    given = SMALL | {"callback": "mine_of_test:Mine", "total_frames": 100_000}
+    config = ImpalaConfig(**given, output_dir=str(tmp_path / "run"))
+    with local_cluster({"learner": 1}) as session:
+        result = train(impala.build, config, session)
+    (mine,) = sys.modules["mine_of_test"].Mine.made
+    assert result["stopped_by"] == "callback" and result["frames"] < 1_000
+    frames = [frames for frames, _ in mine.batches]
+    assert len(frames) == 5 and frames == sorted(frames) and all(has for _, has in mine.batches)
+    assert result["best_evaluation"]["mean"] in mine.returns
+    assert set(mine.paths) == {config.checkpoint_path} and len(mine.paths) >= 2
+    resumed = dataclasses.replace(config, callback=None, total_frames=result["frames"] + 100)
+    with local_cluster({"learner": 1}) as session:
+        assert train(impala.build, resumed, session, resume=True)["stopped_by"] is None
+
+
+@pytest.mark.parametrize("name", ["mine", "no_such_module:x", "math:no", "mine_of_test:other"])
+def test_what_is_no_callback_is_refused_before_anything_starts(
+    name: str, tmp_path: Path, monkeypatch
+) -> None:
+    (tmp_path / "mine_of_test.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = ImpalaConfig(**SMALL, callback=name, output_dir=str(tmp_path / "run"))
+    session: Any = None
+    with pytest.raises(ConfigurationError, match="--callback"):
+        train(impala.build, config, session)

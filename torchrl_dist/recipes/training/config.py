@@ -102,6 +102,12 @@ class RecipeConfig:
     checkpoint_interval_s: float = option(
         15.0, "time between two checkpoints", unit="s", minimum=0, group=WATCHING
     )
+    callback: str | None = option(
+        None,
+        "package.module:function that returns a Callback, whose methods the run calls after "
+        "batches, evaluations and checkpoints; they may end the run",
+        group=WATCHING,
+    )
     wandb: str | None = option(
         None,
         "also log to this project of Weights & Biases; WANDB_MODE=offline logs to OUTPUT_DIR",

@@ -41,6 +41,7 @@ from ...runtime.session import check_session
 from ..parts.environments import Task, look_at
 from ..parts.networks import PolicySpec
 from ..parts.plots import Evaluation
+from .callback import Callback, callback_of
 from .config import RecipeConfig
 from .evaluator import Evaluations, EvaluatorConfig
 from .monitor import Monitor, check_wandb
@@ -246,6 +247,7 @@ def train(
         RemoteError: for example, an environment raised. A checkpoint has been written.
         TorchRLDistError: a weight or a loss is not finite. The earlier checkpoint stays.
     """
+    callback = callback_of(config.callback)
     check_session(session)
     config = config.anchored()
     check_wandb(config.wandb)
@@ -259,7 +261,7 @@ def train(
     ]
     try:
         with _one_thread(), Training(build, config, session, start) as training:
-            keeper = Keeper(training, before)
+            keeper = Keeper(training, before, callback)
             with contextlib.closing(keeper):
                 try:
                     training.run(keeper)
@@ -331,7 +333,10 @@ class Training:
     Attributes:
         learner: the parts in this process.
         frames: frames of the whole job so far.
+        stop: whether to end after the next batch.
     """
+
+    stop = False
 
     def __init__(self, build: Build, config: RecipeConfig, session: Session, start: Start) -> None:
         self.config = config
@@ -396,7 +401,7 @@ class Training:
         report, lost = self.learner.collector.report, self.session.lost()
         mine = [
             data is None,
-            self.session.stop_requested,
+            self.session.stop_requested or self.stop,
             report.frames,
             [float(x) for x in report.episode_returns],
             report.policy_lag,
@@ -424,10 +429,12 @@ class Keeper:
     Args:
         training: this learner's part of the run.
         before: the checkpoint of the run that is resumed.
+        callback: the user's.
     """
 
-    def __init__(self, training: Training, before: Checkpoint | None) -> None:
+    def __init__(self, training: Training, before: Checkpoint | None, callback: Callback) -> None:
         self.training = training
+        self.callback = callback
         self.config = config = training.config
         self.session = training.session
         self.learner = training.learner
@@ -487,6 +494,7 @@ class Keeper:
         if self.monitor.frames >= self._next_evaluation and not self.evaluations.under_way:
             self._begin_evaluation()
         self.monitor.show()
+        self._ask(self.callback.on_batch(self.monitor.frames, metrics))
         if time.monotonic() - self._saved_at >= self.config.checkpoint_interval_s:
             self.save()
 
@@ -494,6 +502,7 @@ class Keeper:
         """Evaluate, save and draw. Return the result."""
         self.check_weights()
         monitor = self.monitor
+        early = self.training.stop and monitor.frames < self.config.total_frames
         seconds, bound = monitor.seconds, monitor.bound_by()
         self._take_evaluation(self.evaluations.finish())
         frames = [e.frames for e in monitor.evaluations[-1:]]
@@ -533,7 +542,7 @@ class Keeper:
             "policy_lag": {"mean": round(monitor.mean_lag, 3), "max": monitor.max_lag},
             "bound_by": vars(bound) if bound else None,
             "last": monitor.last,
-            "stopped_by": signal.Signals(number).name if number else None,
+            "stopped_by": signal.Signals(number).name if number else "callback" if early else None,
             "resumes": self.resumes,
             "checkpoint": str(self.config.checkpoint_path),
             "learning_curve": str(monitor.picture(best)),
@@ -564,6 +573,10 @@ class Keeper:
             ),
         )
         self._saved_at = time.monotonic()
+        self._ask(self.callback.on_checkpoint(self.config.checkpoint_path))
+
+    def _ask(self, stop: bool | None) -> None:
+        self.training.stop = self.training.stop or stop is True
 
     def check_weights(self) -> None:
         """Raise TorchRLDistError if the weights contain NaN or infinity."""
@@ -597,6 +610,7 @@ class Keeper:
         assert self._evaluated is not None
         weights, moment = self._evaluated
         evaluation = self.monitor.evaluated(returns, moment)
+        self._ask(self.callback.on_evaluation(evaluation))
         if self.best is None or self.monitor.rank(evaluation) >= self.monitor.rank(self.best):
             self.best, self.best_weights = evaluation, weights
 
