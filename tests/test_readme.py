@@ -53,6 +53,7 @@ PRINTS = {
     "own_env.py": r"lowest cell \d of torch\.Size\(\[8, 50\]\)\n",
     "atari.py": r"256 torch\.Size\(\[32, 4, 84, 84\]\) 565\d\d bytes per row\n",
     "with_trainer.py": r"rank [01]: \d+ frames, \d+ rows, \w{16}\n",
+    "four_ranks.py": r"rank \d: 8[45] updates, 6400 rows, \w{16}\n",
     "own_loop.py": r"rank [01]: step 60, \d+ rows, \w{16}\n",
     "with_fabric.py": r"(rank [01]: 200 rows, parameters (\w{16})\n){2}",
 }
@@ -81,7 +82,7 @@ def test_a_program_for_torchrun_prints_what_its_page_says(program: Path) -> None
     assert job.returncode == 0, str(job)
     lines = [job.log(rank).splitlines()[-1] + "\n" for rank in range(ranks)]
     assert all(re.fullmatch(PRINTS[program.name], line) for line in lines), lines
-    if program.name == "learn.py":
+    if program.name in ("learn.py", "four_ranks.py"):
         assert len({line.split(": ")[1] for line in lines}) == 1, lines
     assert not files_next_to(program)
 
