@@ -99,6 +99,7 @@ class Program:
         self.saved = folder.with_name(f"{folder.name}-saved-{seed}")
         # a number per batch, which also a signal handler may take
         self.batches = itertools.count(1000 * seed)
+        self.handlers = 0
         self.rb = open_buffer(folder)
 
     def rows(self, count: int) -> tuple[TensorDict, np.ndarray]:
@@ -170,8 +171,14 @@ class Program:
         self.rb = open_buffer(self.folder)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        with contextlib.suppress(DirectoryError):
-            self.random.choice((self.extend, self.update))()
+        if self.handlers > 4:  # on a busy machine, the next signal comes before the last is handled
+            return
+        self.handlers += 1
+        try:
+            with contextlib.suppress(DirectoryError):
+                self.random.choice((self.extend, self.update))()
+        finally:
+            self.handlers -= 1
 
     def run(self, steps: int, operations: dict[Callable[[], None], int]) -> None:
         """Run operations by weight. Another thread writes and samples, and a timer interrupts."""
