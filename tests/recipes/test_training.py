@@ -272,7 +272,7 @@ def test_a_callback_sees_the_run_and_ends_it(tmp_path: Path, monkeypatch) -> Non
 
 
 @pytest.mark.parametrize("name", ["mine", "no_such_module:x", "math:no", "mine_of_test:other"])
-def test_what_is_no_callback_is_refused_before_anything_starts(
+def test_other_objects_than_callbacks_are_refused_before_anything_starts(
     name: str, tmp_path: Path, monkeypatch
 ) -> None:
     (tmp_path / "mine_of_test.py").write_text(MINE)
