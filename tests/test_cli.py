@@ -150,7 +150,10 @@ cli.console()
     refused = [sys.executable, "-c", code, "train", "apex", "--env", "CartPole"]
     done = subprocess.run(refused, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     first, second = done.stderr.splitlines()
-    assert first == "torchrl-dist: starting 4 processes; False" and "use CartPole-v1" in second
+    assert (
+        first == "torchrl-dist: measuring how many processes pay; False"
+        and "use CartPole-v1" in second
+    )
     assert not list(tmp_path.iterdir())
     ours, theirs = pty.openpty()
     with subprocess.Popen(command, stdout=theirs, stderr=subprocess.PIPE, cwd=tmp_path) as run:

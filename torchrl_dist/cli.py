@@ -329,8 +329,11 @@ def _train(options: argparse.Namespace) -> int:
     # below must therefore leave this process safe to fork. Under a launcher, nothing is forked, so
     # the user's settings of the imported libraries stay as they are.
     forks = _is_fresh and not {"RANK", "SLURM_PROCID"} & os.environ.keys()
+    unset = not options.resume and not {"learners", "collectors"} & given.keys()
     if forks and options.resume:
         _say(f"resuming the run in {_short(here.output_path)}")
+    elif forks and unset:
+        _say("measuring how many processes pay")
     elif forks:
         number = sum(here.roles(None).values())
         _say(f"starting {number} process{'es' * (number > 1)}")
@@ -356,6 +359,7 @@ def _train(options: argparse.Namespace) -> int:
     for_roles = config
     with contextlib.ExitStack() as stack:
         with _unsearched_imports():
+            from .plan.processes import choose
             from .recipes.parts.environments import look_at
             from .recipes.training.run_directory import check_rows, claim, forget
             from .runtime import ForkServer, local_cluster, session
@@ -386,6 +390,11 @@ def _train(options: argparse.Namespace) -> int:
                 checkpoint=config.checkpoint_path,
                 replay=config.replay_path,
             )
+            if unset and launched is None:
+                server = server or stack.enter_context(ForkServer())
+                chosen, reason = choose(config, server)
+                _say(reason)
+                config = dataclasses.replace(config, **chosen)
         if launched is None:
             for_roles = config
         roles = for_roles.roles(launched)

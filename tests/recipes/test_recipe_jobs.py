@@ -82,7 +82,7 @@ def test_learners_of_a_launcher_train_and_others_take_the_run_over(tmp_path, for
 
 
 def test_a_lost_learner_ends_the_job_with_a_checkpoint(tmp_path: Path) -> None:
-    run = ["train", "ddppo", "--output-dir", "run", "--timeout-s", "20"]
+    run = ["train", "ddppo", "--output-dir", "run", "--timeout-s", "20", "--learners", "2"]
     toy = [*run, *SMALL, *OFTEN, "--frames-per-batch", "128", "--total-frames", "100_000_000"]
     with started(toy, tmp_path) as job:
         job.until(progress(tmp_path / "run"), "progress")

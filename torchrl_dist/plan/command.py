@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _MESSAGE_S, _MESSAGE_BYTES, _PROCESSES_PER_CORE = 0.5, 8 << 20, 4
 _MOST_PER_CORE, _MOST = 32, 256  # limits on the number of env processes that are considered
 _DRAWS = 100  # how often measurements are resampled for an interval
-_NEARLY = 0.9  # a layout with this fraction of the best rate is nearly as fast
+NEARLY = 0.9  # a layout with this fraction of the best rate is nearly as fast
 _BUSY = 0.5  # a node with at least this load average per core counts as busy
 
 
@@ -49,8 +49,13 @@ class Learning:
 def learning_of(recipe: str) -> Learning:
     """Return the work of a recipe's learner with default options."""
     config: Any = RECIPES[recipe].config()
-    updates, rows, networks = _LEARNING[recipe](config)
+    updates, rows, networks = updates_of(config)
     return Learning(config.env, config.hidden, networks, updates / config.frames_per_batch, rows)
+
+
+def updates_of(config: Any) -> tuple[float, int, int]:
+    """Return updates per batch, rows of an update, and the number of networks that it trains."""
+    return _LEARNING[config.recipe](config)
 
 
 # By recipe: updates per batch, rows of an update, and networks that it trains. Not r2d2, because
@@ -264,7 +269,7 @@ def thriftiest(
     """
     kind = (best.alone, best.nodes > 1)
     alike = [each for each in ranked if (each[0].alone, each[0].nodes > 1) == kind]
-    enough = _NEARLY * max(prediction.frames_per_s for _, prediction in alike)
+    enough = NEARLY * max(prediction.frames_per_s for _, prediction in alike)
     alike = [e for e in alike if e[1].frames_per_s >= enough]
     return min(alike, key=lambda e: (e[0].stepping, -e[1].frames_per_s))
 
@@ -289,7 +294,7 @@ def processes_that_pay(ranked: Sequence[tuple[Layout, Prediction]], several: boo
         several: compare the layouts on several nodes, not those on one node.
     """
     alike = [each for each in ranked if (each[0].nodes > 1) == several]
-    enough = _NEARLY * max(prediction.frames_per_s for _, prediction in alike)
+    enough = NEARLY * max(prediction.frames_per_s for _, prediction in alike)
     return min(lay.stepping for lay, prediction in alike if prediction.frames_per_s >= enough)
 
 
@@ -412,16 +417,20 @@ def show(found: dict[str, Any]) -> None:
     for number, each in enumerate(found["predicted"], 1):
         console.print(f"{number}. {escape(each['start'])}", highlight=False, soft_wrap=True)
     measured = found["measured"]
-    steps = ", ".join(f"{n}: {_time(s)}" for n, s in measured["step_cpu_s"].items())
-    console.print(f"step of an env {_time(measured['step_s'])}, spread {measured['spread']:.2f}, "
-                  f"idle {_time(measured['idle_s'])}, reset {_time(measured['reset_s'])}; CPU of a "
-                  f"step with policy and loop, by number of envs: {steps}; message "
-                  f"{_time(measured['message_worker_s'])} on the worker and "
-                  f"{_time(measured['message_learner_s'])} on the learner; update "
-                  f"{_time(measured['update_s'])}", highlight=False, style="dim")  # fmt: skip
+    t = {name: shown_time(s) for name, s in measured.items() if isinstance(s, float)}
+    steps = ", ".join(f"{n}: {shown_time(s)}" for n, s in measured["step_cpu_s"].items())
+    console.print(
+        f"step of an env {t['step_s']}, spread {measured['spread']:.2f}, idle {t['idle_s']}, "
+        f"reset {t['reset_s']}; CPU of a step with policy and loop, by number of envs: {steps}; "
+        f"message {t['message_worker_s']} on the worker and {t['message_learner_s']} on the "
+        f"learner; update {t['update_s']}",
+        highlight=False,
+        style="dim",
+    )
 
 
-def _time(seconds: float) -> str:
+def shown_time(seconds: float) -> str:
+    """Return ``seconds`` with three digits and a unit."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"

@@ -142,7 +142,7 @@ def _waited_s() -> float:
         return 0.0
 
 
-class _Clock:
+class Clock:
     """Measures two times from its creation on: the CPU time of this process, and the wall-clock
     time without this thread's waits for a core."""
 
@@ -155,12 +155,12 @@ class _Clock:
         return cpu, max(cpu, passed - (_waited_s() - self._waited))
 
 
-def _repeat(call: Callable[[], Any], seconds: float) -> Iterator[tuple[float, float]]:
+def repeat(call: Callable[[], Any], seconds: float) -> Iterator[tuple[float, float]]:
     """Yield a call's mean CPU time and clock time, each for one of ``_REPEATS`` equal parts of
     ``seconds``."""
     call()
     for _ in range(_REPEATS):
-        clock, until, calls = _Clock(), time.perf_counter() + seconds / _REPEATS, 0
+        clock, until, calls = Clock(), time.perf_counter() + seconds / _REPEATS, 0
         while calls == 0 or time.perf_counter() < until:
             call()
             calls += 1
@@ -174,7 +174,7 @@ def _repeat(call: Callable[[], Any], seconds: float) -> Iterator[tuple[float, fl
 def _measure_env(subject: Subject, found: Measured, seconds: float) -> None:
     """Measure the reset time, and the step times of one env with their spread."""
     with contextlib.closing(subject.make_env(1)()) as env:
-        resets = _repeat(env.reset, seconds / 4)
+        resets = repeat(env.reset, seconds / 4)
         found.figures["reset_s"] = [passed for _, passed in resets]
         act, step = _actions(env)
         asleep = _is_idle(act, step)
@@ -205,7 +205,7 @@ def _measure_env(subject: Subject, found: Measured, seconds: float) -> None:
 
 def _is_idle(act: Callable[[], Any], step: Callable[[Any], Any]) -> bool:
     """Whether a step does anything other than compute in this thread."""
-    clock = _Clock()
+    clock = Clock()
     for _ in range(3):
         step(act())
     cpu, passed = clock.read()
@@ -253,7 +253,7 @@ def _measure_steps(subject: Subject, found: Measured, seconds: float) -> TensorD
         ) as collector:
             batch = collector.next()
             rows = batch[:1].clone() if rows is None else rows
-            repeats = list(_repeat(collector.next, seconds))
+            repeats = list(repeat(collector.next, seconds))
         found.step_cpu[envs] = [cpu / steps for cpu, _ in repeats]
         idle = [max(0.0, passed - cpu) / steps / envs for cpu, passed in repeats]
         if envs == 1:
@@ -274,7 +274,7 @@ def _measure_policy(subject: Subject, rows: TensorDict, found: Measured, seconds
         with torch.no_grad():
             # Measured briefly, because this figure is only shown: the timed steps include the
             # policy.
-            repeats = _repeat(functools.partial(policy, batch), seconds / 10)
+            repeats = repeat(functools.partial(policy, batch), seconds / 10)
             found.policy[size] = [cpu for cpu, _ in repeats]
 
 
@@ -296,7 +296,7 @@ def _measure_update(subject: Subject, rows: TensorDict, found: Measured, seconds
         torch.stack([network(batch).square().mean() for network in networks]).sum().backward()
         optimizer.step()
 
-    found.figures["update_s"] = [cpu for cpu, _ in _repeat(update, seconds / 2)]
+    found.figures["update_s"] = [cpu for cpu, _ in repeat(update, seconds / 2)]
 
 
 def _observations(rows: TensorDictBase) -> list[torch.Tensor]:
@@ -390,7 +390,7 @@ def _messages(collector: RPCBatchedCollector, seconds: float) -> dict[str, list[
     sides: dict[str, list[float]] = {"learner": [], "worker": []}
     stamp = float(collector.next()[_STAMP].flatten()[0])
     for _ in range(_REPEATS):
-        clock, until, messages = _Clock(), time.perf_counter() + seconds / _REPEATS, 0
+        clock, until, messages = Clock(), time.perf_counter() + seconds / _REPEATS, 0
         while messages < 3 or time.perf_counter() < until:
             batch = collector.next()
             messages += 1
@@ -426,7 +426,7 @@ def _measure_rounds(
 
     The latency is the time of a round minus the CPU time of both sides.
     """
-    plain = list(_repeat(collector.next, seconds))
+    plain = list(repeat(collector.next, seconds))
     both = [sum(parts) for parts in zip(few["learner"], few["worker"], strict=True)]
     found.figures["latency_s"] = [
         max(0.0, passed - own) for (_, passed), own in zip(plain, both, strict=True)
@@ -436,7 +436,7 @@ def _measure_rounds(
         collector.update_policy_weights_()
         collector.next()
 
-    new = list(_repeat(updated, seconds))
+    new = list(repeat(updated, seconds))
     found.figures["broadcast_s"] = [
         max(0.0, b - a) for (a, _), (b, _) in zip(plain, new, strict=True)
     ]
@@ -492,7 +492,7 @@ def _measure_requests(subject: Subject, collect: Any, found: Measured, seconds: 
             blank, subject.policy, frames_per_batch=frames, inference="learner", env_groups=1,
             env_processes=processes,
         ) as collector:  # fmt: skip
-            repeats = list(_repeat(collector.next, seconds))
+            repeats = list(repeat(collector.next, seconds))
         if processes:
             found.figures["request_s"] = [max(0.0, cpu - own) / frames for cpu, _ in repeats]
         else:

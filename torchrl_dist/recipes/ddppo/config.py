@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ...errors import ConfigurationError
-from ..training.config import JOB, LEARNING, RecipeConfig
+from ..training.config import JOB, LEARNING, MEASURED, RecipeConfig
 from ..training.options import option
 
 
@@ -22,8 +22,9 @@ class DDPPOConfig(RecipeConfig):
     policy_kind: ClassVar[str] = "categorical"
 
     learners: int = option(
-        2, "processes that learn together; a launcher's ranks set this number", minimum=1, group=JOB
-    )
+        2, "processes that learn together; a launcher's ranks set this number", minimum=1,
+        group=JOB, otherwise=MEASURED,
+    )  # fmt: skip
     collectors: int = option(
         0, "processes per learner that step environments; 0: the learner steps them",
         minimum=0, group=JOB,

@@ -17,6 +17,8 @@ LEARNING = "learning"
 REPLAY = "replay"
 WATCHING = "evaluation and checkpoints"
 
+MEASURED = "as many as pay on this machine, which takes two seconds to measure"
+
 
 Config = TypeVar("Config", bound="RecipeConfig")
 
@@ -49,8 +51,9 @@ class RecipeConfig:
         None, "folder of this run (default: runs/RECIPE-ENV-seedSEED)", group=JOB
     )
     collectors: int = option(
-        2, "processes that step environments; 0: the learner steps them", minimum=0, group=JOB
-    )
+        2, "processes that step environments; 0: the learner steps them", minimum=0, group=JOB,
+        otherwise=MEASURED,
+    )  # fmt: skip
     envs_per_collector: int = option(16, "environments per collector", minimum=1, group=JOB)
     total_frames: int = option(200_000, "length of the run", unit="frames", minimum=1, group=JOB)
     frames_per_batch: int = option(

@@ -29,7 +29,8 @@ _KEY = "torchrl_dist.option"
 @dataclasses.dataclass(frozen=True)
 class Option:
     """The meaning of a field and its valid values. ``minimum`` and ``maximum`` are valid values,
-    ``above`` is not."""
+    ``above`` is not. ``otherwise``: what the command does without the option, if this is not the
+    field's default."""
 
     help: str
     unit: str = ""
@@ -37,6 +38,7 @@ class Option:
     above: float | None = None
     maximum: float | None = None
     group: str = "options"
+    otherwise: str = ""
 
     def check(self, name: str, value: Any) -> None:
         """Raise ConfigurationError unless every number in ``value`` is finite and in range."""
@@ -94,7 +96,7 @@ def add_options(parser: argparse.ArgumentParser, config_class: type) -> None:
         if group is None:
             group = groups[about.group] = parser.add_argument_group(about.group)
         unit = f" [{about.unit}]" if about.unit else ""
-        default = _shown(field.default)
+        default = about.otherwise or _shown(field.default)
         text = f"{about.help}{unit}" + (f" (default: {default})" if default else "")
         group.add_argument(
             flag(field.name),

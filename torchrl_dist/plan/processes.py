@@ -1,0 +1,284 @@
+"""How many processes ``train`` starts if the user gives no number: as many as pay.
+
+A child process steps the environment and takes gradient steps for about a second. The costs of
+messages are not measured, but known from ``torchrl-dist plan``. The planner's model then predicts
+the speed of each number of processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import select
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from torchrl_dist.errors import ConfigurationError, PeerLostError, TorchRLDistError
+from torchrl_dist.planner import MIN_GAIN, Costs, Layout, predict
+from torchrl_dist.recipes.training.config import RecipeConfig
+from torchrl_dist.runtime import ForkServer
+from torchrl_dist.runtime.surroundings import Surroundings
+
+from .command import NEARLY, shown_time, updates_of
+
+_MEASURE_S = 0.3  # for the steps of training, those of evaluations, and updates
+_SLOW_S = 1e-3
+_FEW_ROWS = 16  # of images, because an update with many takes a second
+_WAIT_S = 15.0  # some environments take seconds for a reset
+_PER_CORE = 4  # more processes per core are not considered, even if they sleep
+# A rollout loop's CPU per step, in addition to that of policy and environment.
+_LOOP_S = 50e-6
+# Two learners or more also average gradients after each update.
+_AVERAGE_S = 2e-3
+_PLAYED = 0.5  # part of the longest episode that the episodes of an evaluation are assumed to take
+# CPU of a recipe's update, divided by that of a gradient step of its policy's network on as many
+# rows. Measured by `torchrl-dist bench learner` and the measurement below.
+_UPDATE = {"apex": 2.5, "ddppo": 2.2, "impala": 2.2, "sac": 5.0}
+# Medians of `torchrl-dist plan` on CPUs of 2026, for messages of a few hundred small rows.
+_MESSAGES: dict[str, Any] = {
+    "spread": 0.3,
+    "frame_bytes": 100.0,
+    "message_worker_s": 2e-3,
+    "message_learner_s": 1e-3,
+    "byte_worker_s": 1e-9,
+    "byte_learner_s": 1e-9,
+    "process_s": 0.0,
+    "latency_s": 1e-3,
+    "broadcast_s": 5e-4,
+    "request_s": 0.0,
+    "request_latency_s": 0.0,
+    "startup_s": 2.0,
+    "bytes_per_s": math.inf,
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one process needs, without waiting for a core.
+
+    Attributes:
+        step_cpu_s, step_idle_s: CPU and idle time of a step of ``envs_per_collector`` environments.
+        evaluate_cpu_s: CPU of a step of ``eval_episodes`` environments.
+        update_s: CPU of one update of the learner.
+        episode_steps: length of the longest episode.
+    """
+
+    step_cpu_s: float
+    step_idle_s: float
+    evaluate_cpu_s: float
+    update_s: float
+    episode_steps: int
+
+
+def choose(config: Any, server: ForkServer) -> tuple[dict[str, int], str]:
+    """Return the option that sets the number of processes, with its value, and the reason.
+
+    Args:
+        config: the recipe's configuration. Its number of processes does not matter.
+        server: starts the process that measures.
+
+    Returns:
+        ``{}`` if the number of ``config`` stays, because this recipe or environment could not be
+        measured.
+    """
+    name = "learners" if config.recipe == "ddppo" else "collectors"
+    if config.recipe not in _UPDATE:
+        return (
+            {},
+            f"{getattr(config, name)} {name}, because nothing was measured for {config.recipe}",
+        )
+    try:
+        measured = _in_a_child(config, server)
+    except TorchRLDistError as error:
+        return {}, f"{getattr(config, name)} {name}, because the measurement failed: {error}"
+    rates = speeds(config, measured, len(os.sched_getaffinity(0)))
+    return {name: (number := thriftiest(rates))}, _reason(name, number, rates, config, measured)
+
+
+def speeds(config: Any, measured: Measured, cores: int) -> dict[int, float]:
+    """Return predicted frames/s by the value of ``collectors``, or of ddppo's ``learners``.
+
+    The smallest value stands for a single process. Evaluations are part of the job: the single
+    process plays them itself, and a process of several plays them on the same cores.
+    """
+    envs = config.envs_per_collector
+    costs = Costs(
+        step_cpu_s=((envs, measured.step_cpu_s),),
+        idle_s=measured.step_idle_s / envs,
+        update_s=measured.update_s,
+        updates_per_frame=updates_of(config)[0] / config.frames_per_batch,
+        **_MESSAGES,
+    )
+    collect_s = measured.step_cpu_s / envs
+    evaluation = _PLAYED * min(measured.episode_steps, config.eval_max_steps)
+    evaluate_s = measured.evaluate_cpu_s * evaluation / config.eval_interval_frames
+    alone = predict(costs, Layout(envs=envs), cores).frames_per_s
+    first = int(config.recipe == "ddppo")
+    rates = {first: 1 / (1 / alone + evaluate_s)}
+    if config.recipe == "ddppo":
+        costs = replace(costs, update_s=costs.update_s + _AVERAGE_S)
+    most = cores / (collect_s + costs.learn_s + evaluate_s)
+    for number in _numbers(config, first, cores):
+        batch = config.frames_per_batch // (1 if config.recipe == "impala" else number)
+        layout = Layout(
+            processes=number,
+            envs=envs,
+            steps=max(1, batch // envs),
+            lag=config.max_policy_lag,
+            wait_all=config.recipe == "ddppo",
+        )
+        rates[number] = min(most, predict(costs, layout, cores).frames_per_s)
+    return rates
+
+
+def _numbers(config: Any, first: int, cores: int) -> Iterator[int]:
+    """Yield the numbers of processes that ``config`` permits."""
+    name = "learners" if first else "collectors"
+    for power in range((_PER_CORE * cores).bit_length()):
+        with contextlib.suppress(ConfigurationError):
+            if (number := 2**power) > first:
+                replace(config, **{name: number}).roles(None)
+                yield number
+
+
+def thriftiest(rates: dict[int, float]) -> int:
+    """Return the smallest number that is nearly as fast as the best. Several processes must be
+    faster than one by the factor ``MIN_GAIN``."""
+    best = max(rates.values())
+    alone = min(rates)
+    if best < MIN_GAIN * rates[alone]:
+        return alone
+    enough = max(NEARLY * best, MIN_GAIN * rates[alone])
+    return min(number for number, rate in rates.items() if rate >= enough)
+
+
+def _reason(
+    name: str, number: int, rates: dict[int, float], config: Any, measured: Measured
+) -> str:
+    alone = min(rates)
+    gain = max(rate for other, rate in rates.items() if other != alone) / rates[alone]
+    learn_s = measured.update_s * updates_of(config)[0] / config.frames_per_batch
+    collect_s = (measured.step_cpu_s + measured.step_idle_s) / config.envs_per_collector
+    frame = (
+        f"a frame takes {shown_time(collect_s)} to collect and {shown_time(learn_s)} to learn from"
+    )
+    if number == alone:
+        return f"one process, because {frame}: more would be {gain:.2f} times as fast"
+    gain = rates[number] / rates[alone]
+    what = name if number > 1 else name[:-1]
+    return f"{number} {what}, because {frame}: {gain:.2f} times as fast as one process"
+
+
+# ---- measuring
+
+
+def _in_a_child(config: Any, server: ForkServer) -> Measured:
+    """Measure in a child, because the environment may hang, crash or change its process."""
+    ours, theirs = os.pipe()
+    try:
+        try:
+            children = server.start(
+                _Job(config, Surroundings.of_this_process(1)), range(1), [theirs]
+            )
+        finally:
+            os.close(theirs)
+        try:
+            ready, _, _ = select.select([ours], [], [], _WAIT_S)
+            text = os.read(ours, 4096) if ready else b""
+            if not ready:
+                raise PeerLostError(f"no answer after {_WAIT_S:g} s")
+            if not text:
+                children.wait_gone(1.0)
+                state = children.states[0]
+                raise PeerLostError(state.failure[0] if state.failure else f"{state.exit}")
+        finally:
+            server.kill_children()
+    finally:
+        os.close(ours)
+    return Measured(**json.loads(text))
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What the child runs; sent to it as a pickle."""
+
+    config: RecipeConfig
+    surroundings: Surroundings
+
+    def run(self, rank: int, ready: Any, end: int) -> None:
+        self.surroundings.adopt()
+        ready()
+        os.write(end, json.dumps(measure(self.config).__dict__).encode())
+
+
+def measure(config: Any) -> Measured:
+    """Measure ``config``'s environment and network in this process, in about a second."""
+    import torch
+
+    from torchrl_dist.recipes.parts.environments import look_at, make_env
+    from torchrl_dist.recipes.parts.networks import PolicySpec
+
+    from .measure import repeat
+
+    torch.set_num_threads(1)
+    task = look_at(config.env, discrete=config.discrete)
+    spec = PolicySpec.of(task, config.policy_kind, config.hidden, config.network)
+    network = spec.network()
+    cpu_s, idle_s = _step(network, config.env, config.envs_per_collector)
+    evaluate_s, _ = _step(network, config.env, config.eval_episodes)
+    with contextlib.closing(make_env(config.env)) as env:
+        longest = env.spec.max_episode_steps if env.spec is not None else None
+    wanted = updates_of(config)[1]
+    rows = wanted if task.images is None else min(wanted, _FEW_ROWS)
+    shape = (task.observation_size,) if task.images is None else task.images.shape
+    dtype = torch.float32 if task.images is None else torch.uint8
+    batch = torch.zeros(rows, *shape, dtype=dtype)
+    optimizer = torch.optim.Adam(network.parameters(), fused=True)
+
+    def update() -> None:
+        optimizer.zero_grad()
+        outputs = network(batch)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        torch.stack([each.square().mean() for each in outputs]).sum().backward()
+        optimizer.step()
+
+    update_s = median(cpu for cpu, _ in repeat(update, _MEASURE_S))
+    return Measured(
+        step_cpu_s=cpu_s + _LOOP_S,
+        step_idle_s=idle_s,
+        evaluate_cpu_s=evaluate_s,
+        update_s=_UPDATE[config.recipe] * update_s * wanted / rows,
+        episode_steps=longest or config.eval_max_steps,
+    )
+
+
+def _step(network: Any, env: str, envs: int) -> tuple[float, float]:
+    """Return CPU and idle time of a step of ``envs`` environments with ``network``."""
+    one = _timed(network, env, 1, 0.0)
+    if sum(one) > _SLOW_S:  # too slow to build many
+        cpu_s, idle_s = _timed(network, env, 1, _MEASURE_S)
+        return envs * cpu_s, envs * idle_s
+    return _timed(network, env, envs, _MEASURE_S)
+
+
+def _timed(network: Any, env: str, envs: int, seconds: float) -> tuple[float, float]:
+    from torchrl_dist.recipes.parts.evaluate import GreedyEpisodes
+
+    from .measure import Clock
+
+    playing = GreedyEpisodes(network.player(), env, episodes=envs, seed=0)
+    try:
+        playing.step()
+        clock, until, steps = Clock(), time.perf_counter() + seconds, 0
+        while steps == 0 or time.perf_counter() < until:
+            playing.step()
+            steps += 1
+        cpu_s, passed_s = clock.read()
+    finally:
+        playing.close()
+    return cpu_s / steps, (passed_s - cpu_s) / steps
