@@ -25,6 +25,7 @@ from torchrl_dist.replay import (
     SharedPrioritizedSampler,
 )
 from torchrl_dist.replay.node.tables import Word
+from torchrl_dist.replay.parts import storage
 
 _FORK = multiprocessing.get_context("fork")
 
@@ -110,6 +111,7 @@ def test_a_stopped_writer_keeps_its_slots_and_harms_no_other(folder: Path) -> No
 
     def write() -> None:
         mine = attach(folder, capacity)
+        storage.SMALL_BYTES = 0  # small batches are copied under the lock
         fill = mine.storage._fill
 
         def stop_between_reserve_and_copy(reservation, *args):

@@ -32,6 +32,7 @@ from tests.replay.faults import (
     wait_until,
 )
 from torchrl_dist.replay.node.tables import CLAIM_COUNT, CLAIM_MEMBER, MEMBER_PID
+from torchrl_dist.replay.parts import storage
 
 _CAPACITY = 64
 _MORE = 20 if LONG else 1
@@ -55,8 +56,11 @@ def batches_of(writer: int, rows: int, width: int) -> list[TensorDict]:
 
 
 def write(make: Callable[[], TensorDictReplayBuffer], writer: int, width: int) -> None:
-    """Extend indefinitely, as fast as the processor allows; one writer also writes in place."""
+    """Extend indefinitely, as fast as the processor allows. One writer also writes in place, and
+    one copies small batches without the lock, as all copy large ones."""
     rb = make()
+    if writer == 2:
+        storage.SMALL_BYTES = 0
     batches = batches_of(writer, 8, width)
     singles = batches_of(writer, 1, width)
     randomness = random.Random(writer)

@@ -178,7 +178,7 @@ def test_a_lost_extend_leaves_a_gap_that_no_window_crosses(folder, monkeypatch) 
     rb = make(folder, sample_unit=Sequence(length=4, done_key=None))
     rb.extend(steps(0, [False] * 5))
     with monkeypatch.context() as patch:
-        patch.setattr(SharedCursor, "publish", lambda *_: 1 / 0)
+        patch.setattr(SharedCursor, "publish_locked", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             rb.extend(steps(5, [False] * 5))
     rb.extend(steps(10, [False] * 5))

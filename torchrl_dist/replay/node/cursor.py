@@ -206,33 +206,39 @@ class SharedCursor:
             The generation of each row, int64 [count]. It is -1 if the buffer was emptied after the
             reservation, which also drops these rows.
         """
+        with self._directory.lock():
+            return self.publish_locked(reservation, priority)
+
+    def publish_locked(
+        self, reservation: Reservation, priority: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Do :meth:`publish` under the lock."""
         directory = self._directory
         row, first, count, _ = reservation
         generations = None
-        with directory.lock():
-            ages = directory.words[Word.OLDEST_COLUMN] != 0
-            if priority is None and not ages:
-                leaf = default_leaf(directory)
-                generations = directory.kernel.publish(row, first, count, directory.member, leaf)
-            if generations is None and not self._still_ours(reservation):
-                return np.full(count, -1, dtype=np.int64)
-            if priority is not None or ages:
-                slots = reservation.slots()
-                leaves = (
-                    np.full(count, default_leaf(directory))
-                    if priority is None
-                    else leaves_of_new(directory, priority)
-                )
-                old = is_too_old(directory, slots)
-                directory.begin()
-                leaves[old] = 0.0
-                # first, because repair can recover a priority only from the leaves
-                directory.tree.set(slots, leaves)
-                if old.any():
-                    self._retire(slots[old])
-                if priority is not None:
-                    track_maximum(directory, slots, priority)
-                generations = directory.kernel.publish(row, first, count, directory.member, 0.0)
+        ages = directory.words[Word.OLDEST_COLUMN] != 0
+        if priority is None and not ages:
+            leaf = default_leaf(directory)
+            generations = directory.kernel.publish(row, first, count, directory.member, leaf)
+        if generations is None and not self._still_ours(reservation):
+            return np.full(count, -1, dtype=np.int64)
+        if priority is not None or ages:
+            slots = reservation.slots()
+            leaves = (
+                np.full(count, default_leaf(directory))
+                if priority is None
+                else leaves_of_new(directory, priority)
+            )
+            old = is_too_old(directory, slots)
+            directory.begin()
+            leaves[old] = 0.0
+            # first, because repair can recover a priority only from the leaves
+            directory.tree.set(slots, leaves)
+            if old.any():
+                self._retire(slots[old])
+            if priority is not None:
+                track_maximum(directory, slots, priority)
+            generations = directory.kernel.publish(row, first, count, directory.member, 0.0)
         assert generations is not None
         self._forget(reservation)
         return generations

@@ -51,6 +51,8 @@ from torchrl_dist.replay.saving.shards import Shard
 REDRAWS = 8
 _RETRY_S = 2e-4
 _RUNS_AT_ONCE = 32
+SMALL_BYTES = 32 << 10
+"""Writes up to this size copy their rows under the lock, which takes a few microseconds."""
 
 _T = TypeVar("_T")
 
@@ -576,6 +578,11 @@ class SharedMemmapStorage(RowStorage):
     ) -> tuple[np.ndarray, np.ndarray]:
         gate, cursor, count = self._directory.gate, self._cursor, stop - start
         part = source, start, stop
+        small = gate is None and cursor.directory.frames is None
+        if small and sum(values.nbytes for values in source) <= SMALL_BYTES:
+            written = self._append_at_once(source, start, count, priority)
+            if written is not None:
+                return written
         if gate is None or not limited:
             reservation, plan = cursor.planned(*part, cursor.reserve, count)
         else:
@@ -586,6 +593,38 @@ class SharedMemmapStorage(RowStorage):
         if generation[0] < 0:  # the buffer was emptied during the write
             return np.full(count, -1, dtype=np.int64), generation
         return reservation.slots(), generation
+
+    def _append_at_once(
+        self, source: Sequence[np.ndarray], start: int, count: int, priority: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        """Reserve, copy and publish a few rows under one lock, because locking twice takes longer
+        than copying. Return None if other writers are in the way."""
+        taken: list[Reservation] = []
+        try:
+            generation = self._write_locked(taken, source, start, count, priority)
+        except BaseException:
+            for reservation in taken:
+                self._cursor.abandon(reservation)
+            raise
+        return None if generation is None else (taken[0].slots(), generation)
+
+    def _write_locked(
+        self,
+        taken: list[Reservation],
+        source: Sequence[np.ndarray],
+        start: int,
+        count: int,
+        priority: np.ndarray | None,
+    ) -> np.ndarray | None:
+        # Not in ``_append_at_once``, because a frame that cleans up after an interrupt must not
+        # hold the lock, see ``FairLock``.
+        with self._directory.lock():
+            reservation = self._cursor.try_reserve(count)
+            if reservation is None:
+                return None
+            taken.append(reservation)
+            self._copy(reservation, source, start)
+            return self._cursor.publish_locked(reservation, priority)
 
     def _warn_of_dropped_rows(self) -> None:
         directory = self._directory
@@ -666,11 +705,7 @@ class SharedMemmapStorage(RowStorage):
                     plan, source, offset, offset + reservation.count
                 )
                 done = 0
-            for start, stop in reservation.ranges:
-                for target, value in zip(self._directory.arrays, source, strict=True):
-                    if value is not None:
-                        target[start:stop] = value[done : done + stop - start]
-                done += stop - start
+            self._copy(reservation, source, done)
             generation = self._cursor.publish(reservation, priority)
         except BaseException:
             self._cursor.abandon(reservation)
@@ -678,6 +713,15 @@ class SharedMemmapStorage(RowStorage):
         if self._directory.gate is not None:
             self._directory.gate.ring()
         return generation
+
+    def _copy(
+        self, reservation: Reservation, source: Sequence[np.ndarray | None], done: int
+    ) -> None:
+        for start, stop in reservation.ranges:
+            for target, value in zip(self._directory.arrays, source, strict=True):
+                if value is not None:
+                    target[start:stop] = value[done : done + stop - start]
+            done += stop - start
 
     def _patch(
         self, slots: np.ndarray, generation: np.ndarray, *how: Any
