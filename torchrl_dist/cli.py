@@ -666,7 +666,19 @@ def _clean(options: argparse.Namespace) -> int:
 
 
 def _add_bench(bench: argparse.ArgumentParser) -> None:
-    from .bench import checkpoint, collect, ddp, law, learner, limiter, plan, remote, replay, train
+    from .bench import (
+        checkpoint,
+        collect,
+        ddp,
+        law,
+        learner,
+        limiter,
+        plan,
+        published,
+        remote,
+        replay,
+        train,
+    )
 
     questions = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
     for module, summary in (
@@ -680,6 +692,7 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
         (plan, "the planner's predictions compared with measurements"),
         (limiter, "how soon a sample that waits for the rate limiter returns"),
         (train, "how soon recipes reach a good policy, compared with other libraries"),
+        (published, "whether recipes reach the returns that others published"),
     ):
         name = module.__name__.rpartition(".")[2]
         module.add_options(questions.add_parser(name, help=summary))

@@ -531,6 +531,8 @@ class Keeper:
             "sps": round(monitor.frames / seconds, 1),
             "updates_per_second": round(monitor.updates / seconds, 1),
             "best_evaluation": vars(best) if best else None,
+            "last_evaluation": vars(monitor.evaluations[-1]) if monitor.evaluations else None,
+            "training_return": monitor.training_return,
             "solved": {"return": monitor.threshold, **vars(solved)} if solved else None,
             "recipe": self.config.recipe,
             "env": self.config.env,

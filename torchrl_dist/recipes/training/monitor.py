@@ -204,6 +204,11 @@ class Monitor:
         return self._lags[0] / max(1, self._lags[1])
 
     @property
+    def training_return(self) -> float | None:
+        """Mean return of the last 100 training episodes, or of fewer if the run had fewer."""
+        return fmean(self._recent) if self._recent else None
+
+    @property
     def last(self) -> dict[str, float]:
         """The recipe's latest metrics."""
         return {name: float(value) for name, value in self._metrics.items()}
@@ -300,8 +305,8 @@ class Monitor:
             self.training.append((float(self.frames), values["train/return"]))
             self._window_returns = []
         self._log(values)
-        if self._recent:
-            shown.append(f"return {fmean(self._recent):.4g}")
+        if (recent := self.training_return) is not None:
+            shown.append(f"return {recent:.4g}")
         if self.evaluations:
             shown.append(f"greedy {self.evaluations[-1].mean:.4g}")
         if bound is not None:

@@ -1,0 +1,257 @@
+"""Do the recipes reproduce results that others published?
+
+    torchrl-dist bench published --rows zoo-dqn-cartpole --seeds 5 --json published.jsonl
+
+Each row trains with the environment and the frames of the source. Two figures of each run count:
+
+- training: mean return of the last 100 episodes of training, with their exploration;
+- final: mean return of greedy episodes of the last policy, not of the best one.
+
+A row is "reproduced" if the 95 % interval of the mean over our seeds (bootstrap) overlaps the
+source's, for the figure that the source gives. Without a published spread, the source's interval is
+its mean.
+
+Each run is one line of the file --json. Runs that are in the file are not repeated, so the command
+continues where it was stopped; a run that was stopped begins anew. Tables and --plot show all lines
+of the file. With several --processes, a second table shows what distribution changed: every job has
+the same number of frames and environments. For ddppo, processes are learners, for other recipes
+collectors; 0: a single process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from torchrl_dist import own_files
+from torchrl_dist.bench import command
+from torchrl_dist.bench.published_rows import FIGURES, ROWS, SOURCES, interval, verdict
+from torchrl_dist.bench.results import append_json, by
+from torchrl_dist.bench.train_plan import spread
+from torchrl_dist.errors import ConfigurationError, TorchRLDistError
+from torchrl_dist.recipes.catalog import RECIPES
+from torchrl_dist.recipes.parts.plots import save_figure
+from torchrl_dist.recipes.training.config import RecipeConfig
+from torchrl_dist.recipes.training.options import as_yaml
+from torchrl_dist.ui import show_table
+
+_EVALUATIONS, _EPISODES = 20, 20
+"""Evaluations per run, and greedy episodes of each."""
+
+Line = Mapping[str, Any]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's description and options to ``parser``."""
+    command.describe(parser, __doc__, run)
+    command.add_names(parser, "--rows", ROWS)
+    command.add_number(parser, "--seeds", int, 5, "runs of each row")
+    command.add_list(
+        parser, "--processes", _count, "0", "processes that collect (or, for ddppo, learn)"
+    )
+    command.add_figures(
+        parser, timeout_s=7200.0, timed="a run", line_per="run", plot="training returns"
+    )
+
+
+def _count(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number, at least 0")
+    return int(text)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Train what is missing, and print the tables. Blocks for minutes to hours.
+
+    Returns:
+        0; 1 if a run failed; 130 or 143 after SIGINT or SIGTERM.
+
+    Raises:
+        ConfigurationError: an output file cannot be written, or holds something else.
+    """
+    command.check_folders(options.json, options.plot)
+    lines = read_lines(options.json)
+
+    def train_all() -> int:
+        failed: set[str] = set()
+        for seed in range(options.seeds):
+            for name in options.rows:
+                for processes in options.processes:
+                    if name not in failed and not _is_done(lines, name, seed, processes):
+                        failed |= train_one(name, seed, processes)
+        return 1 if failed else 0
+
+    def train_one(name: str, seed: int, processes: int) -> set[str]:
+        label = f"{name}, seed {seed}, {processes} processes"
+        try:
+            line = measure(name, seed, processes, options.timeout_s)
+        except TorchRLDistError as error:
+            command.say(f"{label}: failed: {error}")
+            return {name}
+        lines.append(line)
+        append_json(options.json, "published", [line])
+        command.say(f"{label}: training {line['training']:.1f}, final {line['final']:.1f}")
+        return set()
+
+    status = command.until_stopped(train_all)
+    mine = [line for line in lines if line["row"] in options.rows]
+    show(mine)
+    if options.plot is not None and mine:
+        plot(options.plot, mine)
+    return status
+
+
+def read_lines(path: Path | None) -> list[Line]:
+    """Return the complete lines of earlier calls.
+
+    Raises:
+        ConfigurationError: a line is not of this command."""
+    if path is None or not path.is_file():
+        return []
+    text = own_files.read_plain(path)
+    if text and not text.endswith("\n"):  # a killed process wrote only a part
+        raise ConfigurationError(
+            f"{path}: the last line is incomplete; remove it, and run the command again"
+        )
+    try:
+        lines = [json.loads(line) for line in text.splitlines()]
+        if all(line["bench"] == "published" for line in lines):
+            return [line for line in lines if line["row"] in ROWS]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(f"{path}: a line is not of this command: {error!r}") from error
+    raise ConfigurationError(f"{path} holds results of another benchmark; choose another file")
+
+
+def _is_done(lines: Sequence[Line], name: str, seed: int, processes: int) -> bool:
+    wanted = (name, seed, processes)
+    return any((line["row"], line["seed"], line["processes"]) == wanted for line in lines)
+
+
+def config_of(name: str, seed: int, processes: int) -> RecipeConfig:
+    """Return the configuration of a row's job."""
+    row = ROWS[name]
+    settings = {
+        "eval_interval_frames": max(1, row.frames // _EVALUATIONS),
+        "eval_episodes": _EPISODES,
+        "device": "cpu",
+        **row.settings,
+    }
+    config = RECIPES[row.recipe].config(env=row.env, seed=seed, total_frames=row.frames, **settings)
+    return spread(config, processes)
+
+
+def measure(name: str, seed: int, processes: int, timeout_s: float) -> dict[str, Any]:
+    """Train in other processes, and return the line of the run.
+
+    Raises:
+        TorchRLDistError: the run failed, or took longer than ``timeout_s``.
+    """
+    with command.folder_in(Path(tempfile.gettempdir())) as folder:
+        config = replace(config_of(name, seed, processes), output_dir=str(folder / "run"))
+        (folder / "config.yaml").write_text(as_yaml(config))
+        arguments = [config.recipe, "--config", str(folder / "config.yaml"), "--json"]
+        path = os.pathsep.join(each for each in sys.path if each)
+        with subprocess.Popen(
+            [sys.executable, "-m", "torchrl_dist", "train", *arguments],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": path},
+        ) as process:  # fmt: skip
+            try:
+                said, errors = process.communicate(timeout=timeout_s)
+            except subprocess.TimeoutExpired as error:
+                raise TorchRLDistError(f"the run took longer than {timeout_s:g} s") from error
+            finally:
+                process.kill()
+        if process.returncode != 0 or not said:
+            last = (errors.strip().splitlines() or ["it said nothing"])[-1]
+            raise TorchRLDistError(f"exit code {process.returncode}: {last}")
+        result = json.loads(said.splitlines()[-1])
+        curve = _curve(folder / "run/csv/scalars/train/return.csv")
+    if result["stopped_by"] is not None or result["training_return"] is None:
+        raise TorchRLDistError(f"the run was stopped early ({result['stopped_by']})")
+    return {
+        "row": name, "seed": seed, "processes": processes,
+        "training": result["training_return"], "final": result["last_evaluation"]["mean"],
+        "best": result["mean_return"], "frames": result["frames"], "seconds": result["seconds"],
+        "curve": curve,
+    }  # fmt: skip
+
+
+def _curve(path: Path) -> list[list[float]]:
+    """Return ``[frames, return]`` of a run's log."""
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return [[float(x) for x in line.split(",")[:2]] for line in lines]
+
+
+# ---- results
+
+
+def show(lines: Sequence[Line]) -> None:
+    """Print how each row compares with its source, and what distribution changed."""
+    groups = by(lines, "row", "processes")
+    table = []
+    for (name, processes), runs in groups.items():
+        row, source = ROWS[name], SOURCES[ROWS[name].source]
+        values = [run[source.figure] for run in runs]
+        low, high = interval(values)
+        other = next(figure for figure in FIGURES if figure != source.figure)
+        published = f"{row.mean:g}" + (f" ± {row.spread:g}" if row.spread is not None else "")
+        table.append(
+            (name, str(processes), source.figure, f"{fmean(values):.1f}",
+             f"{low:.1f} to {high:.1f}", published, verdict((low, high), row.interval),
+             f"{fmean(run[other] for run in runs):.1f}", str(len(runs)), f"{row.frames:,}",
+             f"{median(run['seconds'] for run in runs):,.0f}")
+        )  # fmt: skip
+    columns = ("row", "processes", "figure", "ours", "95 %", "published", "result", "other figure",
+               "seeds", "frames", "seconds")  # fmt: skip
+    show_table(
+        "published results: means over seeds", columns, table,
+        left=("row", "figure", "result"), width=130,
+    )  # fmt: skip
+    for name in dict.fromkeys(line["row"] for line in lines):
+        if ROWS[name].differs:
+            command.say(f"{name} differs: {ROWS[name].differs}")
+
+
+def plot(path: Path, lines: Sequence[Line]) -> None:
+    """Plot the training returns of each row over frames: mean and range over seeds."""
+    import numpy as np
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    names = list(dict.fromkeys(line["row"] for line in lines))
+    columns = min(3, len(names))
+    figure = Figure(figsize=(4 * columns, 3 * -(-len(names) // columns)), layout="constrained")
+    axes = figure.subplots(-(-len(names) // columns), columns, squeeze=False).flat
+    for axis, name in zip(axes, names, strict=False):
+        row = ROWS[name]
+        for (_, processes), runs in by(lines, "row", "processes").items():
+            curves = [np.transpose(run["curve"]) for run in runs if len(run["curve"]) > 1]
+            if runs[0]["row"] != name or not curves:
+                continue
+            places = np.linspace(max(c[0][0] for c in curves), row.frames, 200)
+            values = np.stack([np.interp(places, *curve) for curve in curves])
+            (drawn,) = axis.plot(places, values.mean(0), label=f"{processes} processes")
+            axis.fill_between(
+                places, values.min(0), values.max(0), color=drawn.get_color(), alpha=0.2
+            )
+        axis.axhspan(*row.interval, color="black", alpha=0.15)
+        axis.axhline(row.mean, color="black", linewidth=0.8, linestyle=":")
+        axis.set_title(name, fontsize=9)
+        axis.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axis.tick_params(labelsize=7)
+        if axis.lines[1:]:
+            axis.legend(fontsize=6)
+    for axis in figure.axes[len(names) :]:
+        axis.set_visible(False)
+    figure.suptitle("training return over frames, mean and range of seeds; dotted: published")
+    save_figure(figure, path)

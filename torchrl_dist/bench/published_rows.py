@@ -1,0 +1,162 @@
+"""Results that others published, and the jobs that repeat them. Pure: imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+FIGURES = {
+    "training": "mean return of the last 100 episodes of training",
+    "final": "mean return of greedy episodes of the last policy",
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Who published a table.
+
+    Attributes:
+        figure: a key of :data:`FIGURES`, the one of ours that is measured like theirs.
+        runs: number of runs in each mean.
+    """
+
+    name: str
+    url: str
+    figure: str
+    runs: int
+
+
+SOURCES = {
+    "slm": Source(
+        "SLM-Lab, 2026",
+        "https://github.com/kengz/SLM-Lab/blob/master/docs/BENCHMARKS.md", "training", 4,
+    ),
+    "zoo": Source(
+        "rl-baselines3-zoo",
+        "https://github.com/DLR-RM/rl-baselines3-zoo/blob/master/benchmark.md", "final", 1,
+    ),
+    "sb3-hub": Source(
+        "rl-baselines3-zoo, LSTM",
+        "https://github.com/DLR-RM/rl-baselines3-zoo/blob/master/hyperparams/ppo_lstm.yml",
+        "final", 1,
+    ),
+    "cleanrl": Source(
+        "CleanRL",
+        "https://docs.cleanrl.dev/rl-algorithms/ppo/#ppo_continuous_actionpy", "training", 3,
+    ),
+    "rllib": Source(
+        "RLlib's examples",
+        "https://github.com/ray-project/ray/tree/master/rllib/examples/algorithms", "training", 1,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published mean return, and our job with the same environment and number of frames.
+
+    Attributes:
+        mean, spread: as published. The spread is the standard deviation over the source's runs;
+            None: not published, or published over episodes of one run.
+        settings: options of the recipe that differ from its defaults.
+        differs: how the job differs from the source's, in words.
+    """
+
+    source: str
+    recipe: str
+    env: str
+    frames: int
+    mean: float
+    spread: float | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    differs: str = ""
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95 % interval of the source's mean; without a spread, only the mean."""
+        half = 1.96 * (self.spread or 0.0) / math.sqrt(SOURCES[self.source].runs)
+        return self.mean - half, self.mean + half
+
+
+_OWN = "the recipe's own network and settings"
+_DQN = f"{_OWN}; n-step targets, one epsilon per environment"
+_CALM = {"epsilon": 0.1, "learning_starts": 1_000}
+_CLEANRL: dict[str, Any] = dict(
+    learners=1, envs_per_collector=1, frames_per_batch=2048, minibatches=32, epochs=10,
+    learning_rate=3e-4, gamma=0.99, gae_lambda=0.95, clip=0.2, entropy_coef=0.0, critic_coef=0.5,
+    max_grad_norm=0.5,
+)  # fmt: skip
+_ZOO_PPO: dict[str, Any] = dict(
+    learners=1, envs_per_collector=8, frames_per_batch=256, minibatches=1, epochs=20, gamma=0.98,
+    gae_lambda=0.8, entropy_coef=0.0, learning_rate=1e-3,
+)  # fmt: skip
+_CARTPOLE, _ACROBOT, _LUNAR = "CartPole-v1", "Acrobot-v1", "LunarLander-v3"
+_HIDDEN_SPEED = "torchrl_dist.recipes.tasks:cartpole_without_velocities"
+ROWS: dict[str, Published] = {
+    "slm-dqn-cartpole": Published("slm", "apex", _CARTPOLE, 200_000, 451.5, None, _CALM, _DQN),
+    "slm-dqn-acrobot": Published("slm", "apex", _ACROBOT, 300_000, -83.9, None, _CALM, _DQN),
+    "slm-dqn-lunar": Published("slm", "apex", _LUNAR, 300_000, 265.9, None, _CALM, _DQN),
+    "slm-ppo-cartpole": Published("slm", "ddppo", _CARTPOLE, 200_000, 498.9, None, {}, _OWN),
+    "slm-ppo-acrobot": Published("slm", "ddppo", _ACROBOT, 300_000, -81.3, None, {}, _OWN),
+    "slm-ppo-lunar": Published(
+        "slm", "ddppo", _LUNAR, 300_000, 183.3, None, {"envs_per_collector": 8, "gamma": 0.999},
+        _OWN,
+    ),
+    "slm-sac-pendulum": Published("slm", "sac", "Pendulum-v1", 300_000, -151.0, None, {}, _OWN),
+    "zoo-dqn-cartpole": Published("zoo", "apex", _CARTPOLE, 50_000, 500.0, None, _CALM, _DQN),
+    "zoo-dqn-acrobot": Published("zoo", "apex", _ACROBOT, 100_000, -76.6, None, _CALM, _DQN),
+    "zoo-dqn-lunar": Published(
+        "zoo", "apex", _LUNAR, 100_000, 154.4, None, _CALM, f"{_DQN}; theirs is LunarLander-v2"
+    ),
+    "zoo-ppo-cartpole": Published("zoo", "ddppo", _CARTPOLE, 100_000, 500.0, None, _ZOO_PPO),
+    "zoo-sac-pendulum": Published(
+        "zoo", "sac", "Pendulum-v1", 20_000, -157.0, None,
+        {"hidden": (256, 256), "batch_size": 256, "envs_per_collector": 1, "learning_rate": 1e-3},
+    ),
+    "zoo-sac-car": Published(
+        "zoo", "sac", "MountainCarContinuous-v0", 50_000, 94.7, None,
+        {"learning_rate": 3e-4, "batch_size": 512, "target_tau": 0.01, "gamma": 0.9999},
+        "no state-dependent exploration (gSDE), on which the source relies",
+    ),
+    "rllib-impala-cartpole": Published(
+        "rllib", "impala", _CARTPOLE, 2_000_000, 450.0, None, {},
+        f"{_OWN}; the source ends a run at 450, within 2 million frames",
+    ),
+    "hub-lstm-cartpole": Published(
+        "sb3-hub", "r2d2", _HIDDEN_SPEED, 100_000, 500.0, None, {},
+        "R2D2; theirs is PPO with an LSTM",
+    ),
+    **{
+        f"cleanrl-ppo-{name.lower()}": Published(
+            "cleanrl", "ddppo", f"{name}-v4", 1_000_000, mean, spread, _CLEANRL
+        )
+        for name, mean, spread in (
+            ("HalfCheetah", 1442.6, 46.0), ("Hopper", 2382.9, 271.7), ("Walker2d", 2287.9, 571.8),
+            ("InvertedPendulum", 963.1, 22.0),
+        )
+    },
+}  # fmt: skip
+"""All rows by name, the quickest of each source first where that is known."""
+
+
+def interval(values: Sequence[float], draws: int = 10_000) -> tuple[float, float]:
+    """Return the 95 % interval of the mean of ``values``, by the bootstrap's percentiles.
+
+    (Efron and Tibshirani 1993, An Introduction to the Bootstrap, section 13.3.) A single value
+    gives an interval of that value.
+    """
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    means = rng.choice(np.asarray(values), (draws, len(values))).mean(1)
+    low, high = np.quantile(means, (0.025, 0.975))
+    return float(low), float(high)
+
+
+def verdict(ours: tuple[float, float], theirs: tuple[float, float]) -> str:
+    """Return ``"reproduced"`` if the intervals overlap, else ``"above"`` or ``"below"``."""
+    if ours[0] > theirs[1]:
+        return "above"
+    return "below" if ours[1] < theirs[0] else "reproduced"
