@@ -47,6 +47,15 @@ def test_every_public_name_is_on_an_api_page(site: Path) -> None:
     assert not missing, f"put them on a page in tutorials/api: {missing}"
 
 
+def test_pages_need_no_network_and_code_can_be_copied(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        text = page.read_text()
+        assert not re.findall(r"<(?:script|img)[^>]* src=\"https?:", text), page
+    formulas = (site / "reference/concepts.html").read_text()
+    assert "<math" in formulas and "\\epsilon" not in formulas
+    assert "copybutton.js" in (site / "index.html").read_text()
+
+
 def public(package: str) -> set[str]:
     return set(importlib.import_module(package).__all__) - {"__version__"}
 

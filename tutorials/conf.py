@@ -8,6 +8,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import latex2mathml.converter
 from docutils import nodes
 
 import torchrl_dist
@@ -19,14 +20,21 @@ version = release = torchrl_dist.__version__
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
+    "sphinx_copybutton",
 ]
 exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
 nb_execution_mode = "off"  # notebooks show the outputs that they are stored with
 nb_merge_streams = True
+nb_code_prompt_show = "Show the code of this {type}"
+nb_code_prompt_hide = "Hide it"
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
+html_math_renderer = "mathml"  # see setup
+copybutton_exclude = ".linenos, .gp, .go"
+autosummary_generate = False  # the pages in api/ list their classes themselves
 suppress_warnings = ["mystnb.unknown_mime_type"]
 
 html_theme = "furo"
@@ -95,5 +103,14 @@ def keep_as_text(app: Any, env: Any, node: Any, contnode: nodes.Node) -> nodes.N
     return contnode if exists(target) or exists(f"builtins.{target}") else None
 
 
+def show_formula(translator: Any, node: nodes.Node) -> None:
+    """Write a formula as MathML, which browsers show without a script from the network."""
+    block = isinstance(node, nodes.math_block)
+    markup = latex2mathml.converter.convert(node.astext(), display="block" if block else "inline")
+    translator.body.append(f"<p>{markup}</p>" if block else markup)
+    raise nodes.SkipNode
+
+
 def setup(app: Any) -> None:
     app.connect("missing-reference", keep_as_text, priority=900)  # after intersphinx
+    app.add_html_math_renderer("mathml", (show_formula, None), (show_formula, None))

@@ -167,8 +167,9 @@ def plot(path: Path, lines: Sequence[dict[str, Any]]) -> None:
     """Plot one panel per network: gain over spread and workers, with the line of ``MIN_GAIN``."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(3.4 * len(NETWORKS), 3.4), layout="constrained")
-    for axis, name in zip(figure.subplots(1, len(NETWORKS)), NETWORKS, strict=True):
+    rows = -(-len(NETWORKS) // 2)
+    figure = Figure(figsize=(8, 3.7 * rows), layout="constrained")
+    for axis, name in zip(figure.subplots(rows, 2).flat, NETWORKS, strict=False):
         gains = np.array([line["gain"] for line in lines if line["network"] == name])
         gains = gains.reshape(len(WORKERS), len(SPREADS))
         image = axis.imshow(gains, vmin=1.0, vmax=2.5, origin="lower", cmap="viridis")
@@ -177,10 +178,10 @@ def plot(path: Path, lines: Sequence[dict[str, Any]]) -> None:
         axis.set_yticks(range(len(WORKERS)), [str(w) for w in WORKERS])
         axis.set_xlabel("spread of a rollout")
         axis.set_ylabel("workers")
-        axis.set_title(f"learner: {name}", fontsize=9)
+        axis.set_title(f"learner: {name}", fontsize=10)
         for (i, j), gain in np.ndenumerate(gains):
             color = "black" if gain > 2 else "white"
-            axis.text(j, i, f"{gain:.2f}", ha="center", va="center", fontsize=7, color=color)
+            axis.text(j, i, f"{gain:.2f}", ha="center", va="center", fontsize=8, color=color)
     figure.colorbar(image, ax=figure.axes, label="frames/s, best deadline over none")
     save_figure(figure, path)
 
