@@ -22,6 +22,8 @@ def recipe_of(kind: type) -> Any:
 def a_learner(config: Any, session: Session, seed: int = 0, frames: int = 0) -> Any:
     torch.manual_seed(seed)
     task = look_at(config.env, discrete=config.discrete)
-    policy = PolicySpec.of(task, config.policy_kind, config.hidden)
+    policy = PolicySpec.of(
+        task, config.policy_kind, config.hidden, normalized=config.normalizes(task)
+    )
     build: Callable[..., Any] = recipe_of(type(config)).build
     return build(config, task, policy, session, Start(frames=frames))

@@ -3,38 +3,42 @@
 from __future__ import annotations
 
 import copy
+import json
+import math
 import os
 import time
 from pathlib import Path
 
 import gymnasium
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.objectives import ClipPPOLoss
 
+from tests.recipes import learners
 from tests.spawn import spawn
-from torchrl_dist import session
+from torchrl_dist import load_policy, local_cluster, session
+from torchrl_dist.checkpoint import load_checkpoint
+from torchrl_dist.cli import main
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.recipes.apex import recipe as apex
 from torchrl_dist.recipes.apex.config import ApexConfig
 from torchrl_dist.recipes.ddppo.config import DDPPOConfig
-from torchrl_dist.recipes.ddppo.recipe import DDPPO, build, normalized
+from torchrl_dist.recipes.ddppo.recipe import DDPPO, normalized
 from torchrl_dist.recipes.parts.environments import look_at
+from torchrl_dist.recipes.parts.moments import Moments, moments_of
 from torchrl_dist.recipes.parts.networks import PolicySpec
-from torchrl_dist.recipes.parts.policies import categorical_actor, critic_of
+from torchrl_dist.recipes.parts.play import play
+from torchrl_dist.recipes.parts.policies import categorical_actor, critic_of, gaussian_actor
 from torchrl_dist.recipes.training.loop import Start
 
 TASK = look_at("CartPole-v1", discrete=True)
 
 
 def a_learner(me, **settings) -> DDPPO:
-    config = DDPPOConfig(
-        frames_per_batch=128, total_frames=1000, hidden=(8,), learning_rate=0.1, **settings
-    )
-    torch.manual_seed(0)
-    policy = PolicySpec.of(TASK, config.policy_kind, config.hidden)
-    return build(config, TASK, policy, me, Start(frames=250))
+    sizes = {"frames_per_batch": 128, "total_frames": 1000, "hidden": (8,), "learning_rate": 0.1}
+    return learners.a_learner(DDPPOConfig(**{**sizes, **settings}), me, frames=250)
 
 
 def moments_are_those_of_all_rows(ranks) -> None:
@@ -83,10 +87,73 @@ def slow_where_told() -> gymnasium.Env:
     return Slow(gymnasium.make("CartPole-v1"))
 
 
-def gradients(loss, rows) -> list[torch.Tensor]:
+def gradients(loss, rows, *networks: torch.nn.Module) -> list[torch.Tensor]:
+    loss.zero_grad()
     losses = loss(rows)
     (losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]).backward()
-    return [p.grad.clone() for p in loss.parameters() if p.grad is not None]
+    return [weight.grad.clone() for network in networks for weight in network.parameters()]
+
+
+def gradients_are_those_of_all_rows(learner: DDPPO, rows, make_actor, **options) -> None:
+    keys = ("observation", "action", "action_log_prob", "advantage", "value_target", "state_value")
+    told = learner.ranks.exchange([rows[key].tolist() for key in keys])
+    joined = [torch.cat([torch.tensor(part[k]) for part in told]) for k in range(len(keys))]
+    network, critic = copy.deepcopy(learner.network), copy.deepcopy(learner.critic)
+    alone = ClipPPOLoss(
+        make_actor(network),
+        critic_of(critic),
+        clip_epsilon=0.15, entropy_coeff=0.01, critic_coeff=0.5, loss_critic_type="l2",
+        normalize_advantage=False, **options,
+    )  # fmt: skip
+    learner.loss.clip_epsilon.fill_(0.15)
+    batch = TensorDict(dict(zip(keys, joined, strict=True)), [len(joined[0])])
+    of_one = gradients(alone, batch, network, critic)
+    of_all = gradients(learner.loss, rows, learner.network, learner.critic)
+    for ours, theirs in zip(of_all, of_one, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
+
+
+class Alone:
+    """Like Ranks of one process."""
+
+    def add_up(self, what: str, values: list[float]) -> list[float]:
+        return values
+
+
+def continuous_actions_are_learned_as_by_one_with_all_rows(me) -> None:
+    learner = a_learner(me, env="Pendulum-v1", clip_value=True, anneal_clip=False)
+    ranks, moments = learner.ranks, moments_of(learner.network)
+    assert moments is moments_of(learner.critic)
+    of_all, of_returns = Moments(3), Moments(1)
+    batches, before = iter(learner.collector), 0.0
+    for frames in (250, 378):  # running returns continue in the second batch
+        data = next(batches)
+        mask = torch.ones(data.shape, dtype=torch.bool)
+        if ranks.index == 1 and frames == 378:
+            mask[:, 8:] = False
+            data["next", "done"][:, 7] = data["next", "truncated"][:, 7] = True
+            data["observation"][:, 8:] = data["next", "reward"][:, 8:] = 1e6
+            data["collector", "traj_ids"][:, 8:] = -1
+        data["collector", "mask"] = mask
+        learner.learn(data, frames + 128)
+        returns = torch.zeros(data.shape, dtype=torch.float64)
+        for step, reward in enumerate(data["next", "reward"][..., 0].double().unbind(1)):
+            before = returns[:, step] = reward + 0.99 * before
+        told = ranks.exchange([data["observation"][mask].tolist(), returns[mask].tolist()])
+        seen, earned = (
+            torch.cat([torch.tensor(part[k], dtype=torch.float64) for part in told]) for k in (0, 1)
+        )
+        assert len(seen) == (128 if frames == 250 else 96)
+        of_all.update(seen, Alone(), "x")
+        of_returns.update(earned.unsqueeze(-1), Alone(), "x")
+        for ours, theirs in ((moments, of_all), (learner._reward_scale.moments, of_returns)):
+            for name, value in theirs.state_dict().items():
+                torch.testing.assert_close(ours.state_dict()[name], value, rtol=1e-12, atol=1e-12)
+    learner.loss.check_drift()  # of the moments, too
+    assert float(learner.loss.clip_epsilon) == pytest.approx(0.2)
+    rows = learner._rows(data)
+    gradients_are_those_of_all_rows(learner, rows, gaussian_actor, clip_value=True)
+    learner.close()
 
 
 def a_slow_rank_is_cut_short_and_its_rows_count_as_those_of_others(me) -> None:
@@ -100,21 +167,7 @@ def a_slow_rank_is_cut_short_and_its_rows_count_as_those_of_others(me) -> None:
         lengths = ranks.exchange(data.shape[1])
         assert lengths[0] == 32 and 8 <= lengths[1] < 32, lengths
         assert bool(data["next", "done"][:, -1].all()) or ranks.is_first
-    rows = learner._rows(data)
-    keys = ("observation", "action", "action_log_prob", "advantage", "value_target")
-    told = ranks.exchange([rows[key].tolist() for key in keys])
-    joined = [torch.cat([torch.tensor(part[k]) for part in told]) for k in range(len(keys))]
-    alone = ClipPPOLoss(
-        categorical_actor(copy.deepcopy(learner.network)),
-        critic_of(copy.deepcopy(learner.critic)),
-        clip_epsilon=0.15, entropy_coeff=0.01, critic_coeff=0.5, loss_critic_type="l2",
-        normalize_advantage=False,
-    )  # fmt: skip
-    learner.loss.clip_epsilon.fill_(0.15)
-    of_one = gradients(alone, TensorDict(dict(zip(keys, joined, strict=True)), [2 * sum(lengths)]))
-    of_all = gradients(learner.loss, rows)
-    for ours, theirs in zip(of_all, of_one, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
+    gradients_are_those_of_all_rows(learner, learner._rows(data), categorical_actor)
     assert learner.learn(data, frames=400)["train/valid_rows"] == lengths[ranks.index] / 32
     learner.loss.check_drift()
     learner.close()
@@ -168,6 +221,78 @@ def test_learners_normalize_stop_anneal_and_end_rollouts_together(tmp_path) -> N
         learner.close()
         a_slow_rank_is_cut_short_and_its_rows_count_as_those_of_others(me)
         apexs_learners_stay_alike_and_draw_apart(me, tmp_path)
+        continuous_actions_are_learned_as_by_one_with_all_rows(me)
+
+
+def test_actions_are_clipped_for_the_environment_and_time_limits_are_bootstrapped() -> None:
+    settings = {"learners": 1, "envs_per_collector": 2, "frames_per_batch": 400}
+    with local_cluster({"learner": 1}) as me:
+        learner = a_learner(me, env="Pendulum-v1", **settings)
+        torch.nn.init.constant_(learner.network.log_scale, 1.0)
+        torch.nn.init.constant_(learner.critic[-1].bias, 100.0)
+        learner.collector.update_policy_weights_()
+        data = next(iter(learner.collector))
+        action, observation = data["action"].squeeze(-1), data["observation"]
+        assert action.abs().max() > 4
+        loc = learner.network(observation)[0].squeeze(-1)
+        density = torch.distributions.Normal(loc, math.e).log_prob(action)
+        torch.testing.assert_close(data["action_log_prob"], density)
+        cosine, sine, speed = observation.unbind(-1)
+        cost = torch.atan2(sine, cosine) ** 2 + 0.1 * speed**2 + 0.001 * action.clamp(-2, 2) ** 2
+        torch.testing.assert_close(
+            data["next", "reward"].squeeze(-1).float(), -cost, atol=1e-4, rtol=1e-4
+        )
+        done = data["next", "done"][..., 0]
+        assert done[:, -1].all() and done.sum() == 2 and not data["next", "terminated"].any()
+        rows = learner._rows(data.clone())
+        reward = data["next", "reward"] / learner._reward_scale.moments.deviation
+        value = learner.critic(data["next", "observation"])
+        expected = (reward + 0.99 * value)[done].float()
+        torch.testing.assert_close(rows["value_target"][done.reshape(-1)], expected)
+        assert expected.min() > 50
+        learner.close()
+
+
+def test_a_restored_learner_has_the_moments() -> None:
+    with local_cluster({"learner": 1}) as me:
+        first, second = (
+            a_learner(me, env="Pendulum-v1", learners=1, learning_rate=1e-3) for _ in range(2)
+        )
+        first.learn(next(iter(first.collector)), 378)
+        second.load_state_dict(first.state_dict())
+        for part in (first, second):
+            part.close()
+    assert moments_of(second.network) is moments_of(second.critic)
+    for ours, theirs in (
+        (moments_of(second.network), moments_of(first.network)),
+        (second._reward_scale.moments, first._reward_scale.moments),
+    ):
+        assert float(ours.count) > 100
+        for name, value in theirs.state_dict().items():
+            assert torch.equal(ours.state_dict()[name], value)
+
+
+def test_a_run_with_continuous_actions_normalizes_resumes_and_plays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = ["train", "ddppo", "--output-dir", "run", "--json", "--eval-episodes", "2"]
+    new = ["--env", "MountainCarContinuous-v0", "--learners", "1", "--frames-per-batch", "64"]
+    counts = []
+    for more in ([*new, "--total-frames", "128"], ["--resume", "--total-frames", "192"]):
+        assert main([*run, *more]) == 0, capsys.readouterr().err
+        result = json.loads(capsys.readouterr().out)
+        checkpoint = load_checkpoint(tmp_path / "run/checkpoint.pt")
+        counts += [float(checkpoint.model["network.layers.0.count"])]
+        counts += [float(checkpoint.extra["learner"]["returns"]["count"])]
+    assert counts == pytest.approx([128, 128, 192, 192])
+    assert main([*run, "--resume", "--no-normalize-rewards"]) == 2
+    assert "--normalize-rewards: got False" in capsys.readouterr().err
+    policy = load_policy(tmp_path / "run")
+    assert float(moments_of(policy).count) > 100
+    episodes = play(tmp_path / "run", episodes=2, seed=0)
+    assert episodes["env"] == result["env"] == "MountainCarContinuous-v0"
+    assert policy.predict(np.full(2, 1e6, np.float32)).shape == (1,)
 
 
 @pytest.mark.parametrize(

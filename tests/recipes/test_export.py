@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,7 +16,9 @@ from torch import nn
 
 from torchrl_dist.checkpoint import Checkpoint, save_checkpoint
 from torchrl_dist.cli import main
+from torchrl_dist.learn.ranks import Ranks
 from torchrl_dist.recipes.parts.environments import Images
+from torchrl_dist.recipes.parts.moments import moments_of
 from torchrl_dist.recipes.parts.networks import PolicySpec
 from torchrl_dist.recipes.parts.trained import load_policy
 
@@ -27,6 +30,15 @@ SPECS = {
     "images": replace(VECTOR, observation_size=2 * 36 * 36, num_actions=3, images=IMAGES),
     "squashed_gaussian": replace(
         VECTOR, kind="squashed_gaussian", num_actions=0, action_low=(-2.0, 0.0), action_high=(2, 9)
+    ),
+    "normalized": replace(VECTOR, kind="categorical", normalized=True),
+    "gaussian": replace(
+        VECTOR,
+        kind="gaussian",
+        num_actions=0,
+        action_low=(-0.05, -math.inf),
+        action_high=(0.05, math.inf),
+        normalized=True,
     ),
     "memory": replace(VECTOR, kind="recurrent_values", state_size=6),
 }
@@ -44,10 +56,13 @@ class Branching(nn.Linear):
 
 def saved(folder: Path, spec: PolicySpec) -> str:
     torch.manual_seed(0)
-    network = spec.network().state_dict()
-    save_checkpoint(
-        folder / "checkpoint.pt", Checkpoint("mine", {}, network, policy_info=spec.as_plain())
-    )
+    network = spec.network()
+    if spec.normalized:
+        moments_of(network).update(0.3 + torch.randn(9, spec.observation_size), Ranks(), "x")
+    if spec.kind == "gaussian":
+        torch.nn.init.normal_(network.layers[-1].weight)  # actions beyond the bounds
+    checkpoint = Checkpoint("mine", {}, network.state_dict(), policy_info=spec.as_plain())
+    save_checkpoint(folder / "checkpoint.pt", checkpoint)
     return str(folder)
 
 

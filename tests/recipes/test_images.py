@@ -56,6 +56,21 @@ def float_picture() -> gymnasium.Env:
     return Picture(gymnasium.spaces.Box(0.0, 1.0, (3, 9, 9), np.float32))
 
 
+def steered_picture() -> gymnasium.Env:
+    made: gymnasium.Env = Picture(gymnasium.spaces.Box(0, 255, (3, 9, 9), np.uint8))
+    made.action_space = gymnasium.spaces.Box(-1, 1, (1,))
+    return made
+
+
+def test_a_gaussian_policy_sees_images_which_are_not_normalized() -> None:
+    task = look_at(f"{__name__}:steered_picture", discrete=None)
+    spec = PolicySpec.of(task, "categorical", (8,), normalized=True)
+    assert (spec.kind, spec.images, spec.normalized) == ("gaussian", task.images, False)
+    assert spec.images is not None
+    rows = torch.randint(0, 256, (5, *spec.images.shape), dtype=torch.uint8)
+    assert spec.network().greedy(rows).shape == (5, 1)
+
+
 def test_other_pictures_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="uint8 .channels, height, width"):
         look_at(f"{__name__}:float_picture", discrete=True)

@@ -26,10 +26,11 @@ from tests.learn.ranks import LearningRanks
 from tests.recipes.test_r2d2 import SIZE, windows
 from torchrl_dist import DistributedLoss
 from torchrl_dist.recipes.apex.dqn_learner import DQNLoss
-from torchrl_dist.recipes.parts.actor_critic import A2CLoss, PPOLoss
+from torchrl_dist.recipes.parts.actor_critic import A2CLoss, GaussianPPOLoss, PPOLoss
 from torchrl_dist.recipes.parts.environments import look_at
 from torchrl_dist.recipes.parts.networks import (
     CategoricalNetwork,
+    GaussianNetwork,
     PolicySpec,
     QNetwork,
     RecurrentQNetwork,
@@ -39,6 +40,7 @@ from torchrl_dist.recipes.parts.policies import (
     action_values_of,
     categorical_actor,
     critic_of,
+    gaussian_actor,
     squashed_gaussian_actor,
 )
 from torchrl_dist.recipes.parts.targets import Follow, target_of
@@ -166,7 +168,7 @@ def test_soft_actor_critic_is_that_of_torchrl(monkeypatch: pytest.MonkeyPatch) -
     assert all(weight.grad is None for weight in loss.target.parameters())
 
 
-def rows_of_policy() -> TensorDict:
+def rows_of_policy(kind: str = "ppo") -> TensorDict:
     torch.manual_seed(7)
     return TensorDict(
         {
@@ -175,32 +177,42 @@ def rows_of_policy() -> TensorDict:
             "action_log_prob": -torch.rand(ROWS) - 0.6,
             "advantage": torch.randn(ROWS, 1),
             "value_target": torch.randn(ROWS, 1),
-        },
+            "state_value": torch.randn(ROWS, 1),
+        }
+        | ({"action": torch.randn(ROWS, 2) / 2} if kind == "gaussian" else {}),
         [ROWS],
     )
 
 
-@pytest.mark.parametrize("kind", ["a2c", "ppo"])
+@pytest.mark.parametrize("kind", ["a2c", "ppo", "ppo with clipped values", "gaussian"])
 def test_policy_gradients_are_those_of_torchrl(kind: str) -> None:
     torch.manual_seed(1)
-    network, critic = CategoricalNetwork(4, 3, (16,)), ValueNetwork(4, (16,))
-    nn.init.normal_(network[-1].weight)
+    network: Any = CategoricalNetwork(4, 3, (16,))
+    if kind == "gaussian":
+        network = GaussianNetwork(4, (-1.0, -2.0), (1.0, 2.0), (16,))
+        nn.init.normal_(network.log_scale, -0.5, 0.2)
+    critic = ValueNetwork(4, (16,))
+    nn.init.normal_((network.layers if kind == "gaussian" else network)[-1].weight)
     theirs = copy.deepcopy(nn.ModuleList([network, critic]))
-    actor, value = categorical_actor(theirs[0]), critic_of(theirs[1])
+    actor = (gaussian_actor if kind == "gaussian" else categorical_actor)(theirs[0])
+    value = critic_of(theirs[1])
     coefs: dict[str, Any] = {"entropy_coeff": 0.1, "critic_coeff": 0.7, "loss_critic_type": "l2"}
     if kind == "a2c":
         loss: Any = A2CLoss(network, critic, entropy_coef=0.1, critic_coef=0.7)
         other: Any = TorchRLA2CLoss(actor, value, **coefs)
     else:
-        loss = PPOLoss(network, critic, clip=0.2, entropy_coef=0.1, critic_coef=0.7)
-        other = ClipPPOLoss(actor, value, clip_epsilon=0.2, normalize_advantage=False, **coefs)
-    found, expected = loss(rows_of_policy()), other(rows_of_policy())
+        made, clips = GaussianPPOLoss if kind == "gaussian" else PPOLoss, kind.endswith("values")
+        loss = made(network, critic, clip=0.2, clip_value=clips, entropy_coef=0.1, critic_coef=0.7)
+        other = ClipPPOLoss(
+            actor, value, clip_epsilon=0.2, clip_value=clips, normalize_advantage=False, **coefs
+        )
+    found, expected = loss(rows_of_policy(kind)), other(rows_of_policy(kind))
     names = {"loss_objective", "loss_critic", "loss_entropy", "entropy"}
-    names |= {"kl_approx", "clip_fraction"} if kind == "ppo" else set()
+    names |= {"kl_approx", "clip_fraction"} if kind != "a2c" else set()
     assert set(found.keys()) == names
     for name in names:
         close(found[name], expected[name].reshape(()))
-    if kind == "ppo":
+    if kind != "a2c":
         assert 0 < found["clip_fraction"] < 1
     for losses in (found, expected):
         (losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]).backward()

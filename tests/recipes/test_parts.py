@@ -240,6 +240,31 @@ def test_a_task_has_the_environments_sizes() -> None:
             look_at(env, discrete=discrete)
 
 
+def test_a_task_may_take_either_kind_of_actions_and_continuous_ones_without_bounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert look_at("CartPole-v1", discrete=None) == look_at("CartPole-v1", discrete=True)
+    assert look_at("Pendulum-v1", discrete=None) == look_at("Pendulum-v1", discrete=False)
+    made = make_env("Pendulum-v1")
+    monkeypatch.setattr(environments, "make_env", lambda env: made)
+    box, inf = gymnasium.spaces.Box, np.inf
+    for low, high in ((-inf, inf), (0.0, inf), (-inf, 1.0), (-3.0, 1.0)):
+        made.action_space = box(low, high, (1,), np.float32)
+        task = look_at("mine", discrete=None)
+        assert (task.num_actions, task.action_low, task.action_high) == (0, (low,), (high,))
+        assert PolicySpec.of(task, "categorical", (8,)).kind == "gaussian"
+    for space, expected in (
+        (box(1, 1, (1,), np.float32), "low < high; wrap"),
+        (box(0, 1, (1, 1), np.float32), "expected Discrete, or a Box with one dimension"),
+        (gymnasium.spaces.MultiDiscrete([2, 2]), "expected Discrete, or a Box with one dimension"),
+        (gymnasium.spaces.Discrete(2, start=1), "expected Discrete, starting at 0"),
+        (box(0, 9, (1,), np.int64), "floating-point"),
+    ):
+        made.action_space = space
+        with pytest.raises(ConfigurationError, match=f"--env: mine takes.*{expected}"):
+            look_at("mine", discrete=None)
+
+
 def test_an_environment_may_be_a_function_of_the_users(tmp_path, monkeypatch) -> None:
     (tmp_path / "my_envs_of_a_test.py").write_text(
         "import gymnasium\n"
@@ -286,7 +311,8 @@ def test_a_reward_may_be_an_array_and_a_nan_stays_one(reward: Any, monkeypatch) 
 def test_a_policy_is_made_again_from_what_a_checkpoint_says_of_it(env: str) -> None:
     discrete = env == "CartPole-v1"
     task = look_at(env, discrete=discrete)
-    for kind in ("values", "categorical") if discrete else ("squashed_gaussian",):
+    kinds = ("values", "categorical") if discrete else ("gaussian", "squashed_gaussian")
+    for kind in kinds:
         spec = PolicySpec.of(task, kind, (8,))
         network, again = spec.network(), PolicySpec.from_plain(spec.as_plain()).network()
         again.load_state_dict(network.state_dict())
@@ -339,6 +365,7 @@ def test_a_network_may_be_a_function_of_the_users(tmp_path, monkeypatch) -> None
         look_at("Pendulum-v1", discrete=False),
     )
     kinds = {"values": discrete, "categorical": discrete, "squashed_gaussian": continuous}
+    kinds["gaussian"] = continuous
     for kind, task in kinds.items():
         spec = PolicySpec.of(task, kind, (8,), "my_networks_of_a_test:wide")
         assert PolicySpec.from_plain(spec.as_plain()) == spec

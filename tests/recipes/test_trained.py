@@ -15,19 +15,25 @@ from tensordict.nn import InteractionType, TensorDictModule, set_interaction_typ
 from torchrl_dist import load_policy
 from torchrl_dist.checkpoint import Checkpoint, save_checkpoint
 from torchrl_dist.errors import CheckpointError, ConfigurationError
+from torchrl_dist.learn.ranks import Ranks
 from torchrl_dist.recipes.parts.environments import look_at
+from torchrl_dist.recipes.parts.moments import moments_of
 from torchrl_dist.recipes.parts.networks import PolicySpec
 
 KINDS = {
     "values": "CartPole-v1",
     "categorical": "CartPole-v1",
+    "gaussian": "Pendulum-v1",
     "squashed_gaussian": "Pendulum-v1",
 }
 
 
 def saved(folder: Path, kind: str) -> tuple[Path, PolicySpec, torch.nn.Module]:
-    spec = PolicySpec.of(look_at(KINDS[kind], discrete=kind != "squashed_gaussian"), kind, (8,))
+    task, normalized = look_at(KINDS[kind], discrete=None), kind in ("categorical", "gaussian")
+    spec = PolicySpec.of(task, kind, (8,), normalized=normalized)
     network = spec.network()
+    if normalized:
+        moments_of(network).update(5 + 3 * torch.randn(9, task.observation_size), Ranks(), "x")
     checkpoint = Checkpoint("mine", {}, network.state_dict(), policy_info=spec.as_plain())
     return save_checkpoint(folder / "checkpoint.pt", checkpoint), spec, network
 
@@ -71,6 +77,13 @@ def test_exploring_draws_from_the_policys_distribution(tmp_path: Path) -> None:
     loc, scale = (each[0].detach().numpy() for each in network(rows[:1]))
     drawn = np.arctanh((policy.predict(rows, explore=True) / 2).clip(-1 + 1e-6, 1 - 1e-6))
     assert stats.kstest(drawn[:, 0], "norm", (loc[0], scale[0])).pvalue > 1e-4
+    path, _, network = saved(tmp_path, "gaussian")
+    loc, scale = (float(each[0].detach()) for each in network(rows[:1]))
+    drawn = load_policy(path).predict(rows, explore=True)[:, 0]
+    inside = drawn[np.abs(drawn) < 2]
+    bounds = (-2 - loc) / scale, (2 - loc) / scale
+    assert np.abs(drawn).max() == 2 and len(inside) > 18_000
+    assert stats.kstest(inside, "truncnorm", (*bounds, loc, scale)).pvalue > 1e-4
     path, *_ = saved(tmp_path, "values")
     with pytest.raises(ConfigurationError, match="explore=False"):
         load_policy(path).predict(np.zeros(4), explore=True)

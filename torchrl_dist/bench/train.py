@@ -130,7 +130,9 @@ def _fitting(env: str, algorithms: Sequence[str] | None) -> dict[str, Task]:
     tasks, refused = {}, None
     for algorithm in algorithms or train_plan.REASONS:
         try:
-            tasks[algorithm] = look_at(env, discrete=RECIPES[algorithm].config.discrete)
+            # The peers of ddppo have numbered actions only.
+            discrete = RECIPES[algorithm].config.discrete is not False
+            tasks[algorithm] = look_at(env, discrete=discrete)
         except ConfigurationError as error:
             refused = error
             if algorithms:

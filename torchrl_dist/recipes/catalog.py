@@ -49,8 +49,8 @@ RECIPES: dict[str, Recipe] = {
         DDPPOConfig,
         "PPO by several learners that average their gradients",
         "Train with PPO by several learners, each with environments of its own, that average "
-        "their gradients (DD-PPO). Environments: gymnasium's with discrete actions, and vectors "
-        "or images as observations.",
+        "their gradients (DD-PPO). Environments: gymnasium's with discrete or continuous actions, "
+        "and vectors or images as observations.",
         "all ranks learn; with --collectors K, one rank in K + 1 learns, and the others collect",
     ),
     "impala": Recipe(

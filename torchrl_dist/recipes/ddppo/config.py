@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ...errors import ConfigurationError
+from ..parts.environments import Task
 from ..training.config import JOB, LEARNING, MEASURED, RecipeConfig
 from ..training.options import option
 
@@ -15,11 +16,18 @@ from ..training.options import option
 @dataclass(frozen=True)
 class DDPPOConfig(RecipeConfig):
     """PPO by several learners, each with its own environments (Wijmans et al. 2020, "DD-PPO",
-    arXiv:1911.00357; Schulman et al. 2017, arXiv:1707.06347)."""
+    arXiv:1911.00357; Schulman et al. 2017, arXiv:1707.06347). Continuous actions are those of
+    CleanRL's ppo_continuous_action.py."""
 
     recipe: ClassVar[str] = "ddppo"
     title: ClassVar[str] = "DD-PPO"
     policy_kind: ClassVar[str] = "categorical"
+    discrete: ClassVar[bool | None] = None
+    fixed_on_resume: ClassVar[tuple[str, ...]] = (
+        *RecipeConfig.fixed_on_resume,
+        "normalize_observations",
+        "normalize_rewards",
+    )
 
     learners: int = option(
         2, "processes that learn together; a launcher's ranks set this number", minimum=1,
@@ -59,9 +67,25 @@ class DDPPOConfig(RecipeConfig):
         0.2, "initial clip range: the policy's ratio is kept between 1 - clip and 1 + clip",
         above=0, maximum=1, group=LEARNING,
     )  # fmt: skip
+    clip_value: bool = option(
+        False, "keep the critic's values within the clip range of the earlier values, too",
+        group=LEARNING,
+    )  # fmt: skip
     anneal: bool = option(
         True, "decay learning rate and clip linearly to 0 over the job's frames", group=LEARNING
     )
+    anneal_clip: bool = option(
+        True, "with --no-anneal-clip, only the learning rate decays", group=LEARNING
+    )
+    normalize_observations: bool | None = option(
+        None, "normalize flat observations by their mean and deviation so far, over all learners "
+        "(default: if actions are continuous)", group=LEARNING,
+    )  # fmt: skip
+    normalize_rewards: bool | None = option(
+        None, "divide rewards by the deviation of the discounted return so far, over all learners; "
+        "evaluations sum the rewards as they are (default: if actions are continuous)",
+        group=LEARNING,
+    )  # fmt: skip
     entropy_coef: float = option(0.01, "weight of the entropy bonus", minimum=0, group=LEARNING)
     critic_coef: float = option(0.5, "weight of the critic's loss", minimum=0, group=LEARNING)
     max_grad_norm: float = option(0.5, "maximum norm of the gradients", above=0, group=LEARNING)
@@ -73,6 +97,13 @@ class DDPPOConfig(RecipeConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_frames(self.learners)
+
+    def normalizes(self, task: Task) -> bool:
+        return _or_if_continuous(self.normalize_observations, task)
+
+    def scales_rewards(self, task: Task) -> bool:
+        """Whether the learners of ``task`` scale rewards."""
+        return _or_if_continuous(self.normalize_rewards, task)
 
     def _check_frames(self, learners: int) -> None:
         """Check that each learner has a row per minibatch, even after its rollout was cut short."""
@@ -110,3 +141,7 @@ class DDPPOConfig(RecipeConfig):
                 f"--learners: got {given['learners']}, but the launcher's {launched} ranks make "
                 f"{learners}; leave the option out"
             )
+
+
+def _or_if_continuous(given: bool | None, task: Task) -> bool:
+    return given if given is not None else not task.num_actions

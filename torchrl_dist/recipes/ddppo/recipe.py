@@ -4,11 +4,16 @@ Each step equals that of one process with all rows, because the learners normali
 average gradients and measure the divergence over the valid rows of all learners (Wijmans et al.
 2020, arXiv:1911.00357). Once most of the job's collectors are done, the rollouts of the others are
 cut short, as in the paper. Without collectors, the learners step environments and count instead.
+
+Continuous actions are drawn, normalized and clipped as in CleanRL's ppo_continuous_action.py (Huang
+et al. 2022, "The 37 Implementation Details of PPO"). Where a time limit ended an episode, values
+bootstrap from the next observation, which CleanRL's do not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,10 +29,11 @@ from ...collect.learner.readiness import Readiness
 from ...learn import DistributedLoss
 from ...learn.ranks import Ranks
 from ...runtime import Session
-from ..parts.actor_critic import PPOLoss
+from ..parts.actor_critic import GaussianPPOLoss, PPOLoss
 from ..parts.environments import Task, for_collectors
+from ..parts.moments import RewardScale, moments_of
 from ..parts.networks import PolicySpec, ValueNetwork
-from ..parts.policies import categorical_actor
+from ..parts.policies import categorical_actor, gaussian_actor
 from ..training.feed import moved
 from ..training.loop import (
     LossLearner,
@@ -57,7 +63,8 @@ class DDPPO(LossLearner):
     """One of the learners and its collectors.
 
     Args:
-        loss: a distributed PPOLoss of ``network`` and ``critic``.
+        loss: a distributed PPOLoss of ``network`` and ``critic``, which share their moments.
+        scales_rewards: whether rewards are divided by the deviation of the discounted return.
     """
 
     def __init__(
@@ -69,6 +76,7 @@ class DDPPO(LossLearner):
         collector: RPCBatchedCollector,
         device: torch.device,
         start: Start,
+        scales_rewards: bool = False,
     ) -> None:
         super().__init__(loss, collector, lr=config.learning_rate, eps=1e-5)
         self.config = config
@@ -77,6 +85,10 @@ class DDPPO(LossLearner):
         self.ranks: Ranks = loss.ranks
         self.device = device
         self._frames = start.frames
+        self._moments = moments_of(network)
+        self._reward_scale = (
+            RewardScale(config.gamma, self.ranks, config.env) if scales_rewards else None
+        )
 
     def learn(self, data: TensorDictBase, frames: int) -> dict[str, Any]:
         """Make ``epochs`` passes over all learners' rows, or fewer at a large KL divergence."""
@@ -84,7 +96,8 @@ class DDPPO(LossLearner):
         share = 1 - self._frames / config.total_frames if config.anneal else 1.0
         self._frames = frames
         self.set_learning_rate(share * config.learning_rate)
-        self.loss.clip_epsilon.fill_(max(share * config.clip, 1e-8))
+        clip = share * config.clip if config.anneal_clip else config.clip
+        self.loss.clip_epsilon.fill_(max(clip, 1e-8))
         rows = self._rows(moved(data, self.device))
         kl, steps = 0.0, 0
         for minibatch in self._minibatches(rows):
@@ -106,28 +119,35 @@ class DDPPO(LossLearner):
         }
 
     def _rows(self, data: TensorDictBase) -> TensorDictBase:
-        """Return the valid rows of ``[N, T]``; all learners normalize advantages together."""
+        """Return the valid rows of ``[N, T]``; all learners normalize together."""
         config = self.config
+        mask = data.get(("collector", "mask"), None)
+        valid = slice(None) if mask is None else mask.reshape(-1)
+        if self._moments is not None:
+            observations = data["observation"].flatten(0, 1)[valid]
+            self._moments.update(observations, self.ranks, f"observations of {config.env}")
+        reward = data["next", "reward"].to(torch.float32)
+        if self._reward_scale is not None:
+            reward = self._reward_scale(data)
         # TorchRL 0.14.1's vectorized form divides by gamma * lambda, and raises IndexError for 0.
         vectorized = config.gae_lambda > 0
         estimate = (
             vec_generalized_advantage_estimate if vectorized else generalized_advantage_estimate
         )
         with torch.no_grad():
+            value = self.critic(data["observation"])
             advantage, target = estimate(
                 config.gamma,
                 config.gae_lambda,
-                self.critic(data["observation"]),
+                value,
                 self.critic(data["next", "observation"]),
-                data["next", "reward"].to(torch.float32),
+                reward,
                 data["next", "done"],
                 data["next", "terminated"],
             )
         data = data.set("advantage", advantage).set("value_target", target)
-        rows = data.reshape(-1)
-        mask = data.get(("collector", "mask"), None)
-        if mask is not None:
-            rows = rows[mask.reshape(-1)]
+        data = data.set("state_value", value)
+        rows = data.reshape(-1)[valid]
         return rows.set("advantage", normalized(rows["advantage"], self.ranks))
 
     def _minibatches(self, rows: TensorDictBase) -> Iterator[TensorDictBase]:
@@ -137,6 +157,17 @@ class DDPPO(LossLearner):
             order = torch.randperm(len(rows), device=self.device)
             for chosen in order.tensor_split(self.config.minibatches):
                 yield rows[chosen]
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        if self._reward_scale is not None:
+            state["extra"] = {"returns": copy.deepcopy(self._reward_scale.moments.state_dict())}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self._reward_scale is not None:
+            self._reward_scale.moments.load_state_dict(state["extra"]["returns"])
 
     def _mean_over_all(self, value: float, rows: int) -> float:
         total, count = self.ranks.add_up("the divergence", [value * rows, float(rows)])
@@ -179,13 +210,16 @@ def build(
     workers = my_collectors(session)
     learners = len(session.of_role("learner"))
     network = policy.network().to(device)
-    critic = ValueNetwork(task.inputs, config.hidden, config.network).to(device)
-    actor = categorical_actor(network, config.env)
+    moments = moments_of(network)
+    critic = ValueNetwork(task.inputs, config.hidden, config.network, moments).to(device)
+    continuous = not task.num_actions
+    actor = (gaussian_actor if continuous else categorical_actor)(network, config.env)
     loss = DistributedLoss(
-        PPOLoss(
+        (GaussianPPOLoss if continuous else PPOLoss)(
             network,
             critic,
             clip=config.clip,
+            clip_value=config.clip_value,
             entropy_coef=config.entropy_coef,
             critic_coef=config.critic_coef,
         ),
@@ -199,7 +233,7 @@ def build(
     elif config.preempt_fraction < 1 and len(workers) > 1:
         readiness = Preempt(config.preempt_fraction, config.preempt_min_part)
     collector = RPCBatchedCollector(
-        for_collectors(config.env, config.reward_clip),
+        for_collectors(config.env, config.reward_clip, clip_actions=continuous),
         actor,
         session=session,
         workers=workers,
@@ -212,7 +246,8 @@ def build(
         categorical_action_encoding=True,
         timeout_s=config.timeout_s,
     )
-    return DDPPO(config, network, critic, loss, collector, device, start)
+    scales = config.scales_rewards(task)
+    return DDPPO(config, network, critic, loss, collector, device, start, scales)
 
 
 def run(config: DDPPOConfig, session: Session, *, resume: bool = False) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..parts.environments import Task
 from ..training.config import JOB, LEARNING, RecipeConfig
 from ..training.options import option
 
@@ -17,6 +18,10 @@ class ImpalaConfig(RecipeConfig):
     recipe: ClassVar[str] = "impala"
     title: ClassVar[str] = "IMPALA"
     policy_kind: ClassVar[str] = "categorical"
+    fixed_on_resume: ClassVar[tuple[str, ...]] = (
+        *RecipeConfig.fixed_on_resume,
+        "normalize_observations",
+    )
 
     total_frames: int = option(400_000, "length of the run", unit="frames", minimum=1, group=JOB)
     frames_per_batch: int = option(
@@ -35,3 +40,9 @@ class ImpalaConfig(RecipeConfig):
     max_grad_norm: float = option(
         0.5, "maximum norm of the gradients of the mean losses", above=0, group=LEARNING
     )
+    normalize_observations: bool = option(
+        False, "normalize flat observations by their mean and deviation so far", group=LEARNING
+    )
+
+    def normalizes(self, task: Task) -> bool:
+        return self.normalize_observations

@@ -17,8 +17,9 @@ from ...learn.ranks import Ranks
 from ...runtime import Session
 from ..parts.actor_critic import A2CLoss
 from ..parts.environments import Task, for_collectors
+from ..parts.moments import moments_of
 from ..parts.networks import PolicySpec, ValueNetwork
-from ..parts.policies import categorical_actor, check_logits
+from ..parts.policies import categorical_actor, check_outputs
 from ..training.feed import moved
 from ..training.loop import (
     LossLearner,
@@ -116,6 +117,7 @@ class Impala(LossLearner):
         self.device = device
         self.ranks = Ranks(timeout_s=config.timeout_s)
         self._frames = start.frames
+        self._moments = moments_of(network)
 
     def learn(self, data: TensorDictBase, frames: int) -> dict[str, Any]:
         """Take one gradient step."""
@@ -124,8 +126,11 @@ class Impala(LossLearner):
         self._frames = frames
         self.set_learning_rate(share * config.learning_rate)
         data = moved(data, self.device)
+        if self._moments is not None:
+            observations = data["observation"].flatten(0, 1)
+            self._moments.update(observations, self.ranks, f"observations of {config.env}")
         logits, value = self.network(data["observation"]), self.critic(data["observation"])
-        check_logits(logits, config.env)
+        check_outputs(logits, config.env)
         with torch.no_grad():
             next_value = self.critic(data["next", "observation"])
         traced = vtrace(
@@ -164,7 +169,8 @@ def build(
     """
     device = choose_device(config, session)
     network = policy.network().to(device)
-    critic = ValueNetwork(task.inputs, config.hidden, config.network).to(device)
+    moments = moments_of(network)
+    critic = ValueNetwork(task.inputs, config.hidden, config.network, moments).to(device)
     actor = categorical_actor(network, config.env)
     loss = A2CLoss(
         network, critic, entropy_coef=config.entropy_coef, critic_coef=config.critic_coef

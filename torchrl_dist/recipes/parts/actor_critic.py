@@ -1,6 +1,9 @@
-"""Losses of a policy over numbered actions and its critic, in plain PyTorch."""
+"""Losses of a policy and its critic, in plain PyTorch."""
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -22,7 +25,7 @@ class A2CLoss(LossModule):
     ``loss_entropy``, each with its coefficient, and, without gradients, ``entropy`` in nats.
 
     Args:
-        network: maps observations to logits ``[B, actions]``.
+        network: maps observations to logits ``[B, actions]`` of numbered actions.
         critic: maps observations to values ``[B, 1]``.
     """
 
@@ -46,19 +49,27 @@ class A2CLoss(LossModule):
         observation = tensordict.get("observation")
         return self.of(self.network(observation), self.critic(observation), tensordict)
 
-    def of(self, logits: Tensor, value: Tensor, tensordict: TensorDictBase) -> TensorDictBase:
-        """Return the result of ``forward`` for outputs that were computed before."""
-        logits = functional.log_softmax(logits, -1)
-        log_prob = logits.gather(-1, tensordict.get("action").unsqueeze(-1))
-        entropy = -(logits.exp() * logits).sum(-1).mean()
-        error = functional.mse_loss(value, tensordict.get("value_target"))
+    def of(self, outputs: Any, value: Tensor, tensordict: TensorDictBase) -> TensorDictBase:
+        """Return the result of ``forward`` for outputs of ``network`` and ``critic`` that were
+        computed before."""
+        log_prob, entropy = self._log_prob_and_entropy(outputs, tensordict.get("action"))
+        entropy = entropy.mean()
         losses = {
-            "loss_critic": self.critic_coeff * error,
+            "loss_critic": self.critic_coeff * self._error(value, tensordict),
             "loss_entropy": -self.entropy_coeff * entropy,
             "entropy": entropy.detach(),
         }
         losses |= self._objective(log_prob, tensordict)
         return TensorDict(losses)
+
+    def _log_prob_and_entropy(self, outputs: Any, action: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the log-probabilities ``[B, 1]`` of actions, and the entropies ``[B]``."""
+        logits = functional.log_softmax(outputs, -1)
+        return logits.gather(-1, action.unsqueeze(-1)), -(logits.exp() * logits).sum(-1)
+
+    def _error(self, value: Tensor, tensordict: TensorDictBase) -> Tensor:
+        """Return the critic's mean squared error."""
+        return functional.mse_loss(value, tensordict.get("value_target"))
 
     def _objective(self, log_prob: Tensor, tensordict: TensorDictBase) -> dict[str, Tensor]:
         return {"loss_objective": -(log_prob * tensordict.get("advantage")).mean()}
@@ -70,13 +81,34 @@ class PPOLoss(A2CLoss):
 
     Losses and gradients are those of TorchRL's ``ClipPPOLoss`` without its normalization of
     advantages. ``forward`` also returns ``kl_approx``, the mean of log mu - log pi, and
-    ``clip_fraction``."""
+    ``clip_fraction``.
+
+    Args:
+        clip_value: the critic's error is at least that of a value which is clipped to ``clip``
+            around ``state_value`` ``[B, 1]`` of the rows, as in OpenAI's Baselines and CleanRL.
+    """
 
     clip_epsilon: Tensor
 
-    def __init__(self, network: nn.Module, critic: nn.Module, *, clip: float, **coefs: float):
+    def __init__(
+        self,
+        network: nn.Module,
+        critic: nn.Module,
+        *,
+        clip: float,
+        clip_value: bool = False,
+        **coefs: float,
+    ) -> None:
         super().__init__(network, critic, **coefs)
         self._set("clip_epsilon", clip)
+        self.clip_value = clip_value
+
+    def _error(self, value: Tensor, tensordict: TensorDictBase) -> Tensor:
+        if not self.clip_value:
+            return super()._error(value, tensordict)
+        before, target = tensordict.get("state_value"), tensordict.get("value_target")
+        near = before + (value - before).clamp(-self.clip_epsilon, self.clip_epsilon)
+        return torch.maximum((value - target).square(), (near - target).square()).mean()
 
     def _objective(self, log_prob: Tensor, tensordict: TensorDictBase) -> dict[str, Tensor]:
         advantage = tensordict.get("advantage")
@@ -89,3 +121,17 @@ class PPOLoss(A2CLoss):
             "kl_approx": -change.detach().mean(),
             "clip_fraction": (clipped != ratio).to(torch.float32).mean(),
         }
+
+
+@computes_each_row
+class GaussianPPOLoss(PPOLoss):
+    """The loss for actions ``[B, A]``, where ``network`` maps observations to location and scale
+    ``[B, A]`` of a Gaussian."""
+
+    def _log_prob_and_entropy(self, outputs: Any, action: Tensor) -> tuple[Tensor, Tensor]:
+        location, scale = outputs
+        log_scale = scale.log()
+        deviation = (action - location) / scale
+        log_prob = -deviation.square() / 2 - log_scale - math.log(2 * math.pi) / 2
+        entropy = log_scale + (1 + math.log(2 * math.pi)) / 2
+        return log_prob.sum(-1, keepdim=True), entropy.sum(-1)

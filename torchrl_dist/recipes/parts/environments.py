@@ -43,7 +43,7 @@ class Task:
     Attributes:
         observation_size: number of elements of an observation, whether flat or an image.
         num_actions: number of discrete actions; 0 for continuous actions.
-        action_low, action_high: bounds of continuous actions.
+        action_low, action_high: bounds of continuous actions, which may be infinite.
         images: None if observations are flat."""
 
     env: str
@@ -163,14 +163,17 @@ def make_env(env: str, **options: Any) -> gymnasium.Env:
     return gymnasium.make(env, **options) if make is None else make(**options)
 
 
-def for_collectors(env: str, reward_clip: float = 0.0) -> str | Callable[[], gymnasium.Env]:
+def for_collectors(
+    env: str, reward_clip: float = 0.0, *, clip_actions: bool = False
+) -> str | Callable[[], gymnasium.Env]:
     """Return ``env`` as a collector takes it. If ``env`` names a function, each worker imports it.
 
     Args:
         reward_clip: rewards are clipped to plus and minus this; 0: no clipping.
+        clip_actions: continuous actions are clipped to the environment's bounds.
     """
-    if reward_clip:
-        return functools.partial(_clipped, env, reward_clip)
+    if reward_clip or clip_actions:
+        return functools.partial(_clipped, env, reward_clip, clip_actions)
     return env if _maker(env) is None else functools.partial(make_env, env)
 
 
@@ -198,23 +201,29 @@ def check_finite(rows: TensorDictBase, env: str) -> None:
             )
 
 
-def _clipped(env: str, bound: float) -> gymnasium.Env:
-    from gymnasium.wrappers import TransformReward
+def _clipped(env: str, bound: float, clip_actions: bool) -> gymnasium.Env:
+    from gymnasium.wrappers import ClipAction, TransformReward
+
+    made = make_env(env)
+    if clip_actions:
+        made = ClipAction(made)
+    if not bound:
+        return made
 
     def clip(reward: Any) -> float:
         value = as_number(reward)
         return value if math.isnan(value) else min(bound, max(-bound, value))
 
-    return TransformReward(make_env(env), clip)
+    return TransformReward(made, clip)
 
 
-def look_at(env: str, *, discrete: bool) -> Task:
+def look_at(env: str, *, discrete: bool | None) -> Task:
     """Build ``env`` once, read its spaces, and close it.
 
     Args:
         env: a gymnasium id, or ``package.module:make``.
-        discrete: True: actions must be discrete; False: continuous and bounded. Images need
-            discrete actions.
+        discrete: True: actions must be discrete; False: continuous and bounded, and observations
+            flat; None: discrete or continuous.
 
     Raises:
         ConfigurationError: there is no such environment, it cannot be built here, its
@@ -251,24 +260,26 @@ def look_at(env: str, *, discrete: bool) -> Task:
         made.close()
     images = None
     box = observations if isinstance(observations, gymnasium.spaces.Box) else None
-    if box is not None and discrete and len(box.shape) == 3 and box.dtype == np.uint8:
+    if box is not None and discrete is not False and len(box.shape) == 3 and box.dtype == np.uint8:
         channels, height, width = box.shape
         images = Images((channels, height, width), float(max(1, box.high.max())))
     elif box is None or len(box.shape) != 1:
-        more = ", or images: uint8 [channels, height, width]" if discrete else ""
+        flat_only = discrete is False
+        more = "" if flat_only else ", or images: uint8 [channels, height, width]"
         raise ConfigurationError(
             f"--env: {env} observes {_short(observations)}, expected a Box with one dimension{more}"
         )
     size = math.prod(box.shape)
-    if discrete:
+    if discrete or (discrete is None and isinstance(actions, gymnasium.spaces.Discrete)):
         if not isinstance(actions, gymnasium.spaces.Discrete) or int(actions.start) != 0:
             raise ConfigurationError(
                 f"--env: {env} takes actions {actions}, expected Discrete, starting at 0"
             )
         return Task(env, size, threshold, num_actions=int(actions.n), images=images)
     if not isinstance(actions, gymnasium.spaces.Box) or len(actions.shape) != 1:
+        wanted = "a bounded Box" if discrete is False else "Discrete, or a Box"
         raise ConfigurationError(
-            f"--env: {env} takes actions {actions}, expected a bounded Box with one dimension"
+            f"--env: {env} takes actions {actions}, expected {wanted} with one dimension"
         )
     if not np.issubdtype(actions.dtype, np.floating):
         raise ConfigurationError(
@@ -278,11 +289,12 @@ def look_at(env: str, *, discrete: bool) -> Task:
     low, high = _within(actions.low, actions.high)
     with np.errstate(over="ignore"):
         width = high - low
-    if not np.isfinite(width).all() or (width <= 0).any():
+    may_be_unbounded = discrete is None
+    if not ((np.isfinite(width) | may_be_unbounded) & (width > 0)).all():
+        finite = "" if may_be_unbounded else " whose difference is a finite float32"
         raise ConfigurationError(
-            f"--env: {env} takes actions {actions}, expected bounds low < high whose difference "
-            "is a finite float32; wrap it in gymnasium.wrappers.RescaleAction, or leave out the "
-            "actions that cannot change"
+            f"--env: {env} takes actions {actions}, expected bounds low < high{finite}; wrap it in "
+            "gymnasium.wrappers.RescaleAction, or leave out the actions that cannot change"
         )
     return Task(
         env,
@@ -290,6 +302,7 @@ def look_at(env: str, *, discrete: bool) -> Task:
         threshold,
         action_low=tuple(map(float, low.tolist())),
         action_high=tuple(map(float, high.tolist())),
+        images=images,
     )
 
 

@@ -23,6 +23,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from ...checkpoint import load_checkpoint
 from ...errors import CheckpointError, ConfigurationError
 from .environments import Images, Task, named_function
+from .moments import Moments
 
 Act = Callable[[Tensor], Tensor]
 """Observations ``[episodes, ...]`` -> actions ``[episodes, ...]``."""
@@ -288,7 +289,11 @@ class RecurrentQNetwork(nn.Module):
 
 
 class CategoricalNetwork(QNetwork):
-    """Map observations to a categorical policy's logits, which are nearly equal at the start."""
+    """Map observations to a categorical policy's logits, which are nearly equal at the start.
+
+    Args:
+        moments: normalize the observations.
+    """
 
     def __init__(
         self,
@@ -296,21 +301,84 @@ class CategoricalNetwork(QNetwork):
         num_actions: int,
         hidden: Sequence[int],
         make: str | None = None,
+        moments: Moments | None = None,
     ) -> None:
         made = layers(make, inputs, hidden, num_actions, nn.Tanh, last_gain=0.01)
-        nn.Sequential.__init__(self, *made)
+        nn.Sequential.__init__(self, *_first(moments), *made)
 
 
 class ValueNetwork(nn.Sequential):
-    """Map ``[..., inputs]`` to the state's value, float32 ``[..., 1]``."""
+    """Map ``[..., inputs]`` to the state's value, float32 ``[..., 1]``.
+
+    Args:
+        moments: normalize the observations.
+    """
 
     def __init__(
-        self, inputs: int | Images, hidden: Sequence[int], make: str | None = None
+        self,
+        inputs: int | Images,
+        hidden: Sequence[int],
+        make: str | None = None,
+        moments: Moments | None = None,
     ) -> None:
-        super().__init__(*layers(make, inputs, hidden, 1, nn.Tanh, last_gain=1.0))
+        made = layers(make, inputs, hidden, 1, nn.Tanh, last_gain=1.0)
+        super().__init__(*_first(moments), *made)
 
     def forward(self, observation: Tensor) -> Tensor:
         return super().forward(observation.to(torch.float32))
+
+
+def _first(moments: Moments | None) -> list[nn.Module]:
+    return [] if moments is None else [moments]
+
+
+class GaussianNetwork(nn.Module):
+    """A Gaussian policy whose scale does not depend on the observation, as in CleanRL's PPO.
+
+    Actions are drawn without bounds. The environment gets them clipped to its bounds.
+
+    ``forward``: ``[..., inputs]`` -> location and scale, float32 ``[..., action_size]``. The scale
+    is 1 at the start.
+
+    Args:
+        low, high: the bounds of actions, which may be infinite.
+        moments: normalize the observations.
+    """
+
+    low: Tensor  # low and high are buffers
+    high: Tensor
+
+    def __init__(
+        self,
+        inputs: int | Images,
+        low: Sequence[float],
+        high: Sequence[float],
+        hidden: Sequence[int],
+        make: str | None = None,
+        moments: Moments | None = None,
+    ) -> None:
+        super().__init__()
+        made = layers(make, inputs, hidden, len(low), nn.Tanh, last_gain=0.01)
+        self.layers = nn.Sequential(*_first(moments), *made)
+        self.log_scale = nn.Parameter(torch.zeros(len(low)))
+        self.register_buffer("low", torch.tensor(low, dtype=torch.float32), persistent=False)
+        self.register_buffer("high", torch.tensor(high, dtype=torch.float32), persistent=False)
+
+    def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        location = self.layers(observation.to(torch.float32))
+        return location, self.log_scale.exp().expand_as(location)
+
+    def clipped(self, action: Tensor) -> Tensor:
+        """Return actions ``[..., action_size]`` as the environment gets them."""
+        return action.clamp(self.low, self.high)
+
+    def greedy(self, observation: Tensor) -> Tensor:
+        """Return the location within the bounds, float32 ``[..., action_size]``."""
+        return self.clipped(self(observation)[0])
+
+    def player(self) -> Act:
+        """Return the function that plays one episode, or many in parallel, greedily."""
+        return self.greedy
 
 
 class SquashedGaussianNetwork(nn.Module):
@@ -366,7 +434,7 @@ class SquashedGaussianNetwork(nn.Module):
         return self.greedy
 
 
-Network = QNetwork | RecurrentQNetwork | SquashedGaussianNetwork
+Network = QNetwork | RecurrentQNetwork | GaussianNetwork | SquashedGaussianNetwork
 
 
 @dataclass(frozen=True)
@@ -374,12 +442,15 @@ class PolicySpec:
     """How to make the network of a policy.
 
     Attributes:
-        kind: ``"values"``, ``"recurrent_values"``, ``"categorical"`` or ``"squashed_gaussian"``.
+        kind: ``"values"``, ``"recurrent_values"``, ``"categorical"``, ``"gaussian"`` or
+            ``"squashed_gaussian"``.
         env: its environment: a gymnasium id or ``package.module:make``.
         make: the user's function that replaces ``hidden``, as in :func:`layers`.
         num_actions: 0 for continuous actions, which are between ``action_low`` and ``action_high``.
         images: the form of the observations, or None if they are flat.
         state_size: size of the LSTM; 0: the policy has no memory.
+        normalized: whether a categorical or Gaussian policy normalizes its observations, which are
+            flat, by :class:`~.moments.Moments`.
     """
 
     env: str
@@ -392,6 +463,7 @@ class PolicySpec:
     make: str | None = None
     images: Images | None = None
     state_size: int = 0
+    normalized: bool = False
 
     @classmethod
     def of(
@@ -401,11 +473,17 @@ class PolicySpec:
         hidden: Sequence[int],
         make: str | None = None,
         state_size: int = 0,
+        normalized: bool = False,
     ) -> PolicySpec:
-        """Return the spec for the observations and actions of ``task``."""
+        """Return the spec for the observations and actions of ``task``.
+
+        With continuous actions, ``"categorical"`` becomes ``"gaussian"``. Images are never
+        ``normalized``."""
+        if kind == "categorical" and not task.num_actions:
+            kind = "gaussian"
         sizes = (task.num_actions, task.action_low, task.action_high)
         about = (task.observation_size, tuple(hidden), kind, *sizes, make, task.images)
-        return cls(task.env, *about, state_size)
+        return cls(task.env, *about, state_size, normalized and task.images is None)
 
     @classmethod
     def from_plain(cls, info: Mapping[str, Any]) -> PolicySpec:
@@ -437,13 +515,21 @@ class PolicySpec:
             return SquashedGaussianNetwork(
                 self.observation_size, self.action_low, self.action_high, self.hidden, self.make
             )
-        kinds = {"values": QNetwork, "categorical": CategoricalNetwork}
         inputs = self.observation_size if self.images is None else self.images
+        moments = Moments(self.observation_size) if self.normalized else None
+        if self.kind == "gaussian":
+            return GaussianNetwork(
+                inputs, self.action_low, self.action_high, self.hidden, self.make, moments
+            )
+        if self.kind == "categorical":
+            return CategoricalNetwork(inputs, self.num_actions, self.hidden, self.make, moments)
         if self.kind == "recurrent_values":
             return RecurrentQNetwork(
                 inputs, self.num_actions, self.hidden, self.state_size, self.make
             )
-        return kinds[self.kind](inputs, self.num_actions, self.hidden, self.make)
+        if self.kind == "values":
+            return QNetwork(inputs, self.num_actions, self.hidden, self.make)
+        raise KeyError(self.kind)
 
 
 def checkpoint_in(path: str | os.PathLike[str]) -> Path:

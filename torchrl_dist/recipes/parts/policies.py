@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from tensordict.nn import InteractionType, TensorDictModule
 from torch import Tensor, nn
-from torch.distributions import Categorical
+from torch.distributions import Categorical, Independent, Normal
 from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
 
 from ...errors import TorchRLDistError
 
 
-def check_logits(logits: Tensor, env: str) -> None:
-    """Raise an error that names the environment if logits are NaN."""
-    if logits.isnan().any():
+def check_outputs(outputs: Tensor, env: str) -> None:
+    """Raise an error that names the environment if outputs of a policy's network are NaN."""
+    if outputs.isnan().any():
         raise TorchRLDistError(
             f"the policy computed NaN for observations of {env}: the environment returned "
             "observations that are not finite; check what its step() and reset() return"
@@ -27,7 +27,7 @@ class _Categorical(Categorical):
     """torch's distribution, for logits without NaN."""
 
     def __init__(self, logits: Tensor, env: str) -> None:
-        check_logits(logits, env)
+        check_outputs(logits, env)
         super().__init__(logits=logits)
 
 
@@ -40,6 +40,29 @@ def categorical_actor(network: nn.Module, env: str = "the environment") -> Proba
         TensorDictModule(network, ["observation"], ["logits"]),
         in_keys=["logits"],
         distribution_class=_Categorical,
+        distribution_kwargs={"env": env},
+        return_log_prob=True,
+        default_interaction_type=InteractionType.RANDOM,
+    )
+
+
+class Gaussian(Independent):
+    """A Gaussian with independent dimensions: actions and location ``[..., A]``, densities
+    ``[...]``."""
+
+    def __init__(self, loc: Tensor, scale: Tensor, env: str = "the environment") -> None:
+        check_outputs(loc, env)
+        super().__init__(Normal(loc, scale, validate_args=False), 1, validate_args=False)
+
+
+def gaussian_actor(network: nn.Module, env: str = "the environment") -> ProbabilisticActor:
+    """Return an actor that draws float32 ``action`` ``[..., A]``, without bounds.
+
+    Like :func:`categorical_actor`, it also writes ``action_log_prob`` ``[...]``."""
+    return ProbabilisticActor(
+        TensorDictModule(network, ["observation"], ["loc", "scale"]),
+        in_keys=["loc", "scale"],
+        distribution_class=Gaussian,
         distribution_kwargs={"env": env},
         return_log_prob=True,
         default_interaction_type=InteractionType.RANDOM,

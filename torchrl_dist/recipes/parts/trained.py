@@ -14,7 +14,7 @@ from torchrl.envs.utils import exploration_type
 
 from ...errors import ConfigurationError
 from .networks import CELL, HIDDEN, PolicySpec, RecurrentQNetwork, State, saved_policy
-from .policies import Squashed
+from .policies import Gaussian, Squashed
 
 
 class TrainedPolicy(TensorDictModule):
@@ -108,6 +108,8 @@ class _Act(nn.Module):
         if self.kind == "squashed_gaussian":
             loc, scale = self.network(observation)
             return Squashed(loc, scale, self.network.low, self.network.high).sample()
+        if self.kind == "gaussian":
+            return self.network.clipped(Gaussian(*self.network(observation)).sample())
         raise _no_distribution()
 
 

@@ -17,7 +17,7 @@ class SACConfig(ReplayConfig):
     recipe: ClassVar[str] = "sac"
     title: ClassVar[str] = "SAC"
     policy_kind: ClassVar[str] = "squashed_gaussian"
-    discrete: ClassVar[bool] = False
+    discrete: ClassVar[bool | None] = False
     fixed_on_resume: ClassVar[tuple[str, ...]] = (
         *RecipeConfig.fixed_on_resume,
         "capacity",

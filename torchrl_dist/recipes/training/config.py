@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from ...errors import ConfigurationError
-from ..parts.environments import MAX_EPISODE_STEPS
+from ..parts.environments import MAX_EPISODE_STEPS, Task
 from .options import check_options, flag, from_plain, option
 
 JOB = "job"
@@ -30,8 +30,9 @@ class RecipeConfig:
     Attributes:
         recipe: the recipe's name on the command line and in checkpoints.
         title: the recipe's name in pictures.
-        policy_kind: the kind of the policy's network (see :class:`~.networks.PolicySpec`).
-        discrete: whether actions are discrete; otherwise they are continuous.
+        policy_kind: the kind of the policy's network (see ``PolicySpec.of``).
+        discrete: whether actions are discrete; False: continuous and bounded; None: discrete or
+            continuous.
         fixed_on_resume: fields that a resumed run cannot change, because they describe the data
             and weights on disk.
     """
@@ -39,7 +40,7 @@ class RecipeConfig:
     recipe: ClassVar[str]
     title: ClassVar[str]
     policy_kind: ClassVar[str]
-    discrete: ClassVar[bool] = True
+    discrete: ClassVar[bool | None] = True
     fixed_on_resume: ClassVar[tuple[str, ...]] = ("env", "hidden", "network")
 
     env: str = option(
@@ -126,6 +127,10 @@ class RecipeConfig:
     def state_size(self) -> int:
         """The size of the policy's LSTM; 0: the policy has no memory."""
         return 0
+
+    def normalizes(self, task: Task) -> bool:
+        """Whether the policy of ``task`` normalizes observations, unless they are images."""
+        return False
 
     @property
     def output_path(self) -> Path:

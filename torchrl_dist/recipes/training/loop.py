@@ -345,7 +345,12 @@ class Training:
         self.frames = start.frames
         self.task = look_at(config.env, discrete=config.discrete)
         self.policy = PolicySpec.of(
-            self.task, config.policy_kind, config.hidden, config.network, config.state_size
+            self.task,
+            config.policy_kind,
+            config.hidden,
+            config.network,
+            config.state_size,
+            config.normalizes(self.task),
         )
         torch.manual_seed(config.seed)  # the same weights for all learners
         self.learner = build(config, self.task, self.policy, session, start)

@@ -200,7 +200,7 @@ def from_plain(config_class: type[T], values: Mapping[str, Any]) -> T:
 
 
 def _argument(name: str, kind: Any) -> dict[str, Any]:
-    if kind is bool:
+    if _without_none(kind) is bool:
         return {"action": argparse.BooleanOptionalAction}
     if typing.get_origin(kind) is tuple:
         item = typing.get_args(kind)[0]

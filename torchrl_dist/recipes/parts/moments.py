@@ -1,0 +1,119 @@
+"""Running moments of observations and returns, which scale what a network learns from."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from ...errors import TorchRLDistError
+from ...learn.ranks import Ranks
+
+_BOUND = 10.0  # of scaled values, as in CleanRL's ppo_continuous_action.py
+_EPSILON = 1e-8  # of a variance, as in gymnasium
+_PRIOR = 1e-4  # gymnasium's RunningMeanStd begins with this count, mean 0 and variance 1
+
+
+class Moments(nn.Module):
+    """Count, mean and sum of squared deviations (M2) of all values so far, as buffers.
+
+    They are saved with the weights, and sent to collectors with them. ``forward`` normalizes any
+    real dtype ``[..., size]`` to float32, and clips to -10 .. 10, as gymnasium's
+    ``NormalizeObservation`` and CleanRL do.
+    """
+
+    count: Tensor  # float64 []
+    mean: Tensor  # float64 [size]
+    m2: Tensor  # float64 [size]
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.tensor(_PRIOR, dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
+        self.register_buffer("m2", torch.full((size,), _PRIOR, dtype=torch.float64))
+
+    @property
+    def deviation(self) -> Tensor:
+        """The standard deviation, float64 ``[size]``, above 0."""
+        return (self.m2 / self.count + _EPSILON).sqrt()
+
+    def forward(self, values: Tensor) -> Tensor:
+        scaled = (values - self.mean) / self.deviation
+        return scaled.clamp(-_BOUND, _BOUND).to(torch.float32)
+
+    @torch.no_grad()
+    def update(self, values: Tensor, ranks: Ranks, what: str) -> None:
+        """Add the ``values`` ``[B, size]`` of all ranks. Blocks until all ranks have called.
+
+        All ranks get the same moments, bit for bit. The values of the ranks are added together in
+        two passes, and to the earlier ones by the formula of Chan, Golub and LeVeque 1979
+        ("Updating formulae and a pairwise algorithm for computing sample variances").
+
+        Args:
+            what: names the values in errors.
+
+        Raises:
+            TorchRLDistError: the values are not finite, or too large for their moments.
+        """
+        values = values.to(torch.float64)
+        mine = [float(len(values)), *values.sum(0).tolist()]
+        count, *total = ranks.add_up(f"the mean of {what}", mine)
+        mean = self.mean.new_tensor(total) / count
+        squares = (values - mean).square().sum(0).tolist()
+        m2 = self.m2.new_tensor(ranks.add_up(f"the variance of {what}", squares))
+        if not m2.isfinite().all():
+            raise TorchRLDistError(
+                f"{what} are not finite or too large; check what step() and reset() of the "
+                "environment return"
+            )
+        change, together = mean - self.mean, self.count + count
+        self.m2 += m2 + change.square() * (self.count * count / together)
+        self.mean += change * (count / together)
+        self.count.copy_(together)
+
+
+def moments_of(network: nn.Module) -> Moments | None:
+    """Return the moments by which ``network`` normalizes observations, or None."""
+    return next((part for part in network.modules() if isinstance(part, Moments)), None)
+
+
+class RewardScale:
+    """Divide rewards by the standard deviation of the running discounted return, as gymnasium's
+    ``NormalizeReward``, and clip to -10 .. 10, as CleanRL.
+
+    The running return of step t is the reward plus ``gamma`` times that of the step before, if
+    this step is of the same trajectory. Trajectories continue in the next batch.
+
+    Attributes:
+        moments: of the running returns of all ranks.
+    """
+
+    def __init__(self, gamma: float, ranks: Ranks, env: str = "the environment") -> None:
+        self.moments = Moments(1)
+        self._gamma, self._ranks, self._what = gamma, ranks, f"returns of {env}"
+        self._last: dict[int, float] = {}  # the last running return of each trajectory
+
+    def __call__(self, batch: TensorDictBase) -> Tensor:
+        """Return the scaled rewards of ``batch [N, T]``, float32 ``[N, T, 1]``, after adding the
+        batch's returns to the moments. Blocks until all ranks have called.
+
+        Rows of trajectory -1 are padding. They must be at the end of an environment's rows."""
+        reward = batch["next", "reward"].to(torch.float64)
+        ids = batch["collector", "traj_ids"]
+        returns = self._running(reward.squeeze(-1).cpu(), ids.cpu())
+        self.moments.update(returns[ids.cpu() >= 0].unsqueeze(-1), self._ranks, self._what)
+        scaled = reward / self.moments.deviation.to(reward.device)
+        return scaled.clamp(-_BOUND, _BOUND).to(torch.float32)
+
+    def _running(self, reward: Tensor, ids: Tensor) -> Tensor:
+        returns = torch.empty_like(reward)
+        before = ids[:, 0]
+        running = reward.new_tensor([self._last.get(id, 0.0) for id in before.tolist()])
+        self._last = {}
+        for step, (earned, current) in enumerate(zip(reward.unbind(1), ids.unbind(1), strict=True)):
+            running = earned + self._gamma * running * (current == before)
+            returns[:, step], before = running, current
+        last = (ids >= 0).sum(1, keepdim=True) - 1
+        ends = zip(ids.gather(1, last).tolist(), returns.gather(1, last).tolist(), strict=True)
+        self._last = {id: value for (id,), (value,) in ends}
+        return returns
