@@ -83,10 +83,11 @@ class Published:
 _OWN = "the recipe's own network and settings"
 _DQN = f"{_OWN}; n-step targets, one epsilon per environment"
 _CALM = {"epsilon": 0.1, "learning_starts": 1_000}
+# CleanRL halves squared errors, so its vf_coef is twice our critic_coef.
 _CLEANRL: dict[str, Any] = dict(
     learners=1, envs_per_collector=1, frames_per_batch=2048, minibatches=32, epochs=10,
-    learning_rate=3e-4, gamma=0.99, gae_lambda=0.95, clip=0.2, entropy_coef=0.0, critic_coef=0.5,
-    max_grad_norm=0.5,
+    learning_rate=3e-4, gamma=0.99, gae_lambda=0.95, clip=0.2, entropy_coef=0.0, critic_coef=0.25,
+    max_grad_norm=0.5, clip_value=True, anneal_clip=False,
 )  # fmt: skip
 _ZOO_PPO: dict[str, Any] = dict(
     learners=1, envs_per_collector=8, frames_per_batch=256, minibatches=1, epochs=20, gamma=0.98,
@@ -130,7 +131,8 @@ ROWS: dict[str, Published] = {
     ),
     **{
         f"cleanrl-ppo-{name.lower()}": Published(
-            "cleanrl", "ddppo", f"{name}-v4", 1_000_000, mean, spread, _CLEANRL
+            "cleanrl", "ddppo", f"{name}-v4", 1_000_000, mean, spread, _CLEANRL,
+            "time limits bootstrap; advantages and observations are normalized by batch",
         )
         for name, mean, spread in (
             ("HalfCheetah", 1442.6, 46.0), ("Hopper", 2382.9, 271.7), ("Walker2d", 2287.9, 571.8),
