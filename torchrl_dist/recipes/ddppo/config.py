@@ -12,6 +12,8 @@ from ..parts.environments import Task
 from ..training.config import JOB, LEARNING, MEASURED, RecipeConfig
 from ..training.options import option
 
+_CONTINUOUS = "if actions are continuous"
+
 
 @dataclass(frozen=True)
 class DDPPOConfig(RecipeConfig):
@@ -78,13 +80,12 @@ class DDPPOConfig(RecipeConfig):
         True, "with --no-anneal-clip, only the learning rate decays", group=LEARNING
     )
     normalize_observations: bool | None = option(
-        None, "normalize flat observations by their mean and deviation so far, over all learners "
-        "(default: if actions are continuous)", group=LEARNING,
+        None, "normalize flat observations by their mean and deviation so far, over all learners",
+        group=LEARNING, otherwise=_CONTINUOUS,
     )  # fmt: skip
     normalize_rewards: bool | None = option(
         None, "divide rewards by the deviation of the discounted return so far, over all learners; "
-        "evaluations sum the rewards as they are (default: if actions are continuous)",
-        group=LEARNING,
+        "evaluations sum the rewards as they are", group=LEARNING, otherwise=_CONTINUOUS,
     )  # fmt: skip
     entropy_coef: float = option(0.01, "weight of the entropy bonus", minimum=0, group=LEARNING)
     critic_coef: float = option(0.5, "weight of the critic's loss", minimum=0, group=LEARNING)

@@ -264,8 +264,7 @@ def look_at(env: str, *, discrete: bool | None) -> Task:
         channels, height, width = box.shape
         images = Images((channels, height, width), float(max(1, box.high.max())))
     elif box is None or len(box.shape) != 1:
-        flat_only = discrete is False
-        more = "" if flat_only else ", or images: uint8 [channels, height, width]"
+        more = "" if discrete is False else ", or images: uint8 [channels, height, width]"
         raise ConfigurationError(
             f"--env: {env} observes {_short(observations)}, expected a Box with one dimension{more}"
         )
