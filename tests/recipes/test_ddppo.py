@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import os
 import time
 from pathlib import Path
@@ -234,9 +233,7 @@ def test_actions_are_clipped_for_the_environment_and_time_limits_are_bootstrappe
         data = next(iter(learner.collector))
         action, observation = data["action"].squeeze(-1), data["observation"]
         assert action.abs().max() > 4
-        loc = learner.network(observation)[0].squeeze(-1)
-        density = torch.distributions.Normal(loc, math.e).log_prob(action)
-        torch.testing.assert_close(data["action_log_prob"], density)
+        drawn_from_the_network(learner, data)
         cosine, sine, speed = observation.unbind(-1)
         cost = torch.atan2(sine, cosine) ** 2 + 0.1 * speed**2 + 0.001 * action.clamp(-2, 2) ** 2
         torch.testing.assert_close(
@@ -250,6 +247,23 @@ def test_actions_are_clipped_for_the_environment_and_time_limits_are_bootstrappe
         expected = (reward + 0.99 * value)[done].float()
         torch.testing.assert_close(rows["value_target"][done.reshape(-1)], expected)
         assert expected.min() > 50
+        learner.close()
+
+
+def drawn_from_the_network(learner: DDPPO, data) -> None:
+    density = torch.distributions.Normal(*learner.network(data["observation"]))
+    torch.testing.assert_close(
+        data["action_log_prob"], density.log_prob(data["action"]).squeeze(-1), atol=1e-5, rtol=1e-4
+    )
+
+
+def test_collectors_act_with_the_learners_moments(fork_server) -> None:
+    with local_cluster({"learner": 1, "collector": 1}, fork_server=fork_server) as me:
+        learner = a_learner(me, env="Pendulum-v1", learners=1, collectors=1, learning_rate=1e-3)
+        batches = iter(learner.collector)
+        learner.learn(next(batches), 378)
+        assert float(moments_of(learner.network).count) > 100
+        drawn_from_the_network(learner, next(batches))
         learner.close()
 
 
