@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from ...errors import TorchRLDistError
-from ...learn.ranks import Ranks
+
+if TYPE_CHECKING:  # `play` needs neither
+    from tensordict import TensorDictBase
+
+    from ...learn.ranks import Ranks
 
 _BOUND = 10.0  # of scaled values, as in CleanRL's ppo_continuous_action.py
 _EPSILON = 1e-8  # of a variance, as in gymnasium
