@@ -301,6 +301,13 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
             action="store_true",
             help="print the whole configuration as YAML and do nothing else",
         )
+        parser.add_argument(
+            "--seeds",
+            type=at_least(1),
+            metavar="N",
+            help="train with N seeds from --seed on, one after the other, each in its own folder "
+            "in OUTPUT_DIR (default: runs/RECIPE-ENV-seeds), and plot their mean and range",
+        )
         add_options(parser, recipe.config)
         parser.add_argument(
             "--json",
@@ -325,6 +332,8 @@ def _train(options: argparse.Namespace) -> int:
             config = config_to_resume(recipe.config, config.checkpoint_path, given)
         print(as_yaml(config), end="")
         return 0
+    if options.seeds is not None:
+        return _train_seeds(options, config, given)
     # Without a launcher, a server forked from this process starts the job's processes. The imports
     # below must therefore leave this process safe to fork. Under a launcher, nothing is forked, so
     # the user's settings of the imported libraries stay as they are.
@@ -420,6 +429,39 @@ def _train(options: argparse.Namespace) -> int:
         return _print_result(result)
     print(own_files.printable(_summary(result, config, launched), lines=True), flush=True)
     return _exit_code(result)
+
+
+def _train_seeds(options: argparse.Namespace, config: Any, given: dict[str, Any]) -> int:
+    from .recipes.training.seeds import train_seeds
+
+    if launcher := {"RANK", "SLURM_PROCID"} & os.environ.keys():
+        raise ConfigurationError(
+            f"--seeds: got it in a job with {min(launcher)}, expected no launcher, because each "
+            "seed is a job of its own; for Slurm write torchrl-dist slurm --seeds 0-4 -- train ..."
+        )
+    result, code = train_seeds(config, given, options.seeds, resume=options.resume, say=_say)
+    if options.json or not sys.stdout.isatty():
+        _print_result(result)
+        return code
+    mean, deviation = result["mean_return"], result["deviation"]
+    of_all = "no evaluation yet" if mean is None else f"mean return {mean:.1f}"
+    of_all += "" if deviation is None else f", standard deviation {deviation:.1f}"
+    lines = [
+        f"{config.recipe} on {config.env}, {len(result['seeds'])} seeds: {of_all}",
+        *(
+            f"seed {each['seed']}: {_figure(each['mean_return'])}, {each['frames']:,} frames, "
+            f"{each['seconds']:,.0f} s"
+            for each in result["results"]
+        ),
+        f"look:   {result['learning_curve']}",
+        f"resume: {result['resume']}",
+    ]
+    print(own_files.printable("\n".join(lines), lines=True), flush=True)
+    return code
+
+
+def _figure(mean: float | None) -> str:
+    return "no evaluation" if mean is None else f"{mean:.1f}"
 
 
 def _check_shape(saved: Any, here: Any, launched: int) -> None:

@@ -39,7 +39,7 @@ from torchrl_dist.bench.results import append_json, by
 from torchrl_dist.bench.train_plan import spread
 from torchrl_dist.errors import ConfigurationError, TorchRLDistError
 from torchrl_dist.recipes.catalog import RECIPES
-from torchrl_dist.recipes.parts.plots import save_figure
+from torchrl_dist.recipes.parts.plots import draw_band, read_curve, save_figure
 from torchrl_dist.recipes.training.config import RecipeConfig
 from torchrl_dist.recipes.training.options import as_yaml
 from torchrl_dist.ui import show_table
@@ -175,7 +175,7 @@ def measure(name: str, seed: int, processes: int, timeout_s: float) -> dict[str,
             last = (errors.strip().splitlines() or ["it said nothing"])[-1]
             raise TorchRLDistError(f"exit code {process.returncode}: {last}")
         result = json.loads(said.splitlines()[-1])
-        curve = _curve(folder / "run/csv/scalars/train/return.csv")
+        curve = read_curve(folder / "run/csv/scalars/train/return.csv")
     if result["stopped_by"] is not None or result["training_return"] is None:
         raise TorchRLDistError(f"the run was stopped early ({result['stopped_by']})")
     return {
@@ -184,12 +184,6 @@ def measure(name: str, seed: int, processes: int, timeout_s: float) -> dict[str,
         "best": result["mean_return"], "frames": result["frames"], "seconds": result["seconds"],
         "curve": curve,
     }  # fmt: skip
-
-
-def _curve(path: Path) -> list[list[float]]:
-    """Return ``[frames, return]`` of a run's log."""
-    lines = path.read_text().splitlines() if path.is_file() else []
-    return [[float(x) for x in line.split(",")[:2]] for line in lines]
 
 
 # ---- results
@@ -224,7 +218,6 @@ def show(lines: Sequence[Line]) -> None:
 
 def plot(path: Path, lines: Sequence[Line]) -> None:
     """Plot the training returns of each row over frames: mean and range over seeds."""
-    import numpy as np
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -235,15 +228,9 @@ def plot(path: Path, lines: Sequence[Line]) -> None:
     for axis, name in zip(axes, names, strict=False):
         row = ROWS[name]
         for (_, processes), runs in by(lines, "row", "processes").items():
-            curves = [np.transpose(run["curve"]) for run in runs if len(run["curve"]) > 1]
-            if runs[0]["row"] != name or not curves:
-                continue
-            places = np.linspace(max(c[0][0] for c in curves), row.frames, 200)
-            values = np.stack([np.interp(places, *curve) for curve in curves])
-            (drawn,) = axis.plot(places, values.mean(0), label=f"{processes} processes")
-            axis.fill_between(
-                places, values.min(0), values.max(0), color=drawn.get_color(), alpha=0.2
-            )
+            curves = [run["curve"] for run in runs if run["curve"]]
+            if runs[0]["row"] == name and curves:
+                draw_band(axis, curves, f"{processes} processes")
         axis.axhspan(*row.interval, color="black", alpha=0.15)
         axis.axhline(row.mean, color="black", linewidth=0.8, linestyle=":")
         axis.set_title(name, fontsize=9)

@@ -15,7 +15,7 @@ FIGURES = {
 
 @dataclass(frozen=True)
 class Source:
-    """Who published a table.
+    """A published table.
 
     Attributes:
         figure: a key of :data:`FIGURES`, the one of ours that is measured like theirs.

@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from torch import Tensor
+
 from ... import own_files
 from ...errors import ConfigurationError
+from .environments import MAX_EPISODE_STEPS, make_env
 from .evaluate import evaluate, play_rendered
-from .networks import checkpoint_in, saved_policy
+from .networks import PolicySpec, checkpoint_in, saved_policy
 
 _FPS = 50
 
@@ -69,6 +73,37 @@ def play(
         "seed": seed,
         "checkpoint": str(checkpoint_in(path)),
     }
+
+
+def record(
+    policy: PolicySpec,
+    weights: Mapping[str, Tensor],
+    path: Path,
+    seed: int,
+    max_steps: int = MAX_EPISODE_STEPS,
+) -> None:
+    """Write a video of one greedy episode of a policy with these weights. Blocks."""
+    network = policy.network()
+    network.load_state_dict(dict(weights))
+    network.eval()
+    with _written(path, _FPS) as keep:
+        play_rendered(network.player(), policy.env, seed=seed, keep=keep, max_steps=max_steps)
+
+
+def check_video(env: str) -> None:
+    """Raise ConfigurationError unless videos of ``env`` can be written here."""
+    _require_video_writer()
+    try:
+        with contextlib.closing(make_env(env, render_mode="rgb_array")) as made:
+            made.reset(seed=0)
+            picture: Any = made.render()
+    except Exception as error:
+        raise ConfigurationError(f"--video: {env} cannot be shown here: {error}") from error
+    if not hasattr(picture, "shape"):
+        raise ConfigurationError(
+            f"--video: {env} cannot be shown here: its render() returned a "
+            f"{type(picture).__name__}, expected an array [height, width, 3]"
+        )
 
 
 def _require_video_writer() -> None:

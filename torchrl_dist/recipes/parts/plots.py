@@ -78,6 +78,35 @@ def draw_learning_curve(
     save_figure(figure, path)
 
 
+Curve = Sequence[Sequence[float]]
+"""Points (frames, return)."""
+
+
+def read_curve(path: str | os.PathLike[str]) -> Curve:
+    """Return the points in a log ``csv/scalars/TAG.csv``; none if there is no such file."""
+    try:
+        lines = own_files.read_plain(path).splitlines()
+    except OSError:
+        return []
+    points = [line.split(",") for line in lines]
+    return [(float(point[0]), float(point[1])) for point in points if len(point) == 2]
+
+
+def draw_band(axes: Axes, curves: Sequence[Curve], label: str) -> None:
+    """Draw the mean and the range of several curves.
+
+    They are linear between two points, and constant after their last point. The band begins where
+    all curves have begun."""
+    import numpy as np
+
+    columns = [np.transpose(curve) for curve in curves]
+    first, last = max(x[0] for x, _ in columns), max(x[-1] for x, _ in columns)
+    places = np.linspace(first, last, 200)
+    values = np.stack([np.interp(places, x, y) for x, y in columns])
+    (line,) = axes.plot(places, values.mean(0), label=label)
+    axes.fill_between(places, values.min(0), values.max(0), color=line.get_color(), alpha=0.2, lw=0)
+
+
 def save_figure(figure: AnyFigure, path: str | os.PathLike[str]) -> None:
     """Replace ``path`` atomically with a picture of the type of its suffix, or else a PNG."""
     path = own_files.resolved(path)

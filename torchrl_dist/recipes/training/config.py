@@ -112,6 +112,12 @@ class RecipeConfig:
         "batches, evaluations and checkpoints; they may end the run",
         group=WATCHING,
     )
+    video: bool = option(
+        False,
+        "write an episode of each policy that becomes the best one to OUTPUT_DIR/videos; training "
+        "waits meanwhile",
+        group=WATCHING,
+    )
     wandb: str | None = option(
         None,
         "also log to this project of Weights & Biases; WANDB_MODE=offline logs to OUTPUT_DIR",

@@ -40,6 +40,7 @@ from ...runtime import Peer, Session, current_session
 from ...runtime.session import check_session
 from ..parts.environments import Task, look_at
 from ..parts.networks import PolicySpec
+from ..parts.play import check_video, record
 from ..parts.plots import Evaluation
 from .callback import Callback, callback_of
 from .config import RecipeConfig
@@ -251,6 +252,8 @@ def train(
     check_session(session)
     config = config.anchored()
     check_wandb(config.wandb)
+    if config.video:
+        check_video(config.env)
     before = load_checkpoint(config.checkpoint_path, recipe=config.recipe) if resume else None
     start = Start.of(before)
     if resume:
@@ -620,6 +623,14 @@ class Keeper:
         self._ask(self.callback.on_evaluation(evaluation))
         if self.best is None or self.monitor.rank(evaluation) >= self.monitor.rank(self.best):
             self.best, self.best_weights = evaluation, weights
+            if self.config.video:
+                self._record(evaluation, weights)
+
+    def _record(self, evaluation: Evaluation, weights: Mapping[str, torch.Tensor]) -> None:
+        path = self.config.output_path / "videos" / f"{evaluation.frames}.mp4"
+        path.parent.mkdir(exist_ok=True)
+        seed = self._seed(len(self.monitor.evaluations))
+        record(self.training.policy, weights, path, seed, self.config.eval_max_steps)
 
     def _seed(self, number: int) -> int:
         """Return the seed of an evaluation's environments."""

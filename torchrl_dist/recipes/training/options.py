@@ -161,6 +161,18 @@ def _text_of(path: str | os.PathLike[str]) -> str:
     return own_files.read_plain(path)
 
 
+def as_flags(values: Mapping[str, Any]) -> list[str]:
+    """Return fields of a config as arguments of the command line."""
+    arguments = []
+    for name, value in values.items():
+        if isinstance(value, bool):
+            arguments.append(flag(name) if value else flag("no_" + name))
+        elif value is not None:
+            several = value if isinstance(value, tuple) else (value,)
+            arguments += [flag(name), *map(str, several)]
+    return arguments
+
+
 def as_yaml(config: Any) -> str:
     """Return all fields of ``config``, in a form that :func:`read_options` reads."""
     import yaml

@@ -1,0 +1,101 @@
+"""`train --seeds` and `--video`."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.recipes.jobs import assert_gone
+from tests.spawn import wait_until
+from torchrl_dist.cli import main
+
+TOY = ["train", "apex", "--env", "CartPole-v1", "--collectors", "0", "--envs-per-collector", "4"]
+TOY += ["--hidden", "8", "--learning-starts", "128", "--eval-episodes", "2"]
+TOY += ["--eval-interval-frames", "128", "--frames-per-batch", "128"]
+
+
+def test_seeds_run_one_after_the_other_and_finished_ones_are_skipped(tmp_path, capsys) -> None:
+    folder = tmp_path / "all"
+    toy = [*TOY, "--total-frames", "256", "--seed", "3", "--output-dir", str(folder)]
+    assert main([*toy, "--seeds", "2"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["seeds"] == [3, 4] == [each["seed"] for each in result["results"]]
+    returns = [each["mean_return"] for each in result["results"]]
+    assert result["mean_return"] == pytest.approx(sum(returns) / 2)
+    assert (folder / "seeds.png").read_bytes().startswith(b"\x89PNG")
+    assert {"seed3", "seed4", "seeds.jsonl", "seeds.png"} == {x.name for x in folder.iterdir()}
+    assert main([*toy, "--seeds", "3"]) == 2  # a new run needs another folder
+    assert "--resume" in capsys.readouterr().err
+    at = (folder / "seed3/checkpoint.pt").stat().st_mtime_ns
+    assert main([*toy, "--seeds", "3", "--resume"]) == 0
+    again = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert again["seeds"] == [3, 4, 5] and again["results"][:2] == result["results"]
+    assert (folder / "seed3/checkpoint.pt").stat().st_mtime_ns == at
+
+
+def test_a_stopped_seed_is_continued(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torchrl_dist", *TOY, "--output-dir", "all", "--seeds", "2"]
+    endless = [*command, "--total-frames", "100_000_000", "--json"]
+    with subprocess.Popen(endless, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as job:
+        logs = tmp_path / "all/seed0/csv/scalars/eval/return.csv"
+        wait_until(logs.exists, timeout_s=100)
+        children = psutil.Process(job.pid).children(recursive=True)
+        job.send_signal(signal.SIGTERM)
+        said, _ = job.communicate(timeout=60)
+    assert job.returncode == 143
+    assert_gone(children)
+    (result,) = json.loads(said.splitlines()[-1])["results"]
+    assert result["stopped_by"] == "SIGTERM" and not (tmp_path / "all/seed1").exists()
+    frames = str(result["frames"] + 256)
+    done = subprocess.run(
+        [*command, "--total-frames", frames, "--resume", "--json"],
+        cwd=tmp_path, stdout=subprocess.PIPE, text=True, timeout=100, check=True,
+    )  # fmt: skip
+    first, second = json.loads(done.stdout.splitlines()[-1])["results"]
+    assert (first["resumes"], second["resumes"]) == (1, 0)
+    assert first["frames"] >= int(frames) and second["frames"] >= int(frames)
+
+
+def test_the_runs_end_with_a_killed_command(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torchrl_dist", *TOY, "--output-dir", "all", "--seeds", "2"]
+    with subprocess.Popen([*command, "--total-frames", "100_000_000"], cwd=tmp_path) as job:
+        wait_until((tmp_path / "all/seed0/checkpoint.pt").exists, timeout_s=100)
+        children = psutil.Process(job.pid).children(recursive=True)
+        job.kill()
+        job.wait(20)
+    assert_gone(children, 30)
+    assert not (tmp_path / "all/seed1").exists()
+
+
+def test_what_seeds_cannot_do_is_refused(tmp_path, monkeypatch, capsys) -> None:
+    folder = tmp_path / "all"
+    assert main([*TOY, "--seeds", "2", "--resume", "--output-dir", str(folder)]) == 2
+    assert "no run of a seed" in capsys.readouterr().err
+    assert main([*TOY, "--seeds", "0"]) == 2
+    monkeypatch.setenv("RANK", "0")
+    assert main([*TOY, "--seeds", "2"]) == 2
+    assert "slurm --seeds" in capsys.readouterr().err
+
+
+def test_each_best_policy_has_a_video(tmp_path: Path, capsys) -> None:
+    run = tmp_path / "run"
+    toy = [*TOY, "--total-frames", "512", "--eval-max-steps", "20", "--output-dir", str(run)]
+    assert main([*toy, "--video"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    import imageio.v2 as imageio
+
+    best = imageio.mimread(run / "videos" / f"{result['best_evaluation']['frames']}.mp4")
+    assert 5 < len(best) <= 21 and best[0].shape[2] == 3
+
+
+def test_a_video_of_what_cannot_be_shown_is_refused_before_the_run(tmp_path, capsys) -> None:
+    hidden = [*TOY, "--env", "torchrl_dist.recipes.tasks:cartpole_without_velocities"]
+    code = main([*hidden, "--total-frames", "256", "--video", "--output-dir", str(tmp_path / "r")])
+    said = capsys.readouterr().err
+    assert (code, "--video" in said) in ((2, True), (0, False)), said
