@@ -1,4 +1,4 @@
-"""How does the speed grow with nodes? The planner's model and a simulation, up to 32 nodes.
+"""How does the speed grow with nodes? The planner's model, up to 32 nodes.
 
     torchrl-dist plan --env CartPole-v1 --json > plan.json
     python -m torchrl_dist.plan.growth plan.json
@@ -12,15 +12,12 @@ table is the number of nodes beyond which one learner takes in no more frames.
 from __future__ import annotations
 
 import argparse
-import heapq
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from torchrl_dist import own_files
 from torchrl_dist.errors import ConfigurationError
@@ -89,7 +86,6 @@ def growth(costs: Costs) -> list[dict[str, Any]]:
                         "steps_per_message": layout.steps,
                         "ray_efficiency": published,
                         "efficiency": predicted.frames_per_s * step_s / layout.stepping,
-                        "simulated": simulated(costs, layout, step_s) * step_s / layout.stepping,
                         "frames_per_s": predicted.frames_per_s,
                         "learner_busy": predicted.learner_busy,
                         "bound_by": predicted.bound_by,
@@ -105,51 +101,6 @@ def full_at(costs: Costs, step_s: float, node_workers: bool) -> float:
     return math.inf if busy <= 0 else 1 / busy
 
 
-def simulated(costs: Costs, layout: Layout, step_s: float) -> float:
-    """Simulate message by message, with a core for each process, and return the frames/s."""
-    per_process = layout.processes if layout.node_workers else 1
-    frames = layout.steps * layout.envs * per_process
-    size = frames * costs.frame_bytes
-    rollout_s = layout.steps * layout.envs * (step_s + costs.step_s(1))
-    rollout_s += (costs.message_worker_s + size * costs.byte_worker_s) / per_process
-    rollout_s += costs.process_s if layout.node_workers else 0.0
-    intake_s = costs.message_learner_s + size * costs.byte_learner_s
-    sources = layout.messages
-    return frames * intake_rate(sources, rollout_s, intake_s, lag=layout.lag)
-
-
-def intake_rate(
-    sources: int, rollout_s: float, intake_s: float, *, lag: int = 1, spread: float = 0.05,
-    messages_each: int = 40, seed: int = 0,
-) -> float:  # fmt: skip
-    """Simulate ``sources`` that send to one learner, and return the messages/s that it takes in.
-
-    A source makes a message in ``rollout_s`` on average (lognormal, with relative spread
-    ``spread``), and may be up to ``lag`` messages ahead of the learner. The learner spends
-    ``intake_s`` on each message, in the order of arrival.
-    """
-    rng = np.random.default_rng(seed)
-    sigma = math.sqrt(math.log1p(spread**2))
-    ready = [(rollout_s * rng.random(), source) for source in range(sources)]
-    heapq.heapify(ready)
-    waiting: dict[int, list[float]] = {source: [] for source in range(sources)}
-    free_at, taken, warm_at, total = 0.0, 0, 0.0, messages_each * sources
-    while taken < total:
-        arrived, source = heapq.heappop(ready)
-        free_at = max(free_at, arrived) + intake_s
-        taken += 1
-        if taken == total // 4:
-            warm_at = free_at
-        # The source begins its next message now, unless it is too far ahead of the learner.
-        ends = waiting[source]
-        ends.append(free_at)
-        begins = max(arrived, ends[-1 - lag]) if len(ends) > lag else arrived
-        del ends[: -1 - lag]
-        duration = rollout_s * math.exp(rng.normal(-(sigma**2) / 2, sigma))
-        heapq.heappush(ready, (begins + duration, source))
-    return (total - total // 4) / (free_at - warm_at)
-
-
 def print_table(costs: Costs, lines: Sequence[dict[str, Any]]) -> None:
     """Print the efficiencies side by side, then the numbers of nodes that saturate the learner."""
     from rich.console import Console
@@ -160,12 +111,12 @@ def print_table(costs: Costs, lines: Sequence[dict[str, Any]]) -> None:
         cells = [
             cell
             for line in (ranks, node)
-            for cell in (f"{line['efficiency']:.0%} ({line['simulated']:.0%})", line["bound_by"])
+            for cell in (f"{line['efficiency']:.0%}", line["bound_by"])
         ]
         published = f"{ranks['ray_efficiency']:.0%}"
         rows.append((str(ranks["nodes"]), f"{ranks['step_s']:g}", published, *cells))
     show_table(
-        f"efficiency on nodes of {CORES} cores, model (simulation)",
+        f"predicted efficiency on nodes of {CORES} cores",
         ("nodes", "step s", "Ray, published", "a rank per core", "bound by", "a node worker",
          "bound by"), rows, width=110,
     )  # fmt: skip
