@@ -9,34 +9,39 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 
-def show_table(
+def table(
     title: str | None,
     columns: Iterable[str],
-    rows: Iterable[Sequence[str]],
+    rows: Iterable[Sequence[Any]],
     *,
     left: Collection[str] = (),
     folded: Collection[str] = (),
-    width: int | None = 100,
-) -> None:
-    """Print a table. Without a title it has no box.
+) -> Any:
+    """Return a table of ``rich``. Without a title it has no box.
 
     Columns in ``left`` or ``folded`` are aligned to the left. All others are figures: they are
     aligned to the right, and their lines are not broken.
     """
-    from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title) if title else Table(box=None, pad_edge=False)
+    made = Table(title=title) if title else Table(box=None, pad_edge=False)
     for name in columns:
         if name in folded:
-            table.add_column(name, overflow="fold")
+            made.add_column(name, overflow="fold")
         elif name in left:
-            table.add_column(name)
+            made.add_column(name)
         else:
-            table.add_column(name, justify="right", no_wrap=True)
+            made.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(*row)
-    Console(width=width).print(table)
+        made.add_row(*row)
+    return made
+
+
+def show_table(*what: Any, width: int | None = 100, **how: Any) -> None:
+    """Print a :func:`table`, which has the same arguments."""
+    from rich.console import Console
+
+    Console(width=width).print(table(*what, **how))
 
 
 def at_least(least: int, kind: type = int) -> Callable[[str], Any]:

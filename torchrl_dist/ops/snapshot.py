@@ -26,7 +26,7 @@ from ..recipes.training.run_directory import job_of, resumed_at
 from ..replay.inspection import limiter_in
 from ..replay.law.limiter import Counts, RateLimiter
 from ..replay.node import files, leftovers
-from ..replay.node.tables import Word, control_bytes, control_tables, counters_in
+from ..replay.node.tables import Word, counters_in
 from ..runtime import proc, pulse
 from ..runtime.world import has_ended
 
@@ -267,10 +267,8 @@ def read_buffer(folder: Path) -> Buffer | None:
     """Read a buffer's counters from the first table alone. Touches no row, priority or lock."""
     try:
         header = files.read_header(folder)
-        with open(own_files.open_ours(folder / files.TABLES[0]), "rb") as file:
-            control = np.fromfile(file, np.int64, control_bytes() // 8)
-        words, _, members = control_tables(control)
-    except (OSError, ValueError, DirectoryError):
+        words, _, members = files.read_control(folder)
+    except (OSError, DirectoryError):
         return None  # the buffer is being made or removed
     return Buffer(
         str(folder),

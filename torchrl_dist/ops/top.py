@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import own_files
 from ..errors import ConfigurationError
+from ..ui import table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -114,12 +115,8 @@ def _learning(now: Snapshot) -> str:
 
 
 def _processes(now: Snapshot, per: Rates | None) -> Any:
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False)
-    for name in ("", "process", "host", "pid", "state", "CPU", "frames/s", "share"):
-        table.add_column(name, justify="left" if name in ("process", "host", "state") else "right")
     frames = dict(per.by_worker) if per else {}
     totals = {
         now.figures["workers"][int(k)]: count
@@ -127,9 +124,10 @@ def _processes(now: Snapshot, per: Rates | None) -> Any:
         if int(k) < len(now.figures["workers"])
     }
     everything = max(1, sum(totals.values()))
+    rows = []
     for number, each in enumerate(now.processes):
         cpu = per.cpu.get(each.name) if per else None
-        table.add_row(
+        row = (
             str(number) if number < 10 else "",
             Text(own_files.printable(each.name)),
             Text(own_files.printable(each.host)),
@@ -139,7 +137,9 @@ def _processes(now: Snapshot, per: Rates | None) -> Any:
             f"{frames[each.name]:,.0f}" if each.name in frames else "",
             f"{totals[each.name] / everything:.0%}" if each.name in totals else "",
         )
-    return table
+        rows.append(row)
+    names = ("", "process", "host", "pid", "state", "CPU", "frames/s", "share")
+    return table(None, names, rows, left=("process", "host", "state"))
 
 
 def _traffic(per: Rates) -> str:
@@ -151,15 +151,11 @@ def _traffic(per: Rates) -> str:
 
 
 def _buffers(now: Snapshot, per: Rates | None) -> Any:
-    from rich.table import Table
     from rich.text import Text
 
     from .snapshot import who_waits
 
-    table = Table(box=None, pad_edge=False)
-    for name in ("buffer", "rows", "in/s", "out/s", "per insert", "stale", "reread", "waits"):
-        left = name in ("buffer", "waits")
-        table.add_column(name, justify="left" if left else "right", overflow="fold")
+    rows = []
     for each in now.buffers:
         limiter: Mapping[str, Any] = each.limiter or {}
         ratio = ""
@@ -169,7 +165,7 @@ def _buffers(now: Snapshot, per: Rates | None) -> Any:
             ratio += f" of {target:g}" if target else ""
         inflow = None if per is None else per.written.get(each.path)
         outflow = None if per is None else per.sampled.get(each.path)
-        table.add_row(
+        row = (
             Text(own_files.printable(each.path)),
             f"{each.rows:,}/{each.capacity:,}",
             "" if inflow is None else f"{inflow:,.0f}",
@@ -179,7 +175,9 @@ def _buffers(now: Snapshot, per: Rates | None) -> Any:
             f"{each.counters['reread_rows']:,}",
             who_waits(each) or "",
         )
-    return table
+        rows.append(row)
+    names = ("buffer", "rows", "in/s", "out/s", "per insert", "stale", "reread", "waits")
+    return table(None, names, rows, folded=("buffer", "waits"))
 
 
 def _duration(seconds: float) -> str:

@@ -32,14 +32,13 @@ from torchrl_dist.replay.node.tables import (
     MAX_MEMBERS,
     MEMBER_SERIAL,
     Word,
-    control_bytes,
-    control_tables,
     counters_in,
 )
 from torchrl_dist.replay.row.spec import RowSpec
 from torchrl_dist.replay.saving.disk import MANIFEST, read_dump, read_manifest
 from torchrl_dist.replay.saving.snapshot import SavedShard
 from torchrl_dist.runtime.proc import state
+from torchrl_dist.ui import show_table
 
 _QUANTILES = (0, 1, 10, 25, 50, 75, 90, 99, 100)
 _BINS = 10
@@ -56,10 +55,7 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
         CheckpointError: the checkpoint is damaged.
     """
     folder = Path(os.path.abspath(path))
-    for place in (
-        folder,
-        folder / "storage",
-    ):  # where TorchRL's class puts the storage's files
+    for place in (folder, folder / "storage"):  # TorchRL's class puts the storage's files there
         if (place / MANIFEST).exists():
             _refuse_others(place)
             return _checkpoint(place)
@@ -111,17 +107,14 @@ def _not_one(folder: Path) -> DirectoryError:
 def _directory(folder: Path) -> dict[str, Any]:
     header = read_header(folder)
     capacity = header.capacity
-    control = _table(folder, "control.bin", np.int64, control_bytes() // 8)
-    words, claims, members = control_tables(control)
+    words, claims, members = files.read_control(folder)
     floats = words.view(np.float64)
-    versions = _table(folder, "versions.bin", np.int64, capacity)
-    leaf = _table(folder, "tree.bin", np.float64, capacity)
+    versions = files.read_table(folder, "versions.bin", np.int64, capacity)
+    leaf = files.read_table(folder, "tree.bin", np.float64, capacity)
     slots = np.flatnonzero((versions & 1 == 0) & (versions > 0))
-    cursor = int(words[Word.CURSOR])
-    alpha_set = bool(words[Word.ALPHA_SET])
-    spec = None
-    if words[Word.ROWS_READY]:
-        spec = read_spec(folder)
+    cursor, highest = int(words[Word.CURSOR]), float(floats[Word.MAX_PRIORITY])
+    alpha, eps = floats[[Word.ALPHA, Word.EPS]].tolist() if words[Word.ALPHA_SET] else (None, None)
+    spec = read_spec(folder) if words[Word.ROWS_READY] else None
     with _lock_file(folder) as fd:
         living = _members(members, fd)
         alive = {each["member"] for each in living if each["alive"]}
@@ -135,31 +128,17 @@ def _directory(folder: Path) -> dict[str, Any]:
         "lock": {"holder_pid": lock_pids[0], "next_pid": lock_pids[1]},
         "members": living,
         "claims": _claims(claims, capacity, alive),
-        **_content(
-            capacity,
-            cursor,
-            int(words[Word.LENGTH]),
-            int(words[Word.WRITE_COUNT]),
-            spec,
-            slots,
-            leaf[slots],
-            float(floats[Word.ALPHA]) if alpha_set else None,
-            float(floats[Word.EPS]) if alpha_set else None,
-            float(floats[Word.MAX_PRIORITY]),
-        ),
+        "capacity": capacity,
+        "length": int(words[Word.LENGTH]),
+        "cursor": cursor,
+        "write_count": int(words[Word.WRITE_COUNT]),
+        "alpha": alpha,
+        "eps": eps,
+        "max_priority": None if highest != highest else highest,
+        **_content(capacity, cursor, spec, slots, leaf[slots], alpha, eps),
         "counters": counters_in(words),
         "limiter": limiter_in(words, floats),
     }
-
-
-def _table(folder: Path, name: str, kind: type, count: int) -> np.ndarray:
-    """Return the first ``count`` numbers of a file."""
-    with open(own_files.open_ours(folder / name), "rb") as file:
-        there = os.fstat(file.fileno()).st_size // np.dtype(kind).itemsize
-        if there < count:
-            raise damaged(folder, f"{name} holds {there} numbers, expected {count}")
-        found: np.ndarray = np.fromfile(file, kind, count)
-    return found
 
 
 def limiter_in(words: Any, floats: Any) -> dict[str, float | None] | None:
@@ -212,12 +191,10 @@ def _process_state(pid: int) -> str:
 
 def _command(pid: int) -> str:
     try:
-        text = (
-            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        )
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
     except OSError:
         return ""
-    return text.strip()[:_COMMAND_CHARACTERS]
+    return words.decode(errors="replace").strip()[:_COMMAND_CHARACTERS]
 
 
 def _claims(table: np.ndarray, capacity: int, alive: set[int]) -> list[dict[str, Any]]:
@@ -253,23 +230,13 @@ def _checkpoint(folder: Path) -> dict[str, Any]:
 
 
 def _shard(saved: SavedShard) -> dict[str, Any]:
-    head = saved.head
-    highest = np.nan if head.max_priority is None else head.max_priority
+    head, leaf = saved.head, saved.leaf
+    names = ("capacity", "cursor", "write_count", "alpha", "eps", "max_priority", "counters")
     return {
-        **_content(
-            head.capacity,
-            head.cursor,
-            saved.leaf.size,
-            head.write_count,
-            head.spec,
-            saved.slots,
-            saved.leaf,
-            head.alpha,
-            head.eps,
-            highest,
-        ),
+        **{name: getattr(head, name) for name in names},
+        "length": leaf.size,
+        **_content(head.capacity, head.cursor, head.spec, saved.slots, leaf, head.alpha, head.eps),
         "overwritten": saved.overwritten,
-        "counters": head.counters,
     }
 
 
@@ -279,28 +246,18 @@ def _shard(saved: SavedShard) -> dict[str, Any]:
 def _content(
     capacity: int,
     cursor: int,
-    length: int,
-    write_count: int,
     spec: RowSpec | None,
     slots: np.ndarray,
     leaf: np.ndarray,
     alpha: float | None,
     eps: float | None,
-    max_priority: float,
 ) -> dict[str, Any]:
     age = np.sort((cursor - 1 - slots) % capacity)
     priority = _priorities(leaf, alpha, eps)
     return {
-        "capacity": capacity,
-        "length": length,
-        "cursor": cursor,
-        "write_count": write_count,
         "row_bytes": None if spec is None else spec.row_bytes,
         "stored_row_bytes": None if spec is None else round(data_size(spec, capacity) / capacity),
         "row": None if spec is None else spec.as_json(),
-        "alpha": alpha,
-        "eps": eps,
-        "max_priority": None if max_priority != max_priority else float(max_priority),
         "priority": {
             "mass": float(leaf.sum()),
             "quantiles": _quantiles(priority),
@@ -384,7 +341,7 @@ def show(found: dict[str, Any]) -> None:
             "lock": "free" if holder is None else f"held by process {holder}",
         },
     )
-    _print_table(console, "processes", found["members"], ("pid", "state", "member", "command"))
+    _print_table("processes", found["members"], ("pid", "state", "member", "command"))
     claims = [
         {
             **claim,
@@ -393,7 +350,7 @@ def show(found: dict[str, Any]) -> None:
         }
         for claim in found["claims"]
     ]
-    _print_table(console, "rows being written", claims, ("by member", "rows", "state", "slots"))
+    _print_table("rows being written", claims, ("by member", "rows", "state", "slots"))
 
 
 def _show_content(console: Any, found: dict[str, Any], more: dict[str, Any]) -> None:
@@ -417,11 +374,9 @@ def _show_content(console: Any, found: dict[str, Any], more: dict[str, Any]) -> 
             if value is not None
         },
     }
-    _print_table(
-        console, "", [{"": name, "value": value} for name, value in facts.items()], ("", "value")
-    )
+    _print_table("", [{"": name, " ": value} for name, value in facts.items()], ("", " "))
     spec = [{**leaf, "key": ".".join(leaf["key"])} for leaf in leaves]
-    _print_table(console, "a row", spec, ("key", "dtype", "shape"))
+    _print_table("a row", spec, ("key", "dtype", "shape"))
     priority, age = found["priority"]["quantiles"], found["age"]["quantiles"]
     if priority is None:
         return
@@ -429,7 +384,7 @@ def _show_content(console: Any, found: dict[str, Any], more: dict[str, Any]) -> 
         {"of the rows": name, "priority": f"{priority[name]:.4g}", "age": f"{age[name]:,}"}
         for name in priority
     ]
-    _print_table(console, "quantiles", quantiles, ("of the rows", "priority", "age"))
+    _print_table("quantiles", quantiles, ("of the rows", "priority", "age"))
     console.print("age: rows reserved since this row")
     bins = found["priority"]["histogram"]
     most = max(each["rows"] for each in bins)
@@ -443,20 +398,13 @@ def _show_content(console: Any, found: dict[str, Any], more: dict[str, Any]) -> 
     ]
     share = found["priority"]["largest_1_percent_have"]
     title = f"priorities; the largest 1 % get {share:.1%} of the draws"
-    _print_table(console, title, shown, ("priority", "rows", ""))
+    _print_table(title, shown, ("priority", "rows", ""))
 
 
-def _print_table(console: Any, title: str, lines: list[dict[str, Any]], columns: Any) -> None:
-    from rich.table import Table
-
-    if not lines:
-        return
-    table = Table(title=title or None, title_justify="left", show_header=bool(title))
-    for column in columns:
-        table.add_column(column)
-    for line in lines:
-        table.add_row(*(_shown(str(line[column])) for column in columns))
-    console.print(table)
+def _print_table(title: str, lines: list[dict[str, Any]], columns: tuple[str, ...]) -> None:
+    if lines:
+        rows = [[_shown(str(line[column])) for column in columns] for line in lines]
+        show_table(title or None, columns, rows, left=columns, width=None)
 
 
 def _shown(text: str) -> str:

@@ -17,8 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from torchrl_dist import own_files
 from torchrl_dist.errors import DirectoryError
+from torchrl_dist.replay.node.tables import control_bytes, control_tables
 from torchrl_dist.replay.row.spec import ColumnSpec, data_file, ring_file
 
 FORMAT = 3
@@ -97,6 +100,24 @@ def read_header(folder: Path, name: str = HEADER) -> Header:
     if not isinstance(job_id, str) or not isinstance(starter, str | None):
         raise damaged(folder, f"{HEADER} has the job {job_id!r} and the starter {starter!r}")
     return Header(capacity, job_id, starter)
+
+
+def read_table(folder: Path, name: str, kind: type, count: int) -> np.ndarray:
+    """Return the first ``count`` numbers of a file, without joining the directory.
+
+    Raises:
+        DirectoryError: the file is cut short.
+    """
+    with open(own_files.open_ours(folder / name), "rb") as file:
+        found: np.ndarray = np.fromfile(file, kind, count)
+    if found.size < count:
+        raise damaged(folder, f"{name} holds {found.size} numbers, expected {count}")
+    return found
+
+
+def read_control(folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return ``control_tables`` of a directory's file, see :func:`read_table`."""
+    return control_tables(read_table(folder, TABLES[0], np.int64, control_bytes() // 8))
 
 
 def check_ours(folder: Path) -> None:

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from torchrl_dist import own_files
 from torchrl_dist.errors import DirectoryError
 from torchrl_dist.replay.node import files
@@ -26,12 +24,7 @@ from torchrl_dist.replay.node.lock import (
     open_lock_file,
 )
 from torchrl_dist.replay.node.mapping import file_system_of, is_network_file_system
-from torchrl_dist.replay.node.tables import (
-    MAX_MEMBERS,
-    Word,
-    control_bytes,
-    control_tables,
-)
+from torchrl_dist.replay.node.tables import MAX_MEMBERS, Word
 from torchrl_dist.runtime.world import has_ended, is_of_this_boot
 
 IN_USE = "in use"
@@ -107,12 +100,7 @@ def look(folder: Path) -> Found | None:
 
 def _judge(folder: Path, fd: int) -> Found:
     header = files.read_header(folder)
-    with open(own_files.open_ours(folder / files.TABLES[0]), "rb") as file:
-        control = np.fromfile(file, np.int64, control_bytes() // 8)
-    try:
-        words, _, members = control_tables(control)
-    except ValueError as error:
-        raise files.damaged(folder, f"{files.TABLES[0]} is cut short") from error
+    words, _, members = files.read_control(folder)
     pids: tuple[int, ...] = ()
     if is_held(fd, 0, MEMBER_BYTES + MAX_MEMBERS):
         state = IN_USE
