@@ -43,10 +43,19 @@ class _SamplerOfOwner(SharedSampler):
 
     _prioritized = False
 
-    def _set_owner(
-        self, owner: ReplayOwner, prefetch: int | None = None, batches_per_call: int = 1
+    def __init__(
+        self,
+        *args: Any,
+        owner: ReplayOwner,
+        prefetch: int | None = None,
+        batches_per_call: int = 1,
+        **options: Any,
     ) -> None:
-        """Note the owner and the options. Constructors call this method last."""
+        super().__init__(*args, **options)
+        self._set_owner(owner, prefetch, batches_per_call)
+
+    def _set_owner(self, owner: ReplayOwner, prefetch: int | None, batches_per_call: int) -> None:
+        """Note the owner and the options."""
         if (prefetch is not None and prefetch < 0) or batches_per_call < 1:
             raise ConfigurationError(
                 f"prefetch={prefetch}, batches_per_call={batches_per_call}: expected at least 0 "
@@ -193,12 +202,6 @@ class RPCRandomSampler(_SamplerOfOwner, SharedRandomSampler):
         ...     buffer.sample(8)["obs"].shape
         torch.Size([8, 4])
     """
-
-    def __init__(
-        self, *, owner: ReplayOwner, prefetch: int | None = None, batches_per_call: int = 1
-    ) -> None:
-        SharedRandomSampler.__init__(self)
-        self._set_owner(owner, prefetch, batches_per_call)
 
 
 class RPCPrioritizedSampler(_SamplerOfOwner, SharedPrioritizedSampler):
@@ -409,17 +412,6 @@ class RPCSliceSampler(_SlicesOfOwner):
                 [1, 1]])
     """
 
-    def __init__(
-        self,
-        *,
-        owner: ReplayOwner,
-        prefetch: int | None = None,
-        batches_per_call: int = 1,
-        **options: Any,
-    ) -> None:
-        SharedSliceSampler.__init__(self, **options)
-        self._set_owner(owner, prefetch, batches_per_call)
-
 
 class RPCPrioritizedSliceSampler(
     _SlicesOfOwner, RPCPrioritizedSampler, SharedPrioritizedSliceSampler
@@ -453,24 +445,7 @@ class RPCPrioritizedSliceSampler(
         tensor([2, 3, 2, 3])
     """
 
-    def __init__(
-        self,
-        max_capacity: int,
-        alpha: float,
-        beta: float,
-        eps: float = 1e-8,
-        dtype: torch.dtype = torch.float,
-        reduction: str = "max",
-        *,
-        owner: ReplayOwner,
-        prefetch: int | None = None,
-        batches_per_call: int = 1,
-        **options: Any,
-    ) -> None:
-        SharedPrioritizedSliceSampler.__init__(
-            self, max_capacity, alpha, beta, eps, dtype, reduction, **options
-        )
-        self._set_owner(owner, prefetch, batches_per_call)
+    __init__ = _SamplerOfOwner.__init__  # without the signature of RPCPrioritizedSampler
 
 
 class RPCSamplerWithoutReplacement(SharedSamplerWithoutReplacement, _SamplerOfOwner):
@@ -512,7 +487,7 @@ class RPCSamplerWithoutReplacement(SharedSamplerWithoutReplacement, _SamplerOfOw
         self, drop_last: bool = False, shuffle: bool = True, *, owner: ReplayOwner
     ) -> None:
         SharedSamplerWithoutReplacement.__init__(self, drop_last, shuffle)
-        self._set_owner(owner)
+        self._set_owner(owner, None, 1)
 
     def _new_source(self, storage: RemoteStorage) -> PassSource:
         self._passes = source = PassSource(
