@@ -20,7 +20,12 @@ from torchrl_dist.runtime import awake, current_session
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> awake._Clock:
     clock = awake._Clock()
-    monkeypatch.setattr(awake, "_clock", clock)
+    for name, method in (
+        ("awake", clock.now),
+        ("call_at", clock.call_at),
+        ("forget", clock.forget),
+    ):
+        monkeypatch.setattr(awake, name, method)
     clock.start()
     return clock
 

@@ -44,11 +44,17 @@ class _Clock:
         self._due: dict[int, tuple[float, Callable[[], None]]] = {}
 
     def now(self) -> float:
+        """Return ``time.monotonic()`` minus the time for which this process was stopped.
+
+        Stops of less than half a second, and those before :func:`start_clock`, are not subtracted.
+        """
         tick, stopped = self._ticked
         now = time.monotonic()
         return now - stopped - (0.0 if tick is None else max(0.0, now - tick - _MOST_S))
 
     def start(self) -> None:
+        """Notice stops from now on; idempotent. Starts a thread that lives as long as this
+        process."""
         with self._lock:
             if self._thread is None:
                 self._ticked = (time.monotonic(), self._ticked[1])
@@ -58,6 +64,10 @@ class _Clock:
                 self._thread.start()
 
     def call_at(self, due: float, function: Callable[[], None]) -> int:
+        """Call ``function()`` in the clock's thread when :func:`awake` reaches ``due``.
+
+        The function must not block. Returns a key for :func:`forget`.
+        """
         if self._thread is None:
             self.start()
         key = next(self._keys)
@@ -67,6 +77,7 @@ class _Clock:
         return key
 
     def forget(self, key: int) -> bool:
+        """Cancel a call of :func:`call_at`. Return whether it was still pending."""
         return self._due.pop(key, None) is not None
 
     def _run(self) -> None:
@@ -90,6 +101,7 @@ class _Clock:
 
 
 _clock = _Clock()
+awake, start_clock, call_at, forget = _clock.now, _clock.start, _clock.call_at, _clock.forget
 
 
 def check_timeout(timeout_s: float) -> None:
@@ -99,32 +111,6 @@ def check_timeout(timeout_s: float) -> None:
             f"timeout_s={timeout_s}: expected a positive, finite number of seconds, at most "
             f"{_LONGEST_S:g}"
         )
-
-
-def awake() -> float:
-    """Return ``time.monotonic()`` minus the time for which this process was stopped.
-
-    Stops of less than half a second, and those before :func:`start_clock`, are not subtracted.
-    """
-    return _clock.now()
-
-
-def start_clock() -> None:
-    """Notice stops from now on; idempotent. Starts a thread that lives as long as this process."""
-    _clock.start()
-
-
-def call_at(due: float, function: Callable[[], None]) -> int:
-    """Call ``function()`` in the clock's thread when :func:`awake` reaches ``due``.
-
-    The function must not block. Returns a key for :func:`forget`.
-    """
-    return _clock.call_at(due, function)
-
-
-def forget(key: int) -> bool:
-    """Cancel a call of :func:`call_at`. Return whether it was still pending."""
-    return _clock.forget(key)
 
 
 def result_of(future: Future[_T], timeout_s: float) -> _T:

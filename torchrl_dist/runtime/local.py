@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
+import torch.distributed as dist
 
 from ..errors import ConfigurationError, PeerLostError, TorchRLDistError
 from .awake import check_timeout
@@ -92,9 +93,7 @@ def local_cluster(
             process_group=process_group,
         )
         if len(seats) == 1:
-            with joined(
-                job.world(0), roles, None, timeout_s=timeout_s, process_group=process_group
-            ) as alone:
+            with job.joined(0, None) as alone:
                 yield alone
             return
         with contextlib.ExitStack() as stack:
@@ -107,21 +106,13 @@ def local_cluster(
                 return f"{role}{index}", host
 
             children.wait_ready(timeout_s, describe)
-            membership = joined(
-                job.world(0),
-                roles,
-                store,
-                timeout_s=timeout_s,
-                process_group=process_group,
-                supervised=True,
-            )
             with contextlib.ExitStack() as inside:
                 try:
-                    me = inside.enter_context(membership)
+                    me = inside.enter_context(job.joined(0, store, supervised=True))
                 except TorchRLDistError:
                     children.wait_ready(0, describe)  # a child's own error says more
                     raise
-                children.watch(me._peer_exited)
+                children.watch(me._lose)
                 yield me
             if me._everybody_left():  # if one has not left, it hangs and will not exit
                 children.wait_gone(_EXIT_S)
@@ -156,20 +147,29 @@ class _Job:
     timeout_s: float
     process_group: str | Mapping[str, str] | None
 
-    def world(self, rank: int) -> World:
+    def joined(
+        self, rank: int, store: dist.Store | None, supervised: bool = False
+    ) -> contextlib.AbstractContextManager[Session]:
+        """Return a context manager that enters the session as this rank."""
         size = sum(self.roles.values())
-        return World(
+        world = World(
             global_rank=rank,
             world_size=size,
             local_rank=rank,
             local_world_size=size,
-            node_rank=0,
             host=self.host,
             master_addr=_LOOPBACK,
             master_port=self.port,
             job_id=self.job_id,
-            restart_count=0,
             launcher="local",
+        )
+        return joined(
+            world,
+            self.roles,
+            store,
+            timeout_s=self.timeout_s,
+            process_group=self.process_group,
+            supervised=supervised,
         )
 
     def run(self, rank: int, ready: Callable[[], None]) -> None:
@@ -182,12 +182,6 @@ class _Job:
         store = connect_store(_LOOPBACK, self.port, self.timeout_s)
         ready()
         with contextlib.suppress(PeerLostError):  # the driver failed and reports it
-            with joined(
-                self.world(rank),
-                self.roles,
-                store,
-                timeout_s=self.timeout_s,
-                process_group=self.process_group,
-            ) as me:
+            with self.joined(rank, store) as me:
                 me.serve()
         atexit._run_exitfuncs()  # os._exit, which ends the child, does not run them

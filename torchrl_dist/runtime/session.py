@@ -82,7 +82,7 @@ class Session:
         self.process_group: dist.ProcessGroup | None = None
         self._member = member
         self._pids = member.pids
-        self._supervised = supervised  # local_cluster calls _peer_exited for each death
+        self._supervised = supervised  # local_cluster calls _lose for each death
         self._driver = member.peers[0]
         self._transport: Transport | None = None
         self._pool = DaemonPool(_MAX_CONCURRENT_CALLS, "torchrl_dist-call")
@@ -395,6 +395,7 @@ class Session:
             timer.start()
 
     def _lose(self, rank: int, reason: str) -> None:
+        """Note that ``rank`` is lost. Called in any thread, also through ``Children.watch``."""
         peer = self.peers[rank]
         new = not self._ending and self._members.lose(rank, reason)
         with self._lock:
@@ -414,10 +415,6 @@ class Session:
         reason = self._members.why_lost(peer.global_rank) or "the session is ending"
         pid = self._pids[peer.global_rank]
         return PeerLostError(f"{peer} (pid {pid}) is lost: {reason}")
-
-    def _peer_exited(self, rank: int, how: str) -> None:
-        """Note that ``rank`` died; called through ``Children.watch``, in any thread."""
-        self._lose(rank, how)
 
     # ---- control messages, handled in the RPC thread without blocking
 
@@ -476,20 +473,15 @@ class Session:
         """Send a message that ``peer`` answers when it leaves, and that fails when ``peer``
         dies."""
 
-        def done(answer: tuple[Any, ...] | None, error: Exception | None) -> None:
+        def told(future: Future[Any]) -> None:
+            answer, error = future.result()
             if answer is None:
                 self._suspect(peer.global_rank, f"connection failed: {error}")
             elif peer == self._driver:
                 self._end_job(answer[0])
 
-        assert self._transport is not None
-        self._transport.send(
-            peer.global_rank,
-            "watch",
-            *wire.dumps((self.me.global_rank,)),
-            timeout_s=None,
-            done=done,
-        )
+        watching = self._tell(peer, "watch", self.me.global_rank, timeout_s=None)
+        watching.add_done_callback(told)
 
     def _hear_signs(self, post: SignPost) -> None:
         """Receive signs of life. Runs on the driver in a separate thread, until the session ends.

@@ -10,7 +10,7 @@ import os
 import re
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import ConfigurationError
@@ -42,17 +42,17 @@ class World:
         1
     """
 
-    global_rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    node_rank: int
-    host: str
-    master_addr: str
-    master_port: int | None
-    job_id: str
-    restart_count: int
-    launcher: str
+    global_rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    host: str = field(default_factory=socket.gethostname)
+    master_addr: str = "127.0.0.1"
+    master_port: int | None = None
+    job_id: str = field(default_factory=lambda: process_stamp(os.getpid()))
+    restart_count: int = 0
+    launcher: str = "single"
     master_hosts: tuple[str, ...] = ()
 
     @property
@@ -94,7 +94,7 @@ class World:
         elif "SLURM_PROCID" in env and "SLURM_STEP_ID" in env:
             world = _from_slurm(env)
         else:
-            world = _single(env)
+            world = cls(job_id=env.get(JOB_ID_VARIABLE) or process_stamp(os.getpid()))
         _check(world)
         return world
 
@@ -202,22 +202,6 @@ def _expand_item(item: str) -> list[str]:
     return [head + number + rest for number in numbers for rest in _expand_item(tail)]
 
 
-def _single(env: Mapping[str, str]) -> World:
-    return World(
-        global_rank=0,
-        world_size=1,
-        local_rank=0,
-        local_world_size=1,
-        node_rank=0,
-        host=socket.gethostname(),
-        master_addr="127.0.0.1",
-        master_port=None,
-        job_id=env.get(JOB_ID_VARIABLE) or process_stamp(os.getpid()),
-        restart_count=0,
-        launcher="single",
-    )
-
-
 def _from_torchrun(env: Mapping[str, str]) -> World:
     _require(env, _TORCHRUN, "torchrun")
     local_world_size = _integer(env, "LOCAL_WORLD_SIZE", at_least=1)
@@ -229,7 +213,6 @@ def _from_torchrun(env: Mapping[str, str]) -> World:
         local_rank=_integer(env, "LOCAL_RANK"),
         local_world_size=local_world_size,
         node_rank=_integer(env, "GROUP_RANK", default=global_rank // local_world_size),
-        host=socket.gethostname(),
         master_addr=env["MASTER_ADDR"],
         master_port=_integer(env, "MASTER_PORT", at_least=1),
         # "none" is torchrun's default for every job; use the stamp of our parent, the agent.
@@ -252,13 +235,10 @@ def _from_fabric(env: Mapping[str, str]) -> World:
         world_size=world_size,
         local_rank=local_rank,
         local_world_size=world_size,
-        node_rank=0,
-        host=socket.gethostname(),
         master_addr=env["MASTER_ADDR"],
         master_port=_integer(env, "MASTER_PORT", at_least=1),
         # The script that the user started is local rank 0, and the parent of the other ranks.
         job_id=process_stamp(os.getppid() if local_rank else os.getpid()),
-        restart_count=0,
         launcher="fabric",
     )
 
