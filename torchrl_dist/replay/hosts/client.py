@@ -306,6 +306,26 @@ class ReplayClient:
                 with contextlib.suppress(PeerLostError):  # a lost host's counts stay
                     self.links[shard].put(CountSamples(count), urgent=False)
 
+    def by_shard(self, index: np.ndarray) -> list[tuple[int, np.ndarray, np.ndarray]]:
+        """Return ``(shard, positions, slots)`` for each shard, without entries below 0.
+
+        ``positions`` are the shard's entries in ``index``, and ``slots`` their slots.
+
+        Raises:
+            IndexError: an entry is beyond the buffer's capacity.
+        """
+        capacity = self.shard_capacity * len(self.links)
+        if index.max(initial=-1) >= capacity:
+            raise IndexError(
+                f"index {index.max()} is beyond the capacity {capacity}; pass the index of a "
+                "sample or an extend of this buffer"
+            )
+        if len(self.links) == 1 and index.min(initial=0) >= 0:
+            return [(0, np.arange(index.size), index)]
+        shards, slots = split_index(index, self.shard_capacity)
+        positions = [(int(s), np.flatnonzero(shards == s)) for s in np.unique(shards) if s >= 0]
+        return [(shard, where, slots[where]) for shard, where in positions]
+
     def in_buffer(self, shard: int, rows: Drawn) -> Drawn:
         """Give the rows of a shard their indices in the whole buffer."""
         first = shard * self.shard_capacity
@@ -319,13 +339,11 @@ class ReplayClient:
         count them."""
         if not self.counts_draws:
             return
-        shards, slots = split_index(rows.index.numpy()[which], self.shard_capacity)
-        for shard in np.unique(shards).tolist():
+        stamps, leaf = rows.generation.numpy()[which], rows.leaf[which]
+        for shard, where, slots in self.by_shard(rows.index.numpy()[which]):
             if self.answers_now(shard):
-                part = shards == shard
-                stamps, leaf = rows.generation.numpy()[which][part], rows.leaf[which][part]
-                drawn = Invoke("return_draws", (slots[part], stamps, leaf))
-                size = _FEW_BYTES + 3 * leaf.nbytes
+                drawn = Invoke("return_draws", (slots, stamps[where], leaf[where]))
+                size = _FEW_BYTES + 3 * slots.nbytes
                 with contextlib.suppress(PeerLostError, DeadlineError):  # lost or silent host
                     self.links[shard].put(drawn, size=size, urgent=False)
 
@@ -577,21 +595,10 @@ class ReplayClient:
             generation = self.recent.recall(index)
         # copied, because they are sent later and the caller may change its tensors
         priority, where = priority.copy(), index.numpy().copy()
-        capacity = self.shard_capacity * len(self.links)
-        if where.max(initial=-1) >= capacity:
-            raise IndexError(
-                f"slot {where.max()} is beyond the capacity {capacity}; pass the index of a "
-                "sample or an extend of this buffer"
-            )
         stamps = None if generation is None else generation.numpy().copy()
-        if len(self.links) == 1:
-            self._put(0, SetPriorities(where, stamps, priority), priority)
-            return
-        shards, slots = split_index(where, self.shard_capacity)
-        for shard in np.unique(shards[shards >= 0]).tolist():
-            part = np.flatnonzero(shards == shard)
+        for shard, part, slots in self.by_shard(where):
             stamp = None if stamps is None else stamps[part]
-            self._put(shard, SetPriorities(slots[part], stamp, priority[part]), priority)
+            self._put(shard, SetPriorities(slots, stamp, priority[part]), priority)
 
     def _find_pending(self, index: torch.Tensor) -> _PendingWrite | None:
         """Return the pending write that returned this index. The index may be a view of all

@@ -21,7 +21,7 @@ from torchrl_dist.replay.hosts.owner import ReplayOwner
 from torchrl_dist.replay.hosts.shard import Pace, RemoteShard
 from torchrl_dist.replay.hosts.totals_gate import TotalsGate
 from torchrl_dist.replay.law.limiter import Counts, RateLimiter
-from torchrl_dist.replay.law.shard_law import global_index, split_index
+from torchrl_dist.replay.law.shard_law import global_index
 from torchrl_dist.replay.node.priorities import check_priorities
 from torchrl_dist.replay.parts.base import RowStorage, check_batch
 from torchrl_dist.replay.parts.sampler import SharedSampler
@@ -225,7 +225,7 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
 
     def _replace(self, index: torch.Tensor, data: TensorDictBase) -> torch.Tensor:
         generation = torch.empty_like(index)
-        parts = self._by_shard(index.numpy())
+        parts = self.client.by_shard(index.numpy())
         spec = self.client.agreed_spec(data)
         columns = rows.matching_columns(data, spec)
         # as in ``append``, data may be on another device or have gradients
@@ -258,7 +258,7 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
             version = torch.as_tensor(version).detach().cpu()
         updated, rejected = np.zeros(slots.size, bool), np.zeros(slots.size, bool)
         calls, sizes, places = {}, {}, {}
-        for shard, where, own in self._by_shard(slots):
+        for shard, where, own in self.client.by_shard(slots):
             at = torch.from_numpy(where)
             part = {key: _part_of(value, at, slots.size, key) for key, value in given.items()}
             mine = version
@@ -299,7 +299,7 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
         that does not answer."""
         found = np.full(index.numel(), -1, dtype=np.int64)
         known = index.reshape(-1).numpy()
-        parts = self._by_shard(np.where(known < self.max_size, known, -1))
+        parts = self.client.by_shard(np.where(known < self.max_size, known, -1))
         calls = {s: (slots,) for s, _, slots in parts if self.client.answers_now(s)}
         answers = self.client.call_each("generations_of", calls, self.client.note_trouble)
         for shard, where, _ in parts:
@@ -351,7 +351,7 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
     def _rows_at(self, index: np.ndarray, *, wait: bool = True) -> TensorDictBase:
         """Read rows in parts. Each part has a deadline of its own, because the connection's speed
         is unknown."""
-        left = self._by_shard(index) or [(0, index, index)]
+        left = self.client.by_shard(index) or [(0, index, index)]
         self._pace = pace = self._pace or Pace(self.client.timeout_s, CHUNK_BYTES)
         spec, found, places = None, [], []
         while left:
@@ -373,19 +373,6 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
         order = np.argsort(np.concatenate(places))
         columns = [np.concatenate(column)[order] for column in zip(*found, strict=True)]
         return rows.build(rows.tensors(columns, spec), spec, (index.size,))
-
-    def _by_shard(self, index: np.ndarray) -> list[tuple[int, np.ndarray, np.ndarray]]:
-        """Return ``(shard, positions, slots)`` for each shard, without entries below 0.
-
-        ``positions`` are the shard's entries in ``index``, and ``slots`` their slots."""
-        if index.size and index.max() >= self.max_size:
-            raise IndexError(
-                f"index {index.max()} is beyond the capacity {self.max_size}; pass the index of "
-                "a sample or an extend of this buffer"
-            )
-        shards, slots = split_index(index, self.owner.shard_capacity)
-        positions = [(int(s), np.flatnonzero(shards == s)) for s in np.unique(shards) if s >= 0]
-        return [(shard, where, slots[where]) for shard, where in positions]
 
     def _drop_drawn_ahead(self) -> None:
         self.emptied += 1

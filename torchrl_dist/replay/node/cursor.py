@@ -191,7 +191,7 @@ class SharedCursor:
             if directory.frames is not None:
                 directory.frames.reserve(plan, ranges)
             return reservation
-        self._forget(reservation)
+        self._directory.let_go(reservation)
         return None
 
     def publish(self, reservation: Reservation, priority: np.ndarray | None = None) -> np.ndarray:
@@ -240,7 +240,7 @@ class SharedCursor:
                 track_maximum(directory, slots, priority)
             generations = directory.kernel.publish(row, first, count, directory.member, 0.0)
         assert generations is not None
-        self._forget(reservation)
+        self._directory.let_go(reservation)
         return generations
 
     def _retire(self, slots: np.ndarray) -> None:
@@ -270,7 +270,7 @@ class SharedCursor:
         with directory.lock():
             if self._owns(reservation) and not directory.holds_its_equal(reservation):
                 directory.claims[reservation.row, CLAIM_COUNT] = 0
-        self._forget(reservation)
+        self._directory.let_go(reservation)
 
     def drop_interrupted(self) -> None:
         """Abandon this thread's writes that an interrupt (Ctrl-C) cut off.
@@ -288,9 +288,6 @@ class SharedCursor:
             frame = frame.f_back
         assert frame is not None
         self._directory.hold(reservation, frame)
-
-    def _forget(self, reservation: Reservation) -> None:
-        self._directory.let_go(reservation)
 
     def claim_slots(self, slots: np.ndarray, plan: Plan | None = None) -> list[Reservation]:
         """Reserve given slots to write them in place. They keep their position in the ring.
@@ -493,7 +490,7 @@ class SharedCursor:
             words[Word.LENGTH] += reservation.count
             claim[CLAIM_COUNT] = 0
             directory.commit()
-        self._forget(reservation)
+        self._directory.let_go(reservation)
 
     def rows_under_way(self) -> int:
         """The number of rows that live processes are writing. Called under the lock."""
@@ -568,7 +565,7 @@ class SharedCursor:
         if claim[CLAIM_STATE] != CLAIM_DISCARDED:
             return True
         claim[CLAIM_COUNT] = 0
-        self._forget(reservation)
+        self._directory.let_go(reservation)
         return False
 
     def _owns(self, reservation: Reservation) -> bool:
