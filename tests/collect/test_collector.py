@@ -106,8 +106,7 @@ def test_without_lag_every_row_comes_from_the_newest_weights(build: Any) -> None
 def test_weights_that_are_older_than_those_in_use_are_ignored() -> None:
     worker = RolloutWorker(WorkerConfig(Counter, constant(0), frames_per_rollout=5))
     for action, version in ((2, 3), (1, 2)):
-        worker.set_weights(pack(constant(action), version))
-    rows, _ = worker.collect()
+        rows, _ = worker.collect(weights=pack(constant(action), version))
     assert rows["action"].argmax(-1).eq(2).all() and rows["policy_version"].eq(3).all()
 
 

@@ -158,8 +158,8 @@ def test_weights_reach_all_processes_through_one_copy(build: Any) -> None:
         assert (stats.oldest_version, stats.newest_version) == (version, version)
         expected = policy(rows.select("observation"))["action_value"]
         assert torch.allclose(rows["action_value"], expected, atol=1e-6)
-    worker.set_weights(pack(cartpole_policy(0), 1))  # older: ignored
-    assert worker.collect(request=3)[0]["policy_version"].eq(3).all()
+    older = pack(cartpole_policy(0), 1)  # ignored
+    assert worker.collect(request=3, weights=older)[0]["policy_version"].eq(3).all()
 
 
 def test_buffers_of_a_policy_are_part_of_its_weights(build: Any) -> None:

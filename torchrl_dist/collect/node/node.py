@@ -183,12 +183,8 @@ class NodeWorker:
     def _note_numbers_at_stake(self) -> None:
         self._pool.numbers_at_stake = _BLOCKS * self._envs * (self.steps + 1)
 
-    def set_weights(self, packed: PackedWeights) -> None:
-        """See ``RolloutWorker.set_weights``. All processes share one copy."""
-        self._finish_all()
-        self._take_weights(packed)
-
     def _take_weights(self, packed: PackedWeights) -> None:
+        """Use newer weights. All processes share one copy."""
         address = self._weights.address
         if address is None or packed.version >= address.version:
             self._weights.write(packed)

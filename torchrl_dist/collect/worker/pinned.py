@@ -26,7 +26,6 @@ _IN_THE_THREAD = (
     "set_seed",
     "set_steps",
     "set_trajectory_base",
-    "set_weights",
     "visit_envs",
 )
 

@@ -285,25 +285,20 @@ class RolloutWorker:
         if config.postproc_factory is not None:
             self._postproc = config.postproc_factory(self.policy)
         # T depends on the number of envs. Only a vector env itself knows how many envs it has.
+        envs: dict[str, Any] = {
+            "frames": config.frames_per_rollout or 1,
+            "num_envs": config.num_envs,
+            "categorical_action_encoding": config.categorical_action_encoding,
+        }
         self._rollout: Rollout
         if config.inference is not None:
-            self._rollout = make_grouped_rollout(
-                make_env,
-                config.inference,
-                frames=config.frames_per_rollout or 1,
-                num_envs=config.num_envs,
-                categorical_action_encoding=config.categorical_action_encoding,
-            )
+            self._rollout = make_grouped_rollout(make_env, config.inference, **envs)
         else:
-            self._rollout = make_rollout(
-                make_env,
-                self.policy,
-                frames=config.frames_per_rollout or 1,
-                num_envs=config.num_envs,
-                exploration_type=config.exploration_type,
-                categorical_action_encoding=config.categorical_action_encoding,
-                compilation=config.compilation,
-            )
+            acting = {
+                "exploration_type": config.exploration_type,
+                "compilation": config.compilation,
+            }
+            self._rollout = make_rollout(make_env, self.policy, **acting, **envs)
         self.num_envs = self._rollout.num_envs
         self.steps = self._rollout.steps
         number, collectors = config.place
@@ -362,16 +357,12 @@ class RolloutWorker:
         if self.config.seed is not None and not kept:
             self._set_seed(self.config.seed)
 
-    def set_weights(self, packed: PackedWeights) -> None:
+    def _take_weights(self, packed: PackedWeights) -> None:
         """Use newer weights from the next step on. Versions older than the current are ignored.
 
         Raises:
             ConfigurationError: the weights fit no module of the policy.
         """
-        with self._lock:
-            self._take_weights(packed)
-
-    def _take_weights(self, packed: PackedWeights) -> None:
         policy = self._module()
         if packed.version >= self._rollout.policy_version:
             unpack(packed, policy)
