@@ -14,7 +14,7 @@ for the rest.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +22,6 @@ from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.forks import now_and_in_children
 from torchrl_dist.replay.hosts.batches import check_not_sampling
 from torchrl_dist.replay.hosts.client import ReplayClient
-from torchrl_dist.replay.law.shard_law import Uniforms
 from torchrl_dist.replay.parts.drawn import Drawn, joined
 from torchrl_dist.replay.parts.passes import NO_FULL_BATCH
 from torchrl_dist.replay.parts.sampler import EMPTY
@@ -35,28 +34,15 @@ class PassSource:
     """Draws batches of passes through a client. Draws nothing ahead.
 
     Args:
-        drop_last: whether to omit the last batch of a pass if it is not full.
-        shuffle: whether rows come in a random order, or in the order of their slots.
-        begins: called with the number of the pass before the first rows of a batch are drawn.
-        uniforms: random numbers for the choice of shards.
+        sampler: has ``drop_last`` and ``shuffle``, random numbers for the choice of shards, and
+            ``_begins``, which is called with the number of the pass before the first rows of
+            a batch are drawn.
     """
 
     batches_ahead = 0
 
-    def __init__(
-        self,
-        client: ReplayClient,
-        *,
-        drop_last: bool,
-        shuffle: bool,
-        begins: Callable[[int], None],
-        uniforms: Uniforms,
-    ) -> None:
-        self._client = client
-        self._begins = begins
-        self._drop_last = drop_last
-        self._shuffle = shuffle
-        self._uniforms = uniforms
+    def __init__(self, client: ReplayClient, sampler: Any) -> None:
+        self._client, self._sampler = client, sampler
         shards = len(client.links)
         self.number = 0
         """The number of the latest pass that this process knows."""
@@ -92,22 +78,22 @@ class PassSource:
             while (missing := count - sum(rows.units for rows in found)) > 0:
                 if self.left:
                     if not found:
-                        self._begins(self.number)
+                        self._sampler._begins(self.number)
                     number = self.number
                     found += self._take(self._share(missing))
                     if self.number != number:  # other processes have begun the next pass
-                        found = [] if self._drop_last else found
+                        found = [] if self._sampler.drop_last else found
                         if found:
                             break
                 elif not looked:  # other processes may have begun another pass
                     looked = True
                     self._look()
-                elif found and not self._drop_last:
+                elif found and not self._sampler.drop_last:
                     break
                 else:
                     found, looked = [], False
                     self._check_lengths(count)
-                    self._begins(self.number + 1)
+                    self._sampler._begins(self.number + 1)
                     self.number, self._left = self.number + 1, self._lengths.copy()
             batch = joined(found)
             self._client.learn_spec(batch.spec)
@@ -117,7 +103,7 @@ class PassSource:
         rows = int(self._lengths.sum())
         if not rows:
             raise NoRowsError(EMPTY)
-        if self._drop_last and rows < count:
+        if self._sampler.drop_last and rows < count:
             raise ConfigurationError(NO_FULL_BATCH.format(count, rows))
 
     def _share(self, count: int) -> np.ndarray:
@@ -127,10 +113,10 @@ class PassSource:
         left = self._left
         if left.size == 1 or left.sum() <= count:
             return np.minimum(left, count)
-        if not self._shuffle:
+        if not self._sampler.shuffle:
             before = np.cumsum(left) - left
             return np.clip(count - before, 0, left)
-        seed = (self._uniforms(2) * 2.0**52).astype(np.int64)
+        seed = (self._sampler._uniforms(2) * 2.0**52).astype(np.int64)
         return np.random.default_rng(seed).multivariate_hypergeometric(left, count)
 
     def _look(self) -> None:
@@ -140,7 +126,7 @@ class PassSource:
         """Draw rows of the pass, and note the rows left in all shards that were asked."""
         client, look = self._client, not counts.any()
         calls = {
-            shard: (self.number, int(count), self._shuffle)
+            shard: (self.number, int(count), self._sampler.shuffle)
             for shard, count in enumerate(counts)
             if (look or count) and client.answers_now(shard)
         }

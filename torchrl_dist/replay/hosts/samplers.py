@@ -490,13 +490,7 @@ class RPCSamplerWithoutReplacement(SharedSamplerWithoutReplacement, _SamplerOfOw
         self._set_owner(owner, None, 1)
 
     def _new_source(self, storage: RemoteStorage) -> PassSource:
-        self._passes = source = PassSource(
-            storage.client,
-            drop_last=self.drop_last,
-            shuffle=self.shuffle,
-            begins=self._begins,
-            uniforms=self._uniforms,
-        )
+        self._passes = source = PassSource(storage.client, self)
         return source
 
     def _ask_for_numbers(self) -> None:
