@@ -7,12 +7,10 @@ slightly different instants.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import math
 import os
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +113,8 @@ def _directory(folder: Path) -> dict[str, Any]:
     cursor, highest = int(words[Word.CURSOR]), float(floats[Word.MAX_PRIORITY])
     alpha, eps = floats[[Word.ALPHA, Word.EPS]].tolist() if words[Word.ALPHA_SET] else (None, None)
     spec = read_spec(folder) if words[Word.ROWS_READY] else None
-    with _lock_file(folder) as fd:
+    with open(own_files.open_ours(folder / files.LOCK), "rb") as lock:
+        fd = lock.fileno()  # it shows which processes hold which bytes
         living = _members(members, fd)
         alive = {each["member"] for each in living if each["alive"]}
         lock_pids = [byte_holder(fd, byte) for byte in (1, 0)]
@@ -153,17 +152,6 @@ def limiter_in(words: Any, floats: Any) -> dict[str, float | None] | None:
         "inserts": int(words[Word.WRITE_COUNT] - words[Word.INSERT_BASE]),
         "samples": int(words[Word.SAMPLED]),
     }
-
-
-@contextlib.contextmanager
-def _lock_file(folder: Path) -> Iterator[int]:
-    """Hold the lock file open in the ``with`` block. Its descriptor shows which processes hold
-    which bytes."""
-    fd = own_files.open_ours(folder / files.LOCK)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
 
 
 def _members(table: np.ndarray, fd: int) -> list[dict[str, Any]]:
