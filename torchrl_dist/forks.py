@@ -44,6 +44,18 @@ def now_and_in_children(owner: _T, renew: Callable[[_T], None]) -> None:
     renew(owner)
 
 
+def renewed(owner: Any, name: str, make: Callable[[], _T]) -> _T:
+    """Return ``make()``, such as a new lock. In every forked child, the owner's attribute ``name``
+    gets another one."""
+
+    def renew(owner: Any) -> None:
+        setattr(owner, name, make())
+
+    now_and_in_children(owner, renew)
+    made: _T = getattr(owner, name)
+    return made
+
+
 def _renew_all() -> None:
     for key in list(_renewals):
         reference = _renewals.get(key)

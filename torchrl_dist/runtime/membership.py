@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 
-from ..forks import now_and_in_children
+from ..forks import renewed
 from .awake import awake
 
 
@@ -17,15 +17,12 @@ class Membership:
 
     def __init__(self, world_size: int, me: int) -> None:
         self._others = frozenset(range(world_size)) - {me}
-        now_and_in_children(self, Membership._renew)
+        self._changed = renewed(self, "_changed", threading.Condition)
         self._lost: dict[int, str] = {}
         self._serving: set[int] = set()
         self._left: set[int] = set()
         self._arrived: dict[int, dict[int, Callable[[], None]]] = {}
         self._departing: list[Callable[[], None]] = []
-
-    def _renew(self) -> None:
-        self._changed = threading.Condition()
 
     def lose(self, rank: int, reason: str) -> bool:
         """Note that ``rank`` is lost. Return False if it was known to be lost or had left

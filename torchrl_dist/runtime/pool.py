@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ..forks import now_and_in_children
+from ..forks import renewed
 
 
 class DaemonPool:
@@ -22,12 +22,9 @@ class DaemonPool:
         self._name = name
         self._work: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]] | None]
         self._work = queue.SimpleQueue()
-        now_and_in_children(self, DaemonPool._renew)
+        self._lock = renewed(self, "_lock", threading.Lock)
         self._threads = 0
         self._unfinished = 0
-
-    def _renew(self) -> None:
-        self._lock = threading.Lock()
 
     def submit(self, fn: Callable[..., Any], *args: Any) -> None:
         """Run ``fn(*args)`` soon; does not block. ``fn`` must not raise."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
-from ..forks import now_and_in_children
+from ..forks import renewed
 from ..stopping import Stopped
 from . import rendezvous, wire
 from .awake import awake, check_timeout, result_of, start_clock
@@ -91,7 +91,8 @@ class Session:
         self._barriers = itertools.count()
         self._members = Membership(self.world.world_size, self.me.global_rank)
         self._pid = os.getpid()
-        now_and_in_children(self, Session._renew)
+        self._lock = renewed(self, "_lock", threading.Lock)
+        self._signs_lock = renewed(self, "_signs_lock", threading.Lock)
         self._in_flight: dict[int, set[Future[Any]]] = {p.global_rank: set() for p in self.peers}
         self._suspects: set[int] = set()
         self._watchers: dict[
@@ -116,10 +117,6 @@ class Session:
         if supervised:  # local_cluster supervises, and its children only serve
             for peer in self.peers[1:]:
                 self._members.serve(peer.global_rank)
-
-    def _renew(self) -> None:
-        self._lock = threading.Lock()
-        self._signs_lock = threading.Lock()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigurationError(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from torchrl_dist.errors import DeadlineError
-from torchrl_dist.forks import now_and_in_children
+from torchrl_dist.forks import renewed
 
 
 class Collecting(Protocol):
@@ -25,7 +25,7 @@ class Background:
     """
 
     def __init__(self, collector: Collecting) -> None:
-        now_and_in_children(self, Background._renew)
+        self._cond = renewed(self, "_cond", threading.Condition)
         self._paused = 0
         self._busy = False
         self._stopped = False
@@ -37,9 +37,6 @@ class Background:
             daemon=True,
         )
         self._thread.start()
-
-    def _renew(self) -> None:
-        self._cond = threading.Condition()
 
     @property
     def running(self) -> bool:

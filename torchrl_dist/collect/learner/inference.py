@@ -22,7 +22,7 @@ from torchrl_dist.collect.loop.one_thread import use_one_thread_if_small
 from torchrl_dist.collect.loop.policies import Compilation, Values, cpu_copy
 from torchrl_dist.collect.loop.spaces import plain_key
 from torchrl_dist.errors import ConfigurationError, PeerLostError
-from torchrl_dist.forks import now_and_in_children
+from torchrl_dist.forks import renewed
 from torchrl_dist.runtime import Remote, Session
 from torchrl_dist.weights import PackedWeights, unpack
 
@@ -38,12 +38,9 @@ class RPCInferenceTransport(InferenceTransport):
     """
 
     def __init__(self) -> None:
-        now_and_in_children(self, RPCInferenceTransport._renew)
+        self._cond = renewed(self, "_cond", threading.Condition)
         self._queue: list[tuple[Values, Future, float]] = []
         self._closed = False
-
-    def _renew(self) -> None:
-        self._cond = threading.Condition()
 
     def submit(self, values: Values) -> Future:
         future: Future = Future()
@@ -113,7 +110,7 @@ class LearnerInference:
         self._outputs = [plain_key(key) for key in outputs]
         self.inputs = tuple(plain_key(key) for key in reads.in_keys)
         self._version = 0
-        now_and_in_children(self, LearnerInference._renew)
+        self._lock = renewed(self, "_lock", threading.Lock)
         self._transport = RPCInferenceTransport()
         self._server = InferenceServer(
             self._run,
@@ -125,9 +122,6 @@ class LearnerInference:
         )
         self._server.start()
         self.handle: Remote = session.remote(session.me, lambda: self._transport)
-
-    def _renew(self) -> None:
-        self._lock = threading.Lock()
 
     def _run(self, requests: _Requests) -> _Answers:
         use_one_thread_if_small(self._policy)

@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 
-from torchrl_dist.forks import now_and_in_children
+from torchrl_dist.forks import renewed
 
 
 class Waker:
@@ -14,11 +14,8 @@ class Waker:
 
     def __init__(self) -> None:
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        now_and_in_children(self, Waker._renew)
-
-    def _renew(self) -> None:
         # Without the lock, ``wake`` could write to a new file with the closed one's number.
-        self._lock = threading.Lock()
+        self._lock = renewed(self, "_lock", threading.Lock)
 
     def fileno(self) -> int:
         return self._event

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from torchrl_dist.collect.worker.worker import RolloutStats, WorkerConfig
-from torchrl_dist.forks import now_and_in_children
+from torchrl_dist.forks import renewed
 
 _IN_THE_THREAD = (
     "describe",
@@ -106,7 +106,7 @@ class PinnedWorker:
         self._answers: dict[int, Future] = {}
         self._next = 0
         self._closed = False
-        now_and_in_children(self, PinnedWorker._renew)
+        self._lock = renewed(self, "_lock", threading.Lock)
         building = self._run(make, config)
         try:
             self._worker = building.result()
@@ -114,9 +114,6 @@ class PinnedWorker:
             thread.submit(partial(_close_built, building))
             thread.close()
             raise
-
-    def _renew(self) -> None:
-        self._lock = threading.Lock()
 
     def _task(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Future]:
         future: Future = Future()

@@ -49,7 +49,7 @@ from torchrl_dist.collect.loop.trajectories import TrajectoryAssembler
 from torchrl_dist.collect.worker.registrations import Registrations
 from torchrl_dist.collect.worker.shared_block import PackedRows, packable
 from torchrl_dist.errors import ConfigurationError, DeadlineError
-from torchrl_dist.forks import now_and_in_children
+from torchrl_dist.forks import renewed
 from torchrl_dist.runtime.awake import awake
 from torchrl_dist.stopping import giving_up_when
 from torchrl_dist.weights import PackedWeights, unpack
@@ -263,7 +263,7 @@ class RolloutWorker:
         if config.postproc is not None and config.postproc_factory is not None:
             raise ConfigurationError("pass postproc or postproc_factory, not both")
         self.config = config
-        now_and_in_children(self, RolloutWorker._renew)
+        self._lock = renewed(self, "_lock", threading.Lock)
         self._shown_index = (
             config.worker_index if config.shown_index is None else config.shown_index
         )
@@ -310,9 +310,6 @@ class RolloutWorker:
         if config.seed_given:
             self._require_a_seed_per_env()
         self._seed_envs()
-
-    def _renew(self) -> None:
-        self._lock = threading.Lock()
 
     def describe(self) -> WorkerInfo:
         """Describe the worker. If the config leaves T open, this first steps the envs to time a

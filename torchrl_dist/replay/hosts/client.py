@@ -18,7 +18,7 @@ import torch
 from tensordict import TensorDictBase
 
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
-from torchrl_dist.forks import now_and_in_children
+from torchrl_dist.forks import renewed
 from torchrl_dist.replay.hosts.link import SHORTEST_CALL_S, Link, Made, await_answer
 from torchrl_dist.replay.hosts.messages import (
     Answer,
@@ -127,10 +127,7 @@ class ReplayClient:
         self._reported: dict[int, int] = {}  # by shard, the number of its replies when it failed
         self._closed = False
         self._pid = os.getpid()
-        now_and_in_children(self, ReplayClient._renew)
-
-    def _renew(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = renewed(self, "_lock", threading.RLock)
 
     def check_entry(self) -> None:
         """Check that this thread may wait for a lock of TorchRL's buffer. Call it before waiting.

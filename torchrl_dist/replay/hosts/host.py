@@ -30,7 +30,7 @@ import torch
 from tensordict import TensorDictBase
 
 from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.forks import now_and_in_children
+from torchrl_dist.forks import renewed
 from torchrl_dist.replay.hosts.merging import parts_of
 from torchrl_dist.replay.hosts.messages import (
     CountSamples,
@@ -101,10 +101,7 @@ class ReplayHost(Shard):
         self._prioritized: SharedPrioritizedSampler | None = None
         self._slicers: dict[Law, SharedSampler] = {}  # in the order of last use
         self._passes: Passes | None = None
-        now_and_in_children(self, ReplayHost._renew)
-
-    def _renew(self) -> None:
-        self._slicing = threading.RLock()
+        self._slicing = renewed(self, "_slicing", threading.RLock)
 
     @property
     def storage(self) -> SharedMemmapStorage:

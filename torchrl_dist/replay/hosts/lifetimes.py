@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torchrl_dist.forks import now_and_in_children
+from torchrl_dist.forks import renewed
 from torchrl_dist.replay.hosts.client import ReplayClient, close_links
 from torchrl_dist.replay.node.opening import close_directory
 from torchrl_dist.replay.parts.storage import SharedMemmapStorage
@@ -25,15 +25,12 @@ _opened: dict[str, _InUse] = {}
 
 
 class _Locks:
-    hosts: threading.Lock
-    """The lock of the tables above, and of the tables in ``keeper`` and ``owner``."""
-
-    def renew(self) -> None:
-        self.hosts = threading.Lock()
+    def __init__(self) -> None:
+        self.hosts = renewed(self, "hosts", threading.Lock)
+        """The lock of the tables above, and of the tables in ``keeper`` and ``owner``."""
 
 
 LOCKS = _Locks()
-now_and_in_children(LOCKS, _Locks.renew)
 
 
 class _InUse:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.forks import now_and_in_children
+from torchrl_dist.forks import renewed
 from torchrl_dist.replay.hosts.batches import check_not_sampling
 from torchrl_dist.replay.hosts.client import ReplayClient
 from torchrl_dist.replay.parts.drawn import Drawn, joined
@@ -48,10 +48,7 @@ class PassSource:
         """The number of the latest pass that this process knows."""
         self._left = np.zeros(shards, np.int64)  # upper bounds of the rows that remain in it
         self._lengths = np.zeros(shards, np.int64)
-        now_and_in_children(self, PassSource._renew)
-
-    def _renew(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = renewed(self, "_lock", threading.RLock)
 
     @property
     def left(self) -> int:

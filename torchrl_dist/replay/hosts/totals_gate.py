@@ -34,7 +34,7 @@ from collections.abc import Callable
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_dist.errors import PeerLostError, RateLimitError
-from torchrl_dist.forks import now_and_in_children
+from torchrl_dist.forks import renewed
 from torchrl_dist.replay.hosts.batches import BatchSource
 from torchrl_dist.replay.hosts.client import ReplayClient
 from torchrl_dist.replay.law.limiter import Counts, RateLimiter
@@ -56,10 +56,7 @@ class TotalsGate:
         self._client = client
         self._admitted = 0  # rows of samples that their shards have not counted yet
         self._settled: int | None = None  # samples that replace lost shards' counts, once known
-        now_and_in_children(self, TotalsGate._renew)
-
-    def _renew(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = renewed(self, "_lock", threading.RLock)
 
     def counts(self) -> Counts | None:
         """Return the counts that this process knows; None until all shards have answered once."""

@@ -53,7 +53,7 @@ import torch
 
 from torchrl_dist import own_files
 from torchrl_dist.errors import ConfigurationError, DeadlineError, DirectoryError
-from torchrl_dist.forks import now_and_in_children
+from torchrl_dist.forks import renewed
 from torchrl_dist.replay.law.kernel import address
 from torchrl_dist.replay.law.limiter import Admission
 from torchrl_dist.replay.law.tree import PriorityTree, tree_bytes
@@ -740,17 +740,14 @@ OPEN: dict[tuple[int, int], ReplayDirectory] = {}
 class _Locks:
     """Locks between the threads of this process."""
 
-    opening: threading.RLock
-    """Held while directories are added to and removed from :data:`OPEN`."""
-    joining: threading.RLock
-    """Held while a forked child joins."""
-
-    def renew(self) -> None:
-        self.opening, self.joining = threading.RLock(), threading.RLock()
+    def __init__(self) -> None:
+        self.opening = renewed(self, "opening", threading.RLock)
+        """Held while directories are added to and removed from :data:`OPEN`."""
+        self.joining = renewed(self, "joining", threading.RLock)
+        """Held while a forked child joins."""
 
 
 LOCKS = _Locks()
-now_and_in_children(LOCKS, _Locks.renew)
 
 
 def once(lock: threading.RLock) -> threading.RLock:
