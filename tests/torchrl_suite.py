@@ -11,7 +11,7 @@ builds, and in the buffers over it the shared writer and sampler replace TorchRL
 windows of this package. With ``--collector`` a test's ``Collector`` is an ``RPCBatchedCollector``
 with its worker in the same process, whose batches ``[N, T]`` get the shape of the env, which yields
 None instead of reports, and which raises the errors of env and policy themselves. Tests that need
-TorchRL's other collectors are skipped.
+TorchRL's other collectors, or choose one by ``backend=``, are skipped.
 
 A test that built nothing of ours does not count. The others *pass*, are *refused* (they
 fail with an error of this package, which says that it does not do that), or *fail*; ``--list``
@@ -240,6 +240,8 @@ class Collector(torchrl_dist.RPCBatchedCollector):
         self, create_env_fn: Any, policy: Any = None, *, frames_per_batch: int = 200, **others: Any
     ) -> None:
         global _built
+        if any(others.get(name) is not None for name in ("backend", "num_collectors")):
+            _needs_another()
         _built += 1
         others = {"track_policy_version": False, "timeout_s": 60, **others}
         super().__init__(create_env_fn, policy, frames_per_batch=frames_per_batch, **others)
@@ -262,6 +264,8 @@ class Collector(torchrl_dist.RPCBatchedCollector):
         if not isinstance(batch, TensorDictBase):
             return batch
         batch = batch.exclude(("collector", "worker_index"))
+        if not self.track_traj_ids:
+            del batch["collector"]
         plain = self.trajs_per_batch is None and not self.split_trajs
         if plain and isinstance(self.env, EnvBase):
             batch = batch.reshape(*self.env.batch_size, batch.shape[-1])

@@ -88,6 +88,7 @@ def require_equal(got: TensorDictBase, expected: TensorDictBase) -> None:
         {"max_frames_per_traj": 20},
         {"reset_at_each_iter": True},
         {"set_truncated": True},
+        {"compact_obs": True, "max_frames_per_traj": 3},
         {"max_frames_per_traj": 4, "reset_at_each_iter": True, "set_truncated": True},
         {"total_frames": None, "init_random_frames": -1},
     ],
@@ -619,15 +620,15 @@ def test_interrupted_trajectories_are_never_written(build: Any) -> None:
     assert rows[:]["observation"][:, 0].tolist() == [float(t % 5) for t in range(20)]
 
 
-def test_collection_in_the_background_pauses_and_ends(build: Any) -> None:
+@pytest.mark.parametrize("factory", [True, False])
+def test_collection_in_the_background_pauses_and_ends(build: Any, factory: bool) -> None:
     rows = buffer()
     env = Plain(5)
-    given = build(env, turning(), frames_per_batch=10, replay_buffer=buffer())
-    with pytest.raises(ConfigurationError, match="a separate thread"):
-        given.start()
     collector = build(
-        lambda: env, turning(), frames_per_batch=10, replay_buffer=rows, total_frames=-1
+        (lambda: env) if factory else env, turning(), frames_per_batch=10, replay_buffer=rows
     )
+    if not factory:
+        collector.next()  # in this thread, before the env moves to another one
     assert not collector.is_running()
     collector.start()
     collector.start()
@@ -645,6 +646,36 @@ def test_collection_in_the_background_pauses_and_ends(build: Any) -> None:
     assert rows[:]["policy_version"].unique().tolist() == [0, 1]
     with pytest.raises(ConfigurationError, match="shut down"):
         collector.start()
+
+
+def test_an_env_that_was_given_moves_between_rollouts_only(build: Any) -> None:
+    class Slow(Plain):
+        def step(self, action: Any) -> Any:
+            time.sleep(0.05)
+            return super().step(action)
+
+    options = {"frames_per_batch": 20, "replay_buffer": buffer(), "timeout_s": 0.1}
+    collector = build(Slow(), turning(), **options)
+    with pytest.raises(DeadlineError):
+        collector.next()
+    with pytest.raises(ConfigurationError, match="during a rollout: call next"):
+        collector.start()
+
+
+@pytest.mark.parametrize("torchrl", [False, True])
+def test_trajectory_ids_may_be_left_out(build: Any, torchrl: bool) -> None:
+    common = {"frames_per_batch": 7, "total_frames": 21, "track_traj_ids": False}
+    expected = list(Collector(lambda: GymWrapper(Plain()), turning(), **common))
+    make = (lambda: GymWrapper(Plain())) if torchrl else Plain
+    got = list(build(make, turning(), track_policy_version=False, **common))
+    assert [set(batch["collector"].keys()) for batch in got] == [{"worker_index"}] * 3
+    assert_close(torch.cat(got, 1)[0].exclude("collector"), torch.cat(expected, 0))
+
+
+def test_trajectories_need_their_ids(build: Any) -> None:
+    for options in ({"trajs_per_batch": 2}, {"split_trajs": True}, {"readiness": Preempt(0.5)}):
+        with pytest.raises(ConfigurationError, match="track_traj_ids=False cannot be combined"):
+            build(Plain, turning(), frames_per_batch=7, track_traj_ids=False, **options)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -258,6 +258,14 @@ class Settings(WorkerOptions):
             raise ConfigurationError(
                 "traj_format='cat' is for batches of whole trajectories: pass trajs_per_batch="
             )
+        if not self.track_traj_ids and (
+            self.trajs_per_batch is not None or self.split_trajs or self.readiness.cuts
+        ):
+            raise ConfigurationError(
+                "track_traj_ids=False cannot be combined with trajs_per_batch=, split_trajs= or "
+                f"{self.readiness}, which need the ids; to leave them out, exclude them from the "
+                "batches: batch.exclude(('collector', 'traj_ids'))"
+            )
         if self.trajs_per_batch is None and not self.split_trajs:
             return
         if self.trajs_per_batch is not None and (self.trajs_per_batch < 1 or self.split_trajs):
@@ -399,16 +407,6 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "interruptor": ((None,), "pass readiness=Preempt(...) or preemptive_threshold="),
     "reset_when_done": ((True,), "an env that is done is always reset"),
     "return_same_td": ((False,), "each batch belongs to the caller; leave it out"),
-    "track_traj_ids": (
-        (True,),
-        "reports and trajectories need the ids; to leave them out of batches, pass "
-        "postproc=lambda rows: rows.exclude(('collector', 'traj_ids'))",
-    ),
-    "compact_obs": (
-        (False,),
-        "rows are whole transitions; to leave entries out, pass "
-        "postproc=lambda rows: rows.exclude(('next', 'observation'))",
-    ),
     "trajs_per_write": (
         (None, 1),
         "each trajectory is written as soon as it is complete, by one extend(); leave it out",

@@ -174,6 +174,9 @@ class RPCBatchedCollector(BaseCollector):
         max_frames_per_traj: episodes are truncated after this many steps, and rows have
             ``"step_count"``. Not for vector envs.
         set_truncated: the last step of each rollout is marked as truncated and done.
+        track_traj_ids: False leaves ``("collector", "traj_ids")`` out.
+        compact_obs: True leaves out the entries of ``"next"`` that the next row has, too, such as
+            ``("next", "observation")``. The last observations of episodes and rollouts are lost.
         track_policy_version: True writes ``("next", "policy_version")`` in addition to
             ``"policy_version"``, as TorchRL does; False leaves both out.
         pre_collect_hook, post_collect_hook: called before a rollout, and after it with its rows,
@@ -253,6 +256,8 @@ class RPCBatchedCollector(BaseCollector):
         reset_at_each_iter: bool = False,
         max_frames_per_traj: int | None = None,
         set_truncated: bool = False,
+        track_traj_ids: bool = True,
+        compact_obs: bool = False,
         track_policy_version: bool | None = None,
         pre_collect_hook: Callable[[], Any] | None = None,
         post_collect_hook: Callable[[TensorDictBase], Any] | None = None,
@@ -453,8 +458,10 @@ class RPCBatchedCollector(BaseCollector):
     storing_device = _argument("storing_device")
     num_workers = _argument("num_workers")
     policy_device = env_device = property(lambda self: torch.device("cpu"))
-    compact_obs = return_same_td = property(lambda self: False)
-    extend_buffer = reset_when_done = track_traj_ids = property(lambda self: True)
+    track_traj_ids = _argument("track_traj_ids")
+    compact_obs = _argument("compact_obs")
+    return_same_td = property(lambda self: False)
+    extend_buffer = reset_when_done = property(lambda self: True)
     interruptor = property(lambda self: None)
 
     @property
@@ -699,9 +706,12 @@ class RPCBatchedCollector(BaseCollector):
         :meth:`async_shutdown` is called. Meanwhile, weights may be updated and :meth:`stats`
         called.
 
+        An env that was given to the constructor itself moves to a separate thread. If it may only
+        be used in the thread that made it, pass a function that makes it instead.
+
         Raises:
-            ConfigurationError: there is no ``replay_buffer``, or the caller's thread made the env,
-                so that no other thread may step it.
+            ConfigurationError: there is no ``replay_buffer``, or the collector of such an env was
+                built in another thread, or is in the middle of a rollout.
             Exception: the exception with which collection in the background ended.
         """
         if self.replay_buffer is None:
@@ -710,11 +720,7 @@ class RPCBatchedCollector(BaseCollector):
         if self._background is not None:
             self._background.raise_error()
         if not self.is_running():
-            if self._crew.in_callers_thread:
-                raise ConfigurationError(
-                    "start() collects in a separate thread, and this env was made in another "
-                    "thread; pass a function that makes the env, such as make_env=lambda: MyEnv()"
-                )
+            self._crew.move_to_own_thread()
             self._background = Background(self)
             if (session := self._session()) is not None:
                 session.on_leave(self._background.stopper())

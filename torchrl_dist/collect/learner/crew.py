@@ -530,6 +530,16 @@ class Crew:
             )
         return results
 
+    def move_to_own_thread(self) -> None:
+        """Let envs of the caller's thread be stepped and closed in a thread of their own.
+
+        Raises:
+            ConfigurationError: see :meth:`CallersHandle.moved`.
+        """
+        for worker in self.workers:
+            if worker.callers is not None:
+                worker.handle, worker.callers = worker.callers.moved(worker.requests), None
+
     @property
     def in_callers_thread(self) -> bool:
         """Whether the envs live in the thread that built the collector."""

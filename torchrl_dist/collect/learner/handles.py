@@ -211,6 +211,27 @@ class CallersHandle:
         """Whether a requested rollout is not complete."""
         return bool(self._asked)
 
+    def moved(self, request: int) -> LocalHandle:
+        """Return a handle whose envs are stepped and closed in a thread of their own. Do not use
+        this one afterwards.
+
+        Args:
+            request: the number of the next request for a rollout.
+
+        Raises:
+            ConfigurationError: this is not the thread of the envs, or a rollout is not complete.
+        """
+        self.require_thread("start()")
+        if self.running or self.waits:
+            raise ConfigurationError(
+                "start() during a rollout: call next() until it returns the batch, then start()"
+            )
+        worker, thread = self._worker, OwnThread()
+        thread.submit(partial(use_one_thread_if_small, self._policy))
+        return LocalHandle(
+            PinnedWorker(lambda _: worker, worker.config, thread, request), self._name
+        )
+
     def work(self, until: float) -> None:
         """Begin or continue the oldest requested rollout, until ``until`` (on ``awake()``).
         Called in the envs' thread."""

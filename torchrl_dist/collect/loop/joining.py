@@ -77,6 +77,16 @@ def set_truncated(rollout: TensorDict) -> None:
         _put_back(following, {key: truncated, _beside(key, "done"): done})
 
 
+def without_next_observations(rollout: TensorDict) -> TensorDict:
+    """Leave out the entries of ``"next"`` that the next row has, too, as TorchRL's ``compact_obs``
+    does: all that ``rollout`` has outside ``"next"``, except flags of ends, and rewards."""
+    here = set(rollout.keys(True, True, is_leaf=is_leaf_nontensor))
+    kept = ("reward", "done", "terminated", "truncated")
+    following = rollout.get("next").keys(True, True, is_leaf=is_leaf_nontensor)
+    again = [key for key in following if key in here and not _last(key).endswith(kept)]
+    return rollout.exclude(*(("next", *((key,) if isinstance(key, str) else key)) for key in again))
+
+
 def _put_back(td: TensorDictBase, changed: Mapping[Key, Tensor]) -> None:
     """Set tensors that were changed in place. This is needed because a lazy stack returns
     copies."""

@@ -90,21 +90,25 @@ class PinnedWorker:
 
     The constructor calls ``make(config)`` in that thread, and blocks. All methods except ``cut``
     return a future. Calls run one by one in their order, and rollouts in the order of their request
-    numbers.
+    numbers, of which the first is ``first``.
 
     Raises:
         Exception: ``make`` raised it.
     """
 
     def __init__(
-        self, make: Callable[[WorkerConfig], Any], config: WorkerConfig, thread: EnvThread
+        self,
+        make: Callable[[WorkerConfig], Any],
+        config: WorkerConfig,
+        thread: EnvThread,
+        first: int = 0,
     ) -> None:
         self._index = config.worker_index
         self._thread = thread
         # calls, by request, that wait for earlier requests
         self._held: dict[int, Callable[[], None]] = {}
         self._answers: dict[int, Future] = {}
-        self._next = 0
+        self._next = first
         self._closed = False
         self._lock = renewed(self, "_lock", threading.Lock)
         building = self._run(make, config)

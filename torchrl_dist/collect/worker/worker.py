@@ -33,6 +33,7 @@ from torchrl_dist.collect.loop.joining import (
     set_truncated,
     size_bytes,
     truncate_last,
+    without_next_observations,
 )
 from torchrl_dist.collect.loop.policies import Compilation
 from torchrl_dist.collect.loop.rollout import (
@@ -73,7 +74,7 @@ class WorkerOptions:
         env_processes: 0, or the number of processes in which the worker's envs run.
         step_timeout_s: an env process that makes no step for this many seconds is replaced.
         compilation: how the policy is compiled.
-        reset_at_each_iter, set_truncated: as in TorchRL's collectors.
+        reset_at_each_iter, set_truncated, track_traj_ids, compact_obs: as in TorchRL's collectors.
         max_frames_per_traj: as in TorchRL's collectors; 0: no limit.
         hooks: two functions, or None. The first is called before each rollout, the second after
             it with its rows.
@@ -92,6 +93,8 @@ class WorkerOptions:
     reset_at_each_iter: bool = False
     max_frames_per_traj: int = 0
     set_truncated: bool = False
+    track_traj_ids: bool = True
+    compact_obs: bool = False
     hooks: Hooks = (None, None)
 
 
@@ -555,6 +558,10 @@ class RolloutWorker:
             rollout = rollout.exclude("policy_version")
         elif self.config.stamp_version:
             rollout.set(("next", "policy_version"), versions.clone())
+        if not self.config.track_traj_ids:
+            rollout = rollout.exclude(("collector", "traj_ids"))
+        if self.config.compact_obs:
+            rollout = without_next_observations(rollout)
         try:
             with giving_up_when(self._gives_up):
                 data, data_bytes = self._deliver(rollout, behind)
