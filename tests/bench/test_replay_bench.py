@@ -51,9 +51,11 @@ def test_two_peers_give_cells_with_sane_content(tmp_path: Path, capsys) -> None:
 
 def test_sequences_and_patches_are_measured_for_torchrl_too(tmp_path: Path) -> None:
     options = ["--peers", "ours-numpy,torchrl-uniform", "--ops", "sequences,patch"]
-    cells = measured(replay, [*TOY, *options], tmp_path)
-    assert {(cell["peer"], cell["op"], cell["batch"], cell["unit"]) for cell in cells} == {
-        (peer, *line)
+    cells = measured(replay, [*TOY, "--kinds", "S,L", *options], tmp_path)
+    names = ("kind", "peer", "op", "batch", "unit")
+    assert {tuple(cell[name] for name in names) for cell in cells} == {
+        (kind, peer, *line)
+        for kind in "SL"
         for peer in ("ours-numpy", "torchrl-uniform")
         for line in (("sequences", 32, "windows/s"), ("patch", 256, "rows/s"))
     }

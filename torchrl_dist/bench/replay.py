@@ -13,7 +13,7 @@ Operations:
 - ``sample``, ``sample+update``: batches/s of a learner, without writers.
 - ``mixed``: 2 writers (batches of 64), and a learner that samples and updates priorities.
 - ``sequences``: windows/s of a learner that samples uniformly, each of 80 rows and 40 of burn-in,
-  in batches of 32 (S only).
+  in batches of 32. For L, our buffers store each frame once, and TorchRL's buffer in every row.
 - ``patch``: rows/s that a learner changes by ``update_if_present``, in batches of 256.
 - ``lock``: how long a reader waits for our lock while a writer runs a tight loop (``lock-wait``).
   For ``lock-wait-busy``, the writer's process also runs a busy Python thread.
@@ -129,7 +129,7 @@ def _can(peer: str, cell: Cell) -> bool:
     if cell.op in ("lock", "cursor"):  # these ops concern only our parts; kind S is enough
         return peer in ("ours-numpy", "ours-c") and cell.kind == "S"
     if cell.op in ("sequences", "patch"):
-        return cell.op in PEERS[peer].extra_ops and (cell.kind == "S" or cell.op == "patch")
+        return cell.op in PEERS[peer].extra_ops
     if peer == "torchrl-uniform":
         return False
     return not PEERS[peer].in_one_process or (cell.op != "mixed" and cell.processes == 1)

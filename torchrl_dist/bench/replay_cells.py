@@ -101,6 +101,8 @@ def fill(peer: Peer, kind: str, rows: int, capacity: int, batch: int, seed: int)
     for done in range(0, capacity, size):
         if done >= rows and time.monotonic() - begin > _WARM_S:
             break
+        if peer.op == "sequences":  # whose frames must differ, because equal ones are stored once
+            several = peer.prepare(make_rows(kind, size, seed + done))
         peer.extend(several)
     first = seed * _PREPARED_BATCHES
     peer.batches = [

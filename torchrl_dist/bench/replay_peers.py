@@ -147,7 +147,7 @@ class Ours(TorchRLBuffer):
 
         storage = replay.SharedMemmapStorage(
             self.capacity, scratch_dir=f"{self.folder}/replay", job_id="bench",
-            gather_threads=self.gather_threads,
+            gather_threads=self.gather_threads, frames=self._frames(),
         )  # fmt: skip
         return (TensorDictReplayBuffer if self.stock else replay.SharedReplayBuffer)(
             storage=storage,
@@ -156,6 +156,9 @@ class Ours(TorchRLBuffer):
             priority_key="td_error",
             **self.sampling(),
         )
+
+    def _frames(self) -> dict[str, int] | None:
+        return {"observation": 4} if (self.op, self.kind) == ("sequences", "L") else None
 
     def _sampler(self) -> Any:
         from torchrl_dist import replay
@@ -485,6 +488,13 @@ class Reverb(Peer):
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "GRPC_VERBOSITY": "ERROR",
     }
+    extra_ops = ("sequences",)
+
+    def _rows_per_item(self) -> int:
+        return BURN_IN + WINDOW if self.op == "sequences" else 1
+
+    def _batch(self) -> int:
+        return WINDOWS if self.op == "sequences" else SAMPLE_BATCH
 
     def open(self, workers: int) -> None:
         # TensorFlow does not survive a fork, so each process imports it after the fork.
@@ -498,30 +508,37 @@ class Reverb(Peer):
 
     @functools.cached_property
     def _writer(self) -> Any:
-        return self._client.trajectory_writer(num_keep_alive_refs=1)
+        return self._client.trajectory_writer(num_keep_alive_refs=self._rows_per_item())
 
     @functools.cached_property
     def _batches(self) -> Iterator[Any]:
         reverb = importlib.import_module("reverb")
         shape = importlib.import_module("tensorflow").TensorShape
         arrays = self.prepare(make_rows(self.kind, 1))
+        steps, batch = self._rows_per_item(), self._batch()
+        before = () if steps == 1 else (steps,)
         dataset = reverb.TrajectoryDataset(
             self._address,
             "replay",
             dtypes={key: array.dtype for key, array in arrays.items()},
-            shapes={key: shape(array.shape[1:]) for key, array in arrays.items()},
-            max_in_flight_samples_per_worker=2 * SAMPLE_BATCH,
+            shapes={key: shape((*before, *array.shape[1:])) for key, array in arrays.items()},
+            max_in_flight_samples_per_worker=2 * batch,
         )
-        return dataset.batch(SAMPLE_BATCH).as_numpy_iterator()
+        return dataset.batch(batch).as_numpy_iterator()
 
     def prepare(self, rows: Any) -> Any:
         return _arrays(rows)
 
     def extend(self, rows: Any) -> None:
-        writer = self._writer
+        writer, steps = self._writer, self._rows_per_item()
         for row in range(len(rows["action"])):
             writer.append({key: array[row] for key, array in rows.items()})
-            newest = {key: column[-1] for key, column in writer.history.items()}
+            if writer.episode_steps < steps:
+                continue
+            newest = {
+                key: column[-1] if steps == 1 else column[-steps:]
+                for key, column in writer.history.items()
+            }
             writer.create_item("replay", priority=1.0, trajectory=newest)
         writer.flush()
 
@@ -541,10 +558,11 @@ class Reverb(Peer):
 def _serve_reverb(peer: Reverb) -> int:
     """Start the server in this process, and return its port."""
     reverb = importlib.import_module("reverb")
+    selectors, uniform = reverb.selectors, peer.op == "sequences"
     table = reverb.Table(
         "replay",
-        sampler=reverb.selectors.Prioritized(ALPHA),
-        remover=reverb.selectors.Fifo(),
+        sampler=selectors.Uniform() if uniform else selectors.Prioritized(ALPHA),
+        remover=selectors.Fifo(),
         max_size=peer.capacity,
         rate_limiter=reverb.rate_limiters.MinSize(1),
     )

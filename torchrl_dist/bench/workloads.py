@@ -28,7 +28,7 @@ KINDS = {
 
 def make_rows(kind: str, count: int, seed: int = 0) -> TensorDict:
     """Return rows of kind S, a CartPole transition, or L, four stacked 84 x 84 frames with action,
-    reward and done.
+    reward and done. Each row of L has three frames of the row before.
 
     Returns:
         A TensorDict [count], in the layout of TorchRL's collectors.
@@ -41,8 +41,9 @@ def make_rows(kind: str, count: int, seed: int = 0) -> TensorDict:
         observation = torch.rand(count, 4, generator=random)
         following = {"observation": torch.rand(count, 4, generator=random)}
     else:
-        shape = (count, 4, 84, 84)
-        observation = torch.randint(0, 256, shape, dtype=torch.uint8, generator=random)
+        shape = (count + 3, 84, 84)
+        frames = torch.randint(0, 256, shape, dtype=torch.uint8, generator=random)
+        observation = torch.stack([frames[i : i + count] for i in range(4)], 1)
         following = {}
     following["reward"] = torch.rand(count, generator=random)
     following["done"] = torch.zeros(count, dtype=torch.bool)
