@@ -56,6 +56,7 @@ PRINTS = {
     "four_ranks.py": r"rank \d: 8[45] updates, 6400 rows, \w{16}\n",
     "tune.py": r"4 trials, the best return is \d+\.\d\n",
     "own_loop.py": r"rank [01]: step 60, \d+ rows, \w{16}\n",
+    "minari_data.py": r"458 rows torch\.Size\(\[32, 4\]\) torch\.float64\n",
     "with_fabric.py": r"(rank [01]: 200 rows, parameters (\w{16})\n){2}",
 }
 

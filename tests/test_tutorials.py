@@ -75,6 +75,8 @@ HEADLINES: dict[str, dict[str, Any]] = {
         "draws_by_shard": [near(n / 6, 0.03) for n in (1, 2, 3)],
         "rows_back": 600,
         "samples_per_insert": near(4, 2),
+        "windows_are_consecutive": True,
+        "states_are_new_where_refreshed": True,
         "shard_of_the_dead_in_batch": 0,
         "reports": 1,
     },
