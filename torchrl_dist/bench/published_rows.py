@@ -81,8 +81,21 @@ class Published:
 
 
 _OWN = "the recipe's own network and settings"
-_DQN = f"{_OWN}; n-step targets, one epsilon per environment"
-_CALM = {"epsilon": 0.1, "learning_starts": 1_000}
+_DQN = f"{_OWN}, with an update per 4 frames; n-step targets, one epsilon per environment"
+_SLM_DQN: dict[str, Any] = dict(
+    frames_per_batch=128, updates_per_batch=32, envs_per_collector=4, epsilon=0.1,
+    learning_starts=1_000,
+)  # fmt: skip
+_ZOO_TARGETS = "double DQN; soft target updates and one constant epsilon per environment"
+_ZOO_DQN: dict[str, Any] = dict(
+    hidden=(256, 256), batch_size=128, learning_rate=6.3e-4, learning_rate_end=6.3e-4, n_steps=1,
+    alpha=0.0, frames_per_batch=64, updates_per_batch=64, envs_per_collector=4, epsilon=0.2,
+    learning_starts=128, target_tau=0.01,
+)  # fmt: skip
+_ZOO_CARTPOLE = _ZOO_DQN | dict(
+    batch_size=64, learning_rate=2.3e-3, learning_rate_end=2.3e-3, frames_per_batch=256,
+    updates_per_batch=128, learning_starts=1_000, capacity=100_000, target_tau=0.05,
+)  # fmt: skip
 # CleanRL halves squared errors, so its vf_coef is twice our critic_coef.
 _CLEANRL: dict[str, Any] = dict(
     learners=1, envs_per_collector=1, frames_per_batch=2048, minibatches=32, epochs=10,
@@ -96,9 +109,9 @@ _ZOO_PPO: dict[str, Any] = dict(
 _CARTPOLE, _ACROBOT, _LUNAR = "CartPole-v1", "Acrobot-v1", "LunarLander-v3"
 _HIDDEN_SPEED = "torchrl_dist.recipes.tasks:cartpole_without_velocities"
 ROWS: dict[str, Published] = {
-    "slm-dqn-cartpole": Published("slm", "apex", _CARTPOLE, 200_000, 451.5, None, _CALM, _DQN),
-    "slm-dqn-acrobot": Published("slm", "apex", _ACROBOT, 300_000, -83.9, None, _CALM, _DQN),
-    "slm-dqn-lunar": Published("slm", "apex", _LUNAR, 300_000, 265.9, None, _CALM, _DQN),
+    "slm-dqn-cartpole": Published("slm", "apex", _CARTPOLE, 200_000, 451.5, None, _SLM_DQN, _DQN),
+    "slm-dqn-acrobot": Published("slm", "apex", _ACROBOT, 300_000, -83.9, None, _SLM_DQN, _DQN),
+    "slm-dqn-lunar": Published("slm", "apex", _LUNAR, 300_000, 265.9, None, _SLM_DQN, _DQN),
     "slm-ppo-cartpole": Published("slm", "ddppo", _CARTPOLE, 200_000, 498.9, None, {}, _OWN),
     "slm-ppo-acrobot": Published("slm", "ddppo", _ACROBOT, 300_000, -81.3, None, {}, _OWN),
     "slm-ppo-lunar": Published(
@@ -106,10 +119,15 @@ ROWS: dict[str, Published] = {
         _OWN,
     ),
     "slm-sac-pendulum": Published("slm", "sac", "Pendulum-v1", 300_000, -151.0, None, {}, _OWN),
-    "zoo-dqn-cartpole": Published("zoo", "apex", _CARTPOLE, 50_000, 500.0, None, _CALM, _DQN),
-    "zoo-dqn-acrobot": Published("zoo", "apex", _ACROBOT, 100_000, -76.6, None, _CALM, _DQN),
+    "zoo-dqn-cartpole": Published(
+        "zoo", "apex", _CARTPOLE, 50_000, 500.0, None, _ZOO_CARTPOLE, _ZOO_TARGETS
+    ),
+    "zoo-dqn-acrobot": Published(
+        "zoo", "apex", _ACROBOT, 100_000, -76.6, None, _ZOO_DQN, _ZOO_TARGETS
+    ),
     "zoo-dqn-lunar": Published(
-        "zoo", "apex", _LUNAR, 100_000, 154.4, None, _CALM, f"{_DQN}; theirs is LunarLander-v2"
+        "zoo", "apex", _LUNAR, 100_000, 154.4, None, _ZOO_DQN,
+        f"{_ZOO_TARGETS}; theirs is LunarLander-v2",
     ),
     "zoo-ppo-cartpole": Published("zoo", "ddppo", _CARTPOLE, 100_000, 500.0, None, _ZOO_PPO),
     "zoo-sac-pendulum": Published(
