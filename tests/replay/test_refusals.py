@@ -10,13 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torchrl.data import LazyTensorStorage, ReplayBuffer
+from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import SamplerWithoutReplacement, TensorDictRoundRobinWriter
 
 from tests.replay.conftest import make_rows
 from torchrl_dist import (
+    RemoteStorage,
     RPCPrioritizedSampler,
+    RPCPrioritizedSliceSampler,
     Session,
+    SharedCursorWriter,
     SharedMemmapStorage,
     SharedPrioritizedSampler,
     SharedRandomSampler,
@@ -114,6 +117,14 @@ def test_impossible_arguments_of_parts_by_rpc_are_refused(alone: Session, folder
     sampler = RPCPrioritizedSampler(64, 0.6, 0.4, owner=owner)
     with pytest.raises(ConfigurationError, match="not bound to a storage"):
         sampler.update_priority(torch.tensor([1]), 1.0)
+    options = {"slice_len": 2, "traj_key": "episode", "max_priority_within_buffer": True}
+    sampler = RPCPrioritizedSliceSampler(64, 0.6, 0.4, owner=owner, **options)
+    storage = RemoteStorage(owner)
+    with pytest.raises(ConfigurationError, match="max_priority_within_buffer=True: over hosts"):
+        TensorDictReplayBuffer(
+            storage=storage, sampler=sampler, writer=SharedCursorWriter(), batch_size=4
+        )
+    storage.close()
     owner.release()
     buffer = replay_buffer(
         alone, capacity=64, batch_size=4, shortcut=False, scratch_dir=folder, name="other"

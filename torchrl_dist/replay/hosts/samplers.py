@@ -98,6 +98,12 @@ class _SamplerOfOwner(SharedSampler):
             )
         if not isinstance(storage, RemoteStorage):  # on the node of a single host
             return super().attach(storage)
+        if getattr(self, "_max_priority_within_buffer", False):
+            raise ConfigurationError(
+                "max_priority_within_buffer=True: over hosts, new rows get the largest priority "
+                "ever set, because no host knows the priorities of the others; leave it out, or "
+                "pass the priorities of new rows with them"
+            )
         self._check_limiter(storage)
         self._prepare(storage)
         self._storage = storage
