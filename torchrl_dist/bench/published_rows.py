@@ -86,6 +86,10 @@ _SLM_DQN: dict[str, Any] = dict(
     frames_per_batch=128, updates_per_batch=32, envs_per_collector=4, epsilon=0.1,
     learning_starts=1_000,
 )  # fmt: skip
+_SLM_LUNAR: dict[str, Any] = dict(
+    envs_per_collector=8, frames_per_batch=2048, minibatches=32, learning_rate=3e-4, gamma=0.999,
+    gae_lambda=0.98,
+)  # fmt: skip
 _ZOO_TARGETS = "double DQN; soft target updates and one constant epsilon per environment"
 _ZOO_DQN: dict[str, Any] = dict(
     hidden=(256, 256), batch_size=128, learning_rate=6.3e-4, learning_rate_end=6.3e-4, n_steps=1,
@@ -115,7 +119,7 @@ ROWS: dict[str, Published] = {
     "slm-ppo-cartpole": Published("slm", "ddppo", _CARTPOLE, 200_000, 498.9, None, {}, _OWN),
     "slm-ppo-acrobot": Published("slm", "ddppo", _ACROBOT, 300_000, -81.3, None, {}, _OWN),
     "slm-ppo-lunar": Published(
-        "slm", "ddppo", _LUNAR, 300_000, 183.3, None, {"envs_per_collector": 8, "gamma": 0.999},
+        "slm", "ddppo", _LUNAR, 300_000, 183.3, None, _SLM_LUNAR,
         _OWN,
     ),
     "slm-sac-pendulum": Published("slm", "sac", "Pendulum-v1", 300_000, -151.0, None, {}, _OWN),
