@@ -76,7 +76,7 @@ _FIRST = [
     *("collect/test_rollout.py", "collect/test_node.py", "learn/test_jobs.py"),
     *("bench/test_remote_bench.py", "collect/test_stops.py", "bench/test_replay_bench.py"),
     *("collect/test_collector_cluster.py", "recipes/test_nodes.py", "runtime/test_forkserver.py"),
-    *("ops/test_second_user.py", "runtime/test_hosts.py", "replay/test_program_fuzz.py"),
+    *("ops/test_second_user.py", "runtime/test_hosts.py"),
 ]
 
 

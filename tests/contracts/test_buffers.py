@@ -304,16 +304,18 @@ def test_rows_are_read_and_replaced_by_indices_of_any_shape(buffer) -> None:
 
 @pytest.mark.parametrize("buffer", OURS, indirect=True)
 def test_rows_are_added_and_extended_with_their_priorities(buffer) -> None:
-    rows = make_rows(range(8))
-    rows["td_error"] = torch.tensor([100.0] + 7 * [0.01])
-    for row in rows[:4]:
-        buffer.add(row)
-    buffer.extend(rows[4:])
-    settle(buffer)
-    (saved, *_) = (each for each in buffer.storage.snapshot() if each.leaf.size)
-    if hasattr(buffer.sampler, "alpha"):
-        assert saved.leaf[0] == pytest.approx(100**0.6, 1e-4)
-        assert saved.leaf[1:] == pytest.approx(0.01**0.6, 1e-4)
+    priority = torch.tensor([100.0] + (CAPACITY - 1) * [0.01])
+    for lap in range(3):  # only the index tensor tells the laps apart
+        rows = make_rows(range(CAPACITY * lap, CAPACITY * (lap + 1)))
+        rows["td_error"] = priority = priority.flip(0)
+        for row in rows[:4]:
+            buffer.add(row)
+        buffer.extend(rows[4:])
+        settle(buffer)
+        (saved, *_) = (each for each in buffer.storage.snapshot() if each.leaf.size)
+        if hasattr(buffer.sampler, "alpha"):
+            assert saved.leaf == pytest.approx(priority.numpy() ** 0.6, 1e-4)
+            assert buffer.storage.counters["stale_updates"] == 0
 
 
 @pytest.mark.parametrize(
@@ -360,6 +362,19 @@ def test_equal_seeds_draw_different_batches(buffer) -> None:
 
 
 PRIORITIZED = [kind for kind in OURS if "uniform" not in kind]
+
+
+@pytest.mark.parametrize("buffer", PRIORITIZED, indirect=True)
+def test_a_late_priority_for_a_recycled_slot_is_dropped(buffer) -> None:
+    buffer.extend(make_rows(range(CAPACITY)))
+    settle(buffer)
+    batch = buffer.sample()
+    buffer.extend(make_rows(range(100, 100 + CAPACITY)))
+    batch["td_error"] = torch.full((8,), 1e6)
+    buffer.update_tensordict_priority(batch)
+    settle(buffer)
+    assert buffer.storage.counters["stale_updates"] == 8
+    assert (buffer.sample()["priority_weight"] == 1).all()
 
 
 @pytest.mark.parametrize("buffer", PRIORITIZED, indirect=True)

@@ -93,13 +93,6 @@ def descriptors_here() -> tuple[int, list[str]]:
     return len(os.listdir("/proc/self/fd")), sorted(rows)
 
 
-def draw_ids(buffer: HostedReplayBuffer) -> list[int]:
-    """Sample after seeding all generators equally."""
-    torch.manual_seed(0)
-    np.random.seed(0)
-    return sample_times(buffer, 4)
-
-
 def extend_twice(buffer: HostedReplayBuffer) -> torch.Tensor:
     """Return the indices of two extends of 8 rows."""
     value = torch.arange(8)

@@ -19,10 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy.stats import chisquare
 from tensordict import TensorDict
 from torchrl.data import (
-    LazyTensorStorage,
     ReplayBuffer,
     TensorDictReplayBuffer,
 )
@@ -57,16 +55,6 @@ def assert_whole(batch: TensorDict) -> None:
 # --- writing and reading -------------------------------------------------------------------------
 
 
-def test_the_ring_wraps_like_torchrls(make_buffer) -> None:
-    rb = make_buffer(20)
-    peer = TensorDictReplayBuffer(storage=LazyTensorStorage(20), batch_size=4)
-    for start in range(0, 130, 13):
-        rb.extend(make_rows(range(start, start + 13)))
-        peer.extend(make_rows(range(start, start + 13)))
-        assert rb[:]["id"].tolist() == peer[:]["id"].tolist()
-    assert rb.write_count == peer.write_count == 130
-
-
 def test_a_generation_is_the_one_of_the_copied_row_even_if_its_slot_is_reused_at_once(
     make_buffer, monkeypatch
 ) -> None:
@@ -83,63 +71,7 @@ def test_a_generation_is_the_one_of_the_copied_row_even_if_its_slot_is_reused_at
     assert (batch["id"] < 8).all() and (batch["index_generation"] == 1).all()
 
 
-def test_empty_drops_rows_but_never_lets_old_handles_look_fresh(make_buffer) -> None:
-    rb = make_buffer(16)
-    rb.extend(make_rows(range(10)))
-    old = rb.sample()
-    rb.empty()
-    assert len(rb) == 0 and rb.write_count == 0
-    with pytest.raises(RuntimeError, match="empty"):
-        rb.sample()
-    assert rb.extend(make_rows(range(20, 26))).tolist() == list(range(6))
-    assert len(rb) == 6
-    old["td_error"] = torch.full((16,), 1e6)
-    rb.update_tensordict_priority(old)
-    assert rb.storage.directory.counters["stale_updates"] == 16
-
-
 # --- priorities ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("alpha", "beta"), [(0.0, 0.4), (0.6, 0.4), (0.6, 0.0), (1.0, 1.0)])
-def test_law_and_weights_are_those_of_the_paper(make_buffer, alpha, beta) -> None:
-    capacity = 50
-    rb = make_buffer(capacity, alpha=alpha, beta=beta)
-    rb.extend(make_rows(range(120)))
-    rb.sample()  # the tree has the sums of these from here on
-    priority = np.random.default_rng(0).exponential(size=capacity)
-    rb.update_priority(torch.arange(capacity), torch.from_numpy(priority))
-    p = (priority + 1e-8) ** alpha
-    law = p / p.sum()
-    counts = np.zeros(capacity)
-    for _ in range(40):
-        batch = rb.sample(1000)
-        slots = batch["index"].numpy()
-        counts += np.bincount(slots, minlength=capacity)
-        expected = (capacity * law[slots]) ** -beta / ((capacity * law.min()) ** -beta)
-        np.testing.assert_allclose(batch["priority_weight"].numpy(), expected, rtol=1e-5)
-    assert chisquare(counts, law * counts.sum()).pvalue > 1e-4
-
-
-def test_the_largest_priority_within_the_buffer_follows_the_rows(make_buffer) -> None:
-    sampler = SharedPrioritizedSampler(8, 1.0, 0.4, max_priority_within_buffer=True)
-    rb = make_buffer(8, sampler=sampler)
-    rb.extend(make_rows(range(8)))
-    rb.update_priority(torch.arange(8), torch.tensor([9.0, 4, 1, 1, 1, 1, 1, 1]))
-    assert rb.sampler.default_priority == 9
-    rb.update_priority(torch.tensor([0]), torch.tensor([2.0]))
-    assert rb.sampler.default_priority == pytest.approx(4, abs=1e-6)
-
-
-def test_priorities_of_an_extend_count_on_every_lap_of_the_ring(make_buffer) -> None:
-    rb = make_buffer(8, alpha=1.0)
-    for lap in range(3):  # the same slots each time: only the index tensor tells the laps apart
-        rows = make_rows(range(8 * lap, 8 * lap + 8))
-        rows["td_error"] = torch.arange(1.0, 9.0) + lap
-        rb.extend(rows)
-        expected = np.arange(1, 9) + lap
-        np.testing.assert_allclose(rb.storage.directory.tree.leaves, expected, rtol=1e-6)
-    assert rb.storage.directory.counters["stale_updates"] == 0
 
 
 @BUFFERS
@@ -215,15 +147,6 @@ def test_without_its_key_rows_get_the_largest_priority_as_in_torchrl(make_buffer
     leaves = rb.storage.directory.tree.leaves
     assert (leaves[batch["index"].numpy()] == leaves.max()).all()
     assert (leaves < leaves.max()).sum() == 8 - len(set(batch["index"].tolist()) | {7})
-
-
-def test_reading_where_nothing_was_written_is_an_error(make_buffer) -> None:
-    rb = make_buffer(8, timeout_s=0.2)
-    with pytest.raises(IndexError, match="no row was ever written"):
-        rb.storage[0]
-    rb.extend(make_rows(range(2)))
-    with pytest.raises(IndexError, match="0 .. 1"):
-        rb.storage[5]
 
 
 # --- identity and lifetime -----------------------------------------------------------------------
@@ -335,18 +258,6 @@ def test_a_restore_waits_for_writers_of_its_slots(make_buffer) -> None:
     assert len(rb) == 64 and rb[:]["id"].tolist() == list(range(64))
 
 
-def test_a_snapshot_taken_while_the_last_slot_is_written_restores_the_others(make_buffer) -> None:
-    rb = make_buffer(64, uniform=True)
-    rb.extend(make_rows(range(64)))
-    rb.extend(make_rows(range(64, 120)))
-    writing = rb.storage._cursor.reserve(8)
-    state = rb.state_dict()
-    rb.storage._cursor.publish(writing)
-    rb.load_state_dict(state)
-    assert len(rb) == 56 and rb.storage.directory.high == 64
-    assert set(rb.sample(500)["id"].tolist()) <= set(range(64, 120))
-
-
 def test_rows_that_were_being_written_when_the_buffer_was_emptied_are_dropped(make_buffer) -> None:
     rb = make_buffer(64)
     rb.extend(make_rows(range(16)))
@@ -430,15 +341,6 @@ def test_a_default_device_does_not_reach_into_the_buffer(make_buffer) -> None:
     finally:
         torch.set_default_device(None)
     assert batch.device.type == batch["obs"].device.type == "cpu"
-
-
-def test_priorities_set_by_hand_count_although_the_slots_were_written_before(make_buffer) -> None:
-    rb = make_buffer(16, alpha=1.0)
-    for lap in range(3):
-        rb.extend(make_rows(range(16 * lap, 16 * lap + 8)))
-        rb.extend(make_rows(range(16 * lap + 8, 16 * lap + 16)))
-    rb.update_priority(torch.arange(8), torch.full((8,), 3.0))
-    np.testing.assert_allclose(rb.storage.directory.tree.leaves, [3] * 8 + [1] * 8, rtol=1e-6)
 
 
 def test_remembering_many_small_batches_takes_little_memory() -> None:

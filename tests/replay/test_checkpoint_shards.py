@@ -68,35 +68,6 @@ def law(buffer: HostedReplayBuffer) -> dict[int, float]:
     return found
 
 
-@pytest.mark.parametrize(("shards", "shortcut"), [(1, False), (2, True)])
-def test_every_row_is_back_in_its_place(make, tmp_path: Path, shards: int, shortcut: bool) -> None:
-    buffer = make(shards, shortcut=shortcut)
-    fill(buffer, 14)
-    index = torch.arange(SHARD * shards)
-    before = buffer[:].clone(), buffer.storage.generations_of(index), buffer.write_count
-    masses = law(buffer)
-    handle = buffer.sample()
-    buffer.dumps(tmp_path)
-    buffer.extend(rows_of(range(900, 930)))
-    buffer.flush()
-    buffer.loads(tmp_path)
-    assert (buffer[:] == before[0]).all()
-    assert (buffer.storage.generations_of(index) >= before[1]).all()
-    assert buffer.write_count == before[2]
-    for row, weight in law(buffer).items():
-        assert masses.get(row, weight) == pytest.approx(weight, rel=1e-5)
-    handle["td_error"] = torch.full((16,), 1e6)
-    buffer.update_tensordict_priority(handle)  # earlier rows: dropped
-    buffer.loads(tmp_path)
-    assert buffer.sampler.default_priority == 140.0
-    buffer.extend(rows_of(range(900, 902)), update_priority=False)
-    buffer.flush()
-    assert buffer.sampler.default_priority == 140.0
-    buffer.extend(rows_of(range(5)))
-    buffer.flush()
-    assert set(range(5)) <= set(buffer[:]["id"].tolist())
-
-
 @pytest.mark.parametrize("saved, restored", [(1, 2), (3, 2)])
 def test_another_number_of_shards_keeps_rows_priorities_and_counts(
     make, tmp_path: Path, saved: int, restored: int

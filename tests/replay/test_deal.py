@@ -95,12 +95,6 @@ def test_neighbors_stay_together_except_at_the_edges_of_blocks() -> None:
         assert np.count_nonzero(np.diff(keys) != 1) <= keys.size / 1024 + 3
 
 
-def test_a_single_shard_of_another_size_keeps_its_newest_rows() -> None:
-    saved = [saved_shard(0, 30, 100, set())]
-    targets, left_out = deal(saved, 1, 12)
-    assert left_out == 18 and keys_dealt(saved, targets[0]).tolist() == list(range(88, 100))
-
-
 def test_a_lost_shard_is_empty_in_its_place_and_nothing_elsewhere() -> None:
     saved = [saved_shard(0, 30, 100, set()), None]
     targets, _ = deal(saved, 2, 30)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import multiprocessing
-import os
 import threading
 import warnings
 from pathlib import Path
@@ -198,25 +197,6 @@ def test_a_large_buffer_takes_little_more_than_one_frame_per_row(tmp_path: Path)
     assert found["row_bytes"] == 8 * 20 * 20 and found["stored_row_bytes"] < 1.25 * 20 * 20
 
 
-def test_a_child_of_fork_and_a_pickled_copy_share_the_frames(tmp_path: Path) -> None:
-    import pickle
-
-    storage = storage_at(tmp_path / "frames", 100)
-    rows = Episodes(0).take(20)
-    storage.append(rows)
-    assert same(pickle.loads(pickle.dumps(storage))[:], rows)
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            storage.append(Episodes(1).take(30))
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitpid(pid, 0)[1] == 0
-    assert same(storage[20:], Episodes(1).take(30)) and same(storage[:20], rows)
-
-
 @pytest.mark.parametrize(
     ("frames", "words"),
     [
@@ -258,18 +238,6 @@ def test_later_rows_of_another_kind_are_refused_before_anything_is_written(tmp_p
         with pytest.raises(ConfigurationError, match="does not match the rows"):
             storage.append(rows.clone().set("pixels", wrong))
     assert len(storage) == 2 and same(storage[:], rows)
-
-
-def test_rows_written_in_place_have_their_frames(tmp_path: Path) -> None:
-    storage = storage_at(tmp_path / "frames", 50)
-    first, second = Episodes(0).take(30), Episodes(1).take(7)
-    storage.append(first)
-    index = torch.tensor([3, 4, 5, 20, 29, 29, 40])
-    storage.write_at(index, second)
-    assert same(
-        storage[torch.tensor([3, 4, 5, 20, 29, 40])], second[torch.tensor([0, 1, 2, 3, 5, 6])]
-    )
-    assert same(storage[:3], first[:3])
 
 
 def test_checkpoints_are_read_with_and_without_frames(tmp_path: Path) -> None:
@@ -468,13 +436,6 @@ def test_a_single_frame_that_only_next_repeats(tmp_path: Path) -> None:
     assert (
         storage.directory.words[Word.FRAME_CURSOR] == 82
     )  # of the camera, each half is another frame
-
-
-def test_the_files_of_frames_are_removed_with_the_buffer(tmp_path: Path) -> None:
-    storage = storage_at(tmp_path / "frames", 10)
-    storage.append(Episodes(0).take(2))
-    storage.close()
-    assert not list(tmp_path.iterdir())
 
 
 def test_frames_of_a_writer_that_has_stopped_are_not_overwritten(

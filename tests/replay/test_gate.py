@@ -107,22 +107,6 @@ def test_waiting_costs_no_cpu_time(make_buffer: Callable) -> None:
     assert time.thread_time() - used < 0.05  # of 2 s
 
 
-def test_rows_of_an_extend_longer_than_the_ring_count_once_they_are_stored(
-    make_buffer: Callable,
-) -> None:
-    limiter = RateLimiter(8, samples_per_insert=1.0, error_buffer=8)
-    rb = make_buffer(limiter=limiter, timeout_s=0.2)
-    rb.extend(make_rows(range(200)))
-    assert rb.storage.write_count == 200 and rb.storage.limiter_counts == (64, 0, 64)
-    before = rb.storage.next_slot
-    with pytest.raises(RateLimitError):
-        rb.extend(make_rows(range(200)))
-    assert rb.storage.next_slot == before and rb.storage.write_count == 200
-    while rb.storage.limiter_counts.samples < 48:
-        rb.sample()
-    assert (rb.extend(make_rows(range(200))) >= 0).sum() == 64
-
-
 def test_a_failed_sample_is_not_counted(make_buffer: Callable) -> None:
     rb = make_buffer(kind=SharedReplayBuffer, limiter=RateLimiter(1))
     rb.extend(make_rows(range(8)))

@@ -12,18 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.replay.conftest import folder, make_rows  # noqa: F401
-from torchrl_dist import ConfigurationError, DeadlineError, RateLimiter, SharedMemmapStorage
+from torchrl_dist import DeadlineError, RateLimiter, SharedMemmapStorage
 from torchrl_dist.replay.hosts.host import ReplayHost
 from torchrl_dist.replay.hosts.merging import merged, parts_of
 from torchrl_dist.replay.hosts.messages import (
-    UNIFORM,
     CountSamples,
     Invoke,
     Law,
     Operation,
     Request,
     SetPriorities,
-    SetWrittenPriorities,
     Write,
 )
 from torchrl_dist.replay.node.tables import Word
@@ -116,30 +114,6 @@ def test_a_draw_that_fails_late_is_answered_and_the_client_goes_on(host, monkeyp
     assert host.storage.write_count == 3
 
 
-def test_priorities_may_name_a_write_instead_of_its_slots(host) -> None:
-    named = SetWrittenPriorities(1, np.array([2.0, 4.0]))
-    host.serve(Request((write(range(2), 1), named)))
-    assert content(host) == pytest.approx({0: 2, 1: 4})
-    host.serve(Request((named,)))  # not of this request
-    assert host.counters()["stale_updates"] == 2
-
-
-def test_an_empty_buffer_gives_no_rows_and_no_error(host) -> None:
-    reply = host.serve(Request(draw=8))
-    assert reply.count == 0 and reply.state.mass == 0 and reply.state.length == 0
-    reply = host.serve(Request(draw=8, law=UNIFORM))
-    assert reply.count == 0 and reply.state.mass == 0
-    assert host.serve(Request()).state is None
-
-
-def test_the_mass_of_uniform_draws_is_the_number_of_rows(host) -> None:
-    operations = (write(range(5)), priorities([0, 1], [3, 4]))
-    reply = host.serve(Request(operations, draw=1000, law=UNIFORM))
-    slot, leaf = reply.rows.index, reply.rows.leaf
-    assert reply.state.mass == 5 and reply.state.minimum == 1 and (leaf == 1).all()
-    assert np.bincount(slot.numpy(), minlength=5).min() > 120
-
-
 def test_a_larger_priority_of_another_shard_is_what_new_rows_get(host) -> None:
     host.serve(Request((write(range(1)),)))
     host.serve(Request((write(range(1, 2), 2),), max_priority=7.0))
@@ -157,12 +131,6 @@ def test_after_an_emptying_that_failed_largest_priorities_travel_again(host, mon
     assert "the lock was held" in reply.failures[0].message and reply.state.era >= 0
     host.serve(Request((write(range(1)),), max_priority=7.0, era=reply.state.era))
     assert content(host) == pytest.approx({0: 7})
-
-
-def test_others_must_agree_on_alpha(host) -> None:
-    host.use_priorities(1.0, EPS)
-    with pytest.raises(ConfigurationError, match="alpha=0.5"):
-        host.use_priorities(0.5, EPS)
 
 
 # ---- merging

@@ -166,16 +166,6 @@ def test_an_error_at_the_owner_is_raised_by_a_later_call(make) -> None:
     assert len(buffer) == 4
 
 
-def test_other_rows_are_refused_by_the_process_that_writes_them(make) -> None:
-    first, second = make(), make()
-    first.extend(make_rows(range(4)))
-    first.flush()
-    with pytest.raises(ConfigurationError, match="missing 'id'"):
-        second.extend(TensorDict({"other": torch.zeros(4)}, [4]))  # its first write
-    second.flush()
-    assert len(second) == 4
-
-
 def test_a_sample_reads_what_the_process_wrote_before(make) -> None:
     buffer = make(prefetch=0)
     for start in range(0, 40, 8):
@@ -236,18 +226,6 @@ def test_priorities_for_an_index_that_is_being_filled_in_are_exact(make, monkeyp
     assert exact.sample()["id"].tolist().count(5) >= 14
 
 
-def test_a_late_priority_for_a_recycled_slot_is_dropped(make) -> None:
-    buffer = make(prefetch=0)
-    buffer.extend(make_rows(range(64)))
-    batch = buffer.sample()
-    buffer.extend(make_rows(range(100, 164)))
-    batch["td_error"] = torch.full((16,), 1e6)
-    buffer.update_tensordict_priority(batch)
-    buffer.flush()
-    assert buffer.storage.counters["stale_updates"] == 16
-    assert (buffer.sample()["priority_weight"] == 1).all()
-
-
 # ---- what is sampled
 
 
@@ -303,26 +281,6 @@ def test_batches_have_the_law_of_one_buffer(
         column = [leaf.key for leaf in batch.spec.columns].index(("id",))
         first += np.bincount(batch.tensors[column].numpy(), minlength=rows)
     assert_follows(first, law / law.sum(), 1e-6)
-
-
-def test_shards_give_each_draw_its_own_row_and_handle(make) -> None:
-    buffer = make(2, write_to="all", prefetch=2, batches_per_call=2)
-    for start in range(0, 96, 12):
-        buffer.extend(make_rows(range(start, start + 12)))
-    buffer.flush()
-    stored = buffer[:]
-    slots = buffer.storage.generations_of(torch.arange(128))
-    assert len(stored) == 96 and int((slots >= 0).sum()) == 96
-    of_slot = dict(zip(torch.arange(128)[slots >= 0].tolist(), stored["id"].tolist(), strict=True))
-    for _ in range(20):
-        batch = buffer.sample()
-        assert batch["id"].tolist() == [of_slot[slot] for slot in batch["index"].tolist()]
-        assert (batch["next", "obs"][:, 0] == batch["id"] + 0.5).all()
-        assert (batch["index_generation"] == slots[batch["index"]]).all()
-        batch["td_error"] = torch.rand(16)
-        buffer.update_tensordict_priority(batch)
-    buffer.flush()
-    assert buffer.storage.counters["stale_updates"] == 0
 
 
 @pytest.mark.parametrize(("rows", "lost"), [(65, 0), (150, 22)])
@@ -568,6 +526,8 @@ def test_processes_that_disagree_about_a_buffer_get_an_error(cluster, folder) ->
         ({"hosts": owners}, "hosts="),
         ({"limiter": RateLimiter(8)}, "limiter=None, here limiter=RateLimiter"),
         ({"keep": True}, "keep=False, here keep=True"),
+        ({"resume": True}, "resume=False, .*here .*resume=True"),
+        ({"capacity": 65}, "capacity=64, .*here .*capacity=65"),
     ]:
         with pytest.raises(ConfigurationError, match=message):
             replay_buffer(cluster, **{"hosts": owners[:1], **common, **differs})
@@ -638,20 +598,6 @@ def test_hosts_of_a_buffer_that_could_not_be_made_are_closed(alone, folder) -> N
         host_replay(alone, 20, hosts=both, scratch_dir=folder, resume=True)
     found = replay_buffer(alone, capacity=10, batch_size=4, scratch_dir=folder, resume=True)
     assert len(found) == 10  # rows of an earlier job are not lost by such a mistake
-
-
-def test_a_host_is_found_with_the_same_arguments_only(alone, folder) -> None:
-    asked = keeper.HostTerms(64, str(folder), False, False, RateLimiter(8))
-    kept = keeper.open_host("replay-0", asked)
-    assert keeper.open_host("replay-0", asked) is kept
-    for name, value, message in [
-        ("capacity", 65, "capacity=64, .*, here .*capacity=65"),
-        ("resume", True, "resume=False, .*, here .*resume=True"),
-        ("keep", True, "keep=False, .*, here .*keep=True"),
-        ("limiter", None, "limiter=RateLimiter.*here .*limiter=None"),
-    ]:
-        with pytest.raises(ConfigurationError, match=message):
-            keeper.open_host("replay-0", asked._replace(**{name: value}))
 
 
 def test_a_release_that_ran_out_of_time_can_be_tried_again(alone, folder, monkeypatch) -> None:

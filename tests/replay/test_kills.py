@@ -34,7 +34,6 @@ from tests.replay.faults import (
     torn_rows,
 )
 from torchrl_dist.replay import SharedMemmapStorage
-from torchrl_dist.replay.law.kernel import find_kernel
 from torchrl_dist.replay.node.directory import ReplayDirectory
 from torchrl_dist.replay.node.tables import CLAIM_COUNT, Word
 
@@ -43,14 +42,6 @@ pytestmark = pytest.mark.usefixtures("kept_as")
 _STRIDE = 1 if LONG else 30
 """Mean distance of the steps at which a victim dies."""
 _CAPACITY = 80
-
-
-@pytest.fixture(params=["c", "numpy"])
-def kernel(monkeypatch, request) -> str:
-    if request.param == "c" and find_kernel() is None:
-        pytest.skip("the C kernel was not built: no compiler at installation")
-    monkeypatch.setenv("TORCHRL_DIST_KERNEL", request.param)
-    return request.param
 
 
 @pytest.fixture
@@ -160,28 +151,6 @@ def test_killed_in_the_middle_of_a_store_the_others_go_on(folder: Path, what: st
         assert len(rb) == 2048
         assert_sound(rb)
     request.node.user_properties.append(("kills", kills))
-
-
-def test_killed_in_the_middle_of_an_update_the_others_go_on(folder: Path, kernel: str) -> None:
-    with _wide_buffer(folder) as rb:
-        directory = rb.storage.directory
-        new = 2.0 + torch.rand(2048, dtype=torch.float64)
-        for slot in (0, 512, 1024, 1536):  # the first one of each page
-
-            def victim(slot: int = slot) -> None:
-                die_on_store(directory.tree.leaves[slot:].ctypes.data)
-                rb.update_priority(torch.arange(2048), new)
-
-            rb.update_priority(torch.arange(2048), torch.ones(2048))
-            before = State.of(rb)
-            assert run_forked(victim) == -signal.SIGSEGV
-            assert directory.words[Word.DIRTY]
-            after = State.of(rb)
-            expected = np.where(np.arange(2048) < slot, (new.numpy() + 1e-8) ** 0.6, before.leaves)
-            np.testing.assert_allclose(after.leaves, expected, rtol=1e-12)
-            assert (after.versions == before.versions).all()
-            assert_sound(rb)
-            assert torn_rows(rb.sample()) == 0
 
 
 def test_a_child_of_a_killed_holder_does_not_keep_the_lock(rb) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import collections
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -131,22 +129,6 @@ def test_one_reader_and_one_writer_are_exact(make: Make, cluster: Session, shard
     assert max(seen) <= limiter.range[1] + 2 * 8
 
 
-def test_several_readers_and_writers_stay_near_the_range(make: Make, cluster: Session) -> None:
-    limiter = RateLimiter(32, samples_per_insert=1.0, error_buffer=32)
-    buffer = make(2, limiter=limiter, prefetch=2)
-    owners = cluster.of_role("owner")
-    calls = [
-        cluster.submit(owners[0], write_until, buffer, 320, 8),
-        cluster.submit(owners[1], write_until, buffer, 320, 8),
-        cluster.submit(owners[2], sample_times, buffer, 19),
-    ]
-    sample_times(buffer, 19)
-    for call in calls:
-        call.result(60)
-    counts = buffer.storage.limiter_counts
-    assert (counts.inserts, counts.samples) == (640, 2 * 19 * 16)
-
-
 @pytest.mark.parametrize("shards", [0, 1, 2])
 def test_at_the_deadline_the_error_says_what_is_missing(make: Make, shards: int) -> None:
     limiter = RateLimiter(40, samples_per_insert=1.0, error_buffer=16)
@@ -160,18 +142,6 @@ def test_at_the_deadline_the_error_says_what_is_missing(make: Make, shards: int)
         buffer.extend(make_rows(range(8)))
     assert buffer.storage.write_count == 70
     buffer.sample()  # and the owner was never held up
-
-
-def test_a_killed_writer_is_an_error_at_the_deadline(make: Make, cluster: Session) -> None:
-    buffer = make(1, limiter=RateLimiter(40), timeout_s=2.0)
-    writer = cluster.of_role("owner")[2]
-    cluster.call(writer, write_until, buffer, 8, 8)
-    waiting = in_thread(buffer.sample)
-    os.kill(cluster.pid_of(writer), signal.SIGKILL)
-    with pytest.raises(
-        RateLimitError, match="32 more rows to be written.*Are the processes that do so gone"
-    ):
-        waiting.result(30)
 
 
 def sample_all(buffer: HostedReplayBuffer, batch_size: int = 16) -> collections.Counter:

@@ -23,7 +23,6 @@ from tensordict import TensorDict
 from tests.replay.conftest import make_rows
 from tests.replay.faults import wait_until
 from torchrl_dist import (
-    CheckpointError,
     ConfigurationError,
     DeadlineError,
     PeerLostError,
@@ -724,26 +723,6 @@ def test_writes_at_slots_agree_on_the_rows_too(hosts) -> None:
     assert hosts[1].host.storage.directory.length == 0
 
 
-def test_shards_of_different_rows_replace_no_checkpoint(hosts, tmp_path) -> None:
-    client = connect(hosts)
-    storage = storage_of(client)
-    for _ in hosts:
-        client.write(make_rows(range(4)), None)
-    client.flush()
-    storage.dumps(tmp_path / "saved")
-    hosts[1].host.close()
-    other = SharedMemmapStorage(CAPACITY, scratch_dir=tmp_path / "other", job_id="test")
-    other.append(other_rows(4))  # as a version without agreement has left them
-    hosts[1].host = ReplayHost(other)
-    with pytest.raises(CheckpointError, match="rows of different kinds"):
-        storage.dumps(tmp_path / "saved")
-    hosts[1].host.close()
-    back = SharedMemmapStorage(2 * CAPACITY, scratch_dir=tmp_path / "back", job_id="test")
-    back.loads(tmp_path / "saved")
-    assert len(back) == 8
-    back.close()
-
-
 # ---- in order, once, and by progress
 
 
@@ -786,36 +765,6 @@ def test_many_small_operations_are_sent_in_bounded_requests_of_few(hosts) -> Non
     assert sorted(ids_of(hosts[0])) == list(range(1500 - CAPACITY, 1500))
     sizes = [len(request.operations) for request in requests]
     assert max(sizes) == 512 // (CAPACITY // 8) and len(sizes) <= 16, sizes
-
-
-def test_large_operations_share_no_request(hosts) -> None:
-    client = connect(hosts[:1])
-    link = client.links[0]
-    link._max_queued_bytes = 2**30
-    hosts[0].held = True
-    link.ask(None, None)
-    hosts[0].come()
-    link._most = 512
-    for _ in range(6):
-        link.put(Invoke("empty", (False, 1)), size=2**23)
-    hosts[0].release()
-    client.flush()
-    assert hosts[0].served in (4, 5)  # two of 8 MiB each
-
-
-def test_the_first_requests_are_small_until_the_connection_is_known(hosts, monkeypatch) -> None:
-    client = connect(hosts[:1])
-    link, sizes = client.links[0], []
-    monkeypatch.setattr(
-        link, "_send", lambda call, send=link._send: sizes.append(call.size) or send(call)
-    )
-    link._max_queued_bytes = 2**30
-    hosts[0].held = True
-    for _ in range(64):
-        link.put(Invoke("empty", (False, 1)), size=2**17)
-    hosts[0].release()
-    client.flush()
-    assert sizes[0] <= 2**18 and sizes[1] <= 2**19 and max(sizes) > 2**20, sizes
 
 
 def test_a_checkpoint_goes_over_a_connection_that_needs_many_deadlines(

@@ -18,7 +18,6 @@ TESTS = Path(__file__).parent.parent
 CHOSEN = [
     "test_torn.py::test_no_row_is_torn_while_writers_lap_readers_and_each_other[as_rows-4096-64-20000]",
     "test_slices.py::test_slices_never_run_across_writers_nor_hold_torn_rows[True-80]",
-    "test_passes.py::test_a_pass_visits_each_row_once_and_the_next_in_another_order",
     "test_passes.py::test_overwritten_rows_are_left_out_and_new_ones_wait_for_the_next_pass",
     "test_passes.py::test_processes_share_a_pass_also_if_one_is_killed",
     "test_passes.py::test_a_full_batch_waits_for_rows_that_are_written_anew",

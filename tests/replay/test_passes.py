@@ -13,11 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torchrl.data import ReplayBuffer, SamplerWithoutReplacement, TensorDictReplayBuffer
+from torchrl.data import ReplayBuffer
 
 from tests.replay.conftest import make_rows
 from torchrl_dist import (
-    ConfigurationError,
     DeadlineError,
     SharedReplayBuffer,
     SharedSamplerWithoutReplacement,
@@ -37,30 +36,6 @@ def make(make_buffer) -> Callable[..., ReplayBuffer]:
 
 def ids(buffer: ReplayBuffer, batches: int) -> list[int]:
     return [number for _ in range(batches) for number in buffer.sample()["id"].tolist()]
-
-
-@pytest.mark.parametrize(
-    ("kind", "drop_last"), [(ReplayBuffer, False), (TensorDictReplayBuffer, True)]
-)
-def test_a_pass_visits_each_row_once_and_the_next_in_another_order(make, kind, drop_last) -> None:
-    rb = make(kind=kind, drop_last=drop_last)
-    assert isinstance(rb.sampler, SamplerWithoutReplacement)
-    assert not rb.can_sample()
-    rb.extend(make_rows(range(20)))
-    orders = []
-    for _ in range(3):
-        sizes, found = [], []
-        for batch in rb:
-            sizes.append(len(batch))
-            found += batch["id"].tolist()
-        assert sizes == [8, 8] if drop_last else sizes == [8, 8, 4]
-        assert len(set(found)) == len(found) and set(found) <= set(range(20))
-        orders.append(found)
-    assert orders[0] != orders[1] != orders[2]
-    if drop_last:
-        with pytest.raises(ConfigurationError, match="a batch of 32 rows, but the buffer holds 20"):
-            rb.sample(32)
-        assert len(rb.sample(8)) == 8
 
 
 def test_without_shuffle_rows_come_by_their_slots_and_a_generator_repeats_an_order(make) -> None:

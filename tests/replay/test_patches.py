@@ -201,15 +201,6 @@ def test_frames_that_rows_share_are_refused_and_other_values_are_not(folder: Pat
     assert rb[3]["id"] == 9 and (rb[3]["a"] == 3).all()
 
 
-def test_torchrls_buffer_names_the_class_to_use(folder: Path) -> None:
-    rb = attach(folder, 16, uniform=True, kind=TensorDictReplayBuffer)
-    rb.extend(rows(4))
-    with pytest.raises(ConfigurationError, match="build a SharedReplayBuffer"):
-        rb.update_if_present(
-            index=torch.tensor([0]), generation=torch.tensor([1]), patch={"id": torch.tensor([5])}
-        )
-
-
 # --- while others read, write and die ------------------------------------------------------------
 
 

@@ -24,7 +24,6 @@ from torchrl.data import (
 from tests.replay.faults import (
     Stores,
     assert_sound,
-    at_step,
     end_of,
     forked,
     interrupted_at,
@@ -293,16 +292,6 @@ def test_data_sets_and_readers_of_an_order_are_refused(folder: Path) -> None:
     storage.close()
 
 
-def test_torchrls_writer_is_refused_with_the_line_to_write(folder: Path) -> None:
-    storage = SharedMemmapStorage(4, scratch_dir=folder, job_id="test")
-    text = r"writer=SharedMaxValueWriter\(rank_key='score', reduction='max'\)"
-    with pytest.raises(ConfigurationError, match=text):
-        TensorDictReplayBuffer(
-            storage=storage, writer=TensorDictMaxValueWriter(rank_key="score", reduction="max")
-        )
-    storage.close()
-
-
 def test_hosts_are_refused(folder: Path) -> None:
     with session() as me:
         for shortcut in (True, False):
@@ -367,35 +356,6 @@ def test_it_waits_for_rows_that_others_are_writing(folder: Path) -> None:
     assert run_forked(die) == -signal.SIGKILL
     assert rb.extend(scored([10], 9)).tolist() == [5]
     assert_sound(rb)
-    rb.storage.close()
-
-
-def test_a_process_killed_at_any_step_leaves_whole_rows(folder: Path) -> None:
-    """Old rows, new rows or none in the slots that it was replacing, and the others go on."""
-    torch.set_num_threads(1)
-    rb = make(folder)
-    died = lost = new = 0
-    for step in range(1, 3000, 1 + 2 * (died > 0)):
-        rb.extend(scored(10 * step + np.arange(8.0), 1000 * step))
-
-        def die(step: int = step) -> None:
-            with at_step(step, kill_self):
-                rb.extend(scored([10 * step + 8.5, 0, 10 * step + 9.5], 1000 * step + 8))
-
-        if run_forked(die) != -signal.SIGKILL:
-            break
-        died += 1
-        with rb.storage.directory.lock():  # repairs
-            pass
-        assert_sound(rb)
-        left = set(rb[:]["score"].tolist())
-        before = {10 * step + each for each in range(8)}
-        added = {10 * step + 8.5, 10 * step + 9.5}
-        assert before - {10 * step, 10 * step + 1} <= left <= before | added
-        assert bool(left & added) == (added <= left), "published one by one"
-        lost += 8 - len(rb)
-        new += len(left & added)
-    assert died > 20 and lost and new
     rb.storage.close()
 
 

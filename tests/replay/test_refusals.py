@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
@@ -30,7 +29,6 @@ from torchrl_dist import (
     session,
 )
 from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.replay.law.shard_law import KnownMasses, shares
 
 NAN, INF = math.nan, math.inf
 
@@ -77,8 +75,6 @@ def test_impossible_arguments_of_parts_are_refused(folder: Path) -> None:
         ("stores TensorDicts", lambda: over().extend([1, 2])),
         ("stores TensorDicts", lambda: over().add("row")),
         ("no 'index'", lambda: over().update_tensordict_priority(make_rows(range(2)))),
-        ("shard_count must be at least 1", lambda: KnownMasses(0)),
-        ("all 2 shards have mass 0", lambda: shares(np.zeros(2))),
     ]
 
     def sampler() -> SharedPrioritizedSampler:

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torchrl.data import TensorDictReplayBuffer
-from torchrl.data.replay_buffers.samplers import PromptGroupSampler, StalenessAwareSampler
 
 from tests.contracts.test_retire import rows
 from tests.replay.faults import (
@@ -22,8 +20,7 @@ from tests.replay.faults import (
     published,
     run_forked,
 )
-from torchrl_dist import RateLimiter, SharedCursorWriter, SharedMemmapStorage, SharedReplayBuffer
-from torchrl_dist.errors import ConfigurationError
+from torchrl_dist import RateLimiter, SharedReplayBuffer
 from torchrl_dist.replay.node.tables import Word
 from torchrl_dist.replay.node.times_sampled import give_back
 
@@ -175,19 +172,3 @@ def test_retired_rows_stay_hidden_in_a_checkpoint(folder: Path, tmp_path: Path) 
     assert len(copy) == 12
     assert (copy.sample()["policy_version"] == 2).all()
     copy.storage.close()
-
-
-@pytest.mark.parametrize(
-    ("sampler", "line"),
-    [
-        (StalenessAwareSampler(), "call buffer.retire_older_than"),
-        (PromptGroupSampler(num_groups=2), "rows that hold a whole group"),
-    ],
-    ids=["staleness", "groups"],
-)
-def test_torchrls_samplers_of_versions_and_groups_are_refused(folder, sampler, line) -> None:
-    for kind in (TensorDictReplayBuffer, SharedReplayBuffer):
-        storage = SharedMemmapStorage(16, scratch_dir=folder)
-        with pytest.raises(ConfigurationError, match=line):
-            kind(storage=storage, sampler=sampler, writer=SharedCursorWriter(), batch_size=4)
-        storage.close()

@@ -13,7 +13,6 @@ from torchrl.data import ReplayBuffer
 
 from torchrl_dist import (
     ConfigurationError,
-    SharedSliceSampler,
 )
 from torchrl_dist.replay.row import rows
 from torchrl_dist.replay.row.spec import RowSpec
@@ -74,12 +73,6 @@ def check_agents_rows(found: TensorDict, *, text: bool = True) -> None:
         assert list(found["task"]) == expected and list(step.label) == ["same"] * count
         names = found["agents"].get("names").tolist()
         assert names == [[[n, k] for k in "abc"] for n in number.tolist()]
-
-
-def test_slices_of_rows_of_several_agents(make_buffer) -> None:
-    rb = make_buffer(sampler=SharedSliceSampler(slice_len=4, traj_key="episode"), batch_size=8)
-    rb.extend(agents_rows(0, 20).set("episode", torch.arange(20) // 10))
-    check_agents_rows(rb.sample())
 
 
 def test_rows_of_a_tensorclass_come_back_as_such(make_buffer) -> None:
@@ -201,12 +194,3 @@ def test_stacks_of_rows_with_different_keys_or_shapes_are_refused() -> None:
     ):
         with pytest.raises(ConfigurationError, match=message):
             rows.spec_of(TensorDict.lazy_stack(stack))
-
-
-def test_a_nested_batch_size_is_kept_at_every_depth(make_buffer) -> None:
-    inner = TensorDict({"x": torch.zeros(2, 3)}, [2, 3])
-    rows = TensorDict({"a": TensorDict({"b": inner}, [2, 3])}, [2])
-    buffer = make_buffer()
-    buffer.extend(rows)
-    stored = buffer[:]
-    assert stored["a"].batch_size == stored["a", "b"].batch_size == (2, 3)

@@ -36,7 +36,6 @@ from torchrl_dist.replay.law.shard_law import (
     split_index,
 )
 from torchrl_dist.replay.parts.drawn import Drawn
-from torchrl_dist.replay.row.spec import RowSpec
 
 CAPACITY = 8  # rows per shard in these tests
 HOST_ROWS = test_link.CAPACITY  # of those with hosts
@@ -223,13 +222,6 @@ def test_spare_rows_are_too_few_in_one_batch_of_a_thousand_at_most(expected: flo
     assert (needed > spare_rows(np.array([expected]))[0]).mean() < 1.1e-3
 
 
-def test_no_spare_rows_where_no_share_can_rise() -> None:
-    assert spare_rows(np.zeros(3)).tolist() == [0, 0, 0]
-    known = KnownMasses(1)
-    known.learn(np.array([5.0]))
-    assert known.plan(64, np.random.default_rng(0).random).rows.tolist() == [64]
-
-
 masses_of = st.integers(1, 8).flatmap(
     lambda shards: st.tuples(
         *[
@@ -319,16 +311,6 @@ def test_no_rows_anywhere_is_an_error_and_recovers() -> None:
     assert not known.has_mass
     with pytest.raises(ConfigurationError, match="shard_count"):
         KnownMasses(0)
-
-
-def test_weights_equal_those_of_one_buffer_with_all_rows() -> None:
-    leaves = np.concatenate(tables([1.0, 50.0, 1e-3]))
-    minima = np.array([part.min() for part in tables([1.0, 50.0, 1e-3])] + [np.inf])
-    for beta in (0.0, 0.4, 1.0):
-        drawn = Drawn(RowSpec(()), *[torch.zeros(leaves.size)] * 2, leaves, [], minima.min())
-        weights = drawn.weights(beta).numpy()
-        assert weights.dtype == np.float32 and weights.max() == 1.0
-        np.testing.assert_allclose(weights, (leaves / leaves.min()) ** -beta, rtol=1e-6)
 
 
 def test_the_largest_priority_travels_past_shards_that_have_none() -> None:

@@ -18,10 +18,12 @@ from torchrl.data import (
     PrioritizedSliceSampler,
     SamplerWithoutReplacement,
     SliceSampler,
+    TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
 )
 from torchrl.data.replay_buffers import Sequence
+from torchrl.data.replay_buffers.samplers import PromptGroupSampler, StalenessAwareSampler
 
 from tests.replay.conftest import make_rows
 from torchrl_dist import (
@@ -233,6 +235,12 @@ class _OwnWriter(TensorDictRoundRobinWriter):
         ),
         (lambda: {"writer": lambda: TensorDictRoundRobinWriter()}, "RoundRobinWriter, .* writer="),
         (lambda: {"writer": _OwnWriter()}, "_OwnWriter, .* writer=SharedCursorWriter"),
+        (
+            lambda: {"writer": TensorDictMaxValueWriter(rank_key="score", reduction="max")},
+            r"writer=SharedMaxValueWriter\(rank_key='score', reduction='max'\)",
+        ),
+        (lambda: {"sampler": StalenessAwareSampler()}, "call buffer.retire_older_than"),
+        (lambda: {"sampler": PromptGroupSampler(num_groups=2)}, "rows that hold a whole group"),
         (lambda: {"writer": None, "delayed_init": True}, "RoundRobinWriter, .* writer="),
         (lambda: {"consume_after_n_samples": 1}, "ConsumingSampler"),
         (lambda: {"sample_unit": Sequence(length=2)}, "build a SharedReplayBuffer"),
@@ -253,7 +261,7 @@ def test_parts_of_torchrl_are_refused_with_advice(
     assert len(rb.sample()) == 4
     if options().get("sampler") is not None:
         rb.set_sampler(options()["sampler"])
-        with pytest.raises((ConfigurationError, RuntimeError, KeyError, AttributeError)):
+        with pytest.raises((RuntimeError, KeyError, AttributeError, TypeError, ValueError)):
             rb.sample()
     rb.set_writer(TensorDictRoundRobinWriter())
     with pytest.raises(ConfigurationError, match="RoundRobinWriter"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-import pickle
 import signal
 import time
 from pathlib import Path
@@ -13,12 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy.stats import chisquare
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, Sequence, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import RandomSampler
 
-from tests.replay.faults import attach, run_forked
+from tests.replay.faults import run_forked
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay import (
     RateLimiter,
@@ -201,23 +199,6 @@ def test_rows_of_a_forked_child_do_not_continue_its_parents(folder: Path) -> Non
 # --- the law of anchors, and their priorities ----------------------------------------------------
 
 
-def test_anchors_follow_the_law_of_the_priorities(folder: Path) -> None:
-    sampler = SharedPrioritizedSampler(64, alpha=1.0, beta=1.0, eps=1e-8)
-    rb = make(folder, sampler=sampler, batch_size=500, sample_unit=Sequence(3, burn_in=2))
-    rb.extend(steps(0, [step % 7 == 6 for step in range(40)]))
-    weights = torch.arange(1.0, 41.0)
-    rb.update_priority(torch.arange(40), weights)
-    found = np.zeros(40)
-    for _ in range(40):
-        batch = rb.sample().reshape(500, 5)
-        anchors = batch["anchor_index"][:, 0]
-        found += np.bincount(anchors.numpy(), minlength=40)
-        expected = (weights[anchors] / weights.min()) ** -1.0
-        torch.testing.assert_close(batch["priority_weight"], expected[:, None].expand(-1, 5))
-    law = (weights / weights.sum()).numpy() * found.sum()
-    assert chisquare(found, law).pvalue > 1e-4
-
-
 @pytest.mark.parametrize("shape", [(30,), (6, 5)], ids=str)
 @pytest.mark.parametrize("eta", [1.0, 0.9])
 def test_the_priority_of_a_window_goes_to_its_anchor(folder: Path, eta: float, shape) -> None:
@@ -287,15 +268,6 @@ def test_a_pass_draws_each_anchor_once(folder: Path) -> None:
     assert sorted(anchors.tolist()) == list(range(40))
 
 
-def test_a_limiter_counts_the_rows_of_windows(folder: Path) -> None:
-    limiter = RateLimiter(samples_per_insert=4.0, min_size_to_sample=8, error_buffer=100)
-    rb = make(folder, limiter=limiter, batch_size=2)
-    rb.extend(steps(0, [False] * 20))
-    before = rb.storage.limiter_counts.samples
-    rb.sample()
-    assert rb.storage.limiter_counts.samples - before == 6
-
-
 # --- other storages, copies, refusals ------------------------------------------------------------
 
 
@@ -310,14 +282,6 @@ def test_windows_of_frames_that_are_stored_once(folder: Path) -> None:
         batch = rb.sample()
         assert (batch["pixels"][:, 1, 0] == batch["id"]).all()
         assert (batch["next", "pixels"][:, 1, 0] == batch["id"] + 1).all()
-
-
-def test_copies_draw_windows_too(folder: Path) -> None:
-    rb = make(folder)
-    rb.extend(steps(0, [False] * 9))
-    copy = pickle.loads(pickle.dumps(rb))
-    assert copy.sample()["validity_mask"].shape == (24,) and copy.windows.length == 3
-    copy.storage.close()
 
 
 def test_a_sample_in_a_signal_handler_does_not_disturb_the_one_that_it_interrupts(folder) -> None:
@@ -370,11 +334,6 @@ def test_what_cannot_work_is_refused(folder: Path, options: dict[str, Any], mess
         rb = make(folder, **options)
         rb.extend(steps(0, [False] * 9))
         rb.sample()
-
-
-def test_torchrls_buffer_is_refused_with_the_line_to_write(folder: Path) -> None:
-    with pytest.raises(ConfigurationError, match="build a SharedReplayBuffer"):
-        attach(folder, uniform=True, sample_unit=Sequence(2), kind=TensorDictReplayBuffer)
 
 
 def test_rows_from_before_are_refused(folder: Path) -> None:
