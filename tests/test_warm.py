@@ -7,14 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests import warm
-from tests.spawn import is_helper, run_job, wait_until
 
 PROBE = """
 import json, os, pickle, signal, sys, tempfile, threading
@@ -82,38 +79,6 @@ def test_a_signal_ends_a_fork_even_before_its_program_has_begun() -> None:
         process.send_signal(number)  # it has ended
 
 
-def one_rank_is_killed_once(folder: str) -> None:
-    rank, start = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
-    Path(folder, f"{rank} {start}").write_text(f"{os.getpid()} {os.getppid()}")
-    while len(list(Path(folder).glob(f"* {start}"))) < 2:
-        time.sleep(0.01)
-    if start == "0":
-        os.kill(os.getpid(), signal.SIGKILL) if rank == "1" else time.sleep(60)
-
-
-def test_torchruns_ranks_are_children_of_its_agent_which_restarts_them(tmp_path: Path) -> None:
-    agents = []
-    folder = {"folder": str(tmp_path)}
-    job = run_job(one_rank_is_killed_once, folder, nproc=2, max_restarts=1, on_start=agents.append)
-    assert job.returncode == 0, str(job)
-    ranks = [path.read_text().split() for path in tmp_path.iterdir()]
-    assert len({pid for pid, _ in ranks}) == 4 and {p for _, p in ranks} == {str(agents[0].pid)}
-
-
-@pytest.mark.skipif(warm.is_cold(), reason="has no server")
-def test_a_killed_agent_leaves_no_server_of_its_own() -> None:
-    sleeps = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python", "sleep"]
-    agent = warm.start([*sleeps, "60"])
-    children = psutil.Process(agent.pid).children
-    others = wait_until(lambda: [child for child in children() if not is_helper(child)])
-    (helper,) = filter(is_helper, psutil.Process(agent.pid).children())
-    agent.kill()
-    assert agent.wait(20) == -signal.SIGKILL
-    helper.wait(20)
-    for other in others:  # a killed torchrun does not end its ranks either
-        other.kill()
-
-
 def test_torchrun_is_forked_if_a_door_is_open(tmp_path: Path) -> None:
     """It has its starter's mounts, folder, environment and output, and the starter its status."""
     (tmp_path / "rank.py").write_text(
@@ -143,21 +108,3 @@ def test_torchrun_is_forked_if_a_door_is_open(tmp_path: Path) -> None:
             for rank in range(2):
                 assert f"('{rank}', 'x', {where}, {not warm.is_cold()})" in done.stdout
     assert not (tmp_path / "door").exists()
-
-
-@pytest.mark.skipif(warm.is_cold(), reason="an agent that is killed leaves its ranks behind")
-def test_a_torchrun_whose_starter_is_killed_ends(tmp_path: Path) -> None:
-    (tmp_path / "rank.py").write_text(
-        "import os, time\nopen(f'up{os.getpid()}', 'w').close()\ntime.sleep(60)\n"
-    )
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    with warm.door(tmp_path / "door") as variables:
-        starter = subprocess.Popen(
-            ["torchrun", "--standalone", "rank.py"], cwd=tmp_path, stderr=subprocess.DEVNULL,
-            env={**os.environ, **variables, "PATH": path},
-        )  # fmt: skip
-        up = wait_until(lambda: list(tmp_path.glob("up*")))
-        rank = psutil.Process(int(up[0].name[2:]))
-        starter.kill()
-        starter.wait(20)
-        rank.wait(20)

@@ -129,14 +129,6 @@ def test_an_exception_names_the_worker_and_its_host(collecting: Any) -> None:
         assert "in step" in caught.value.remote_traceback
 
 
-def test_an_env_that_cannot_be_built_is_an_error_at_once(collecting: Any) -> None:
-    def make() -> Any:
-        raise ImportError("no simulator here")
-
-    with pytest.raises(RemoteError, match="no simulator here"):
-        collecting(2, make, frames_per_batch=20).__enter__()
-
-
 class Late(Counter):
     """Its constructor waits for a file; another says that it was closed."""
 

@@ -263,23 +263,6 @@ def test_a_call_that_comes_while_a_process_waits_is_kept() -> None:
     assert list(process.calls) == [("collect", (), {"steps": 3})]
 
 
-def test_a_node_worker_tells_its_processes_why_there_are_no_actions() -> None:
-    learner = Learner()
-    relay = Relay(Inference(learner, ("observation",), groups=1, timeout_s=5.0))
-    ours, theirs = Pipe()
-    process = NodeLearner(theirs)
-    answer = process.submit("submit", {"observation": torch.zeros(1, 2)})
-    relay.ask(ours, pickle.loads(ours.recv_bytes())[1])
-    relay.flush(most=1)
-    learner.sent[0][1].set_exception(PeerLostError("the learner is gone"))
-    relay.deliver()
-    with pytest.raises(PeerLostError, match="the learner is gone"):
-        answer.result(5.0)
-    with pytest.raises(DeadlineError, match="no actions"):
-        process.submit("submit", {"observation": torch.zeros(1, 2)}).result(0.01)
-    relay.close()
-
-
 @pytest.mark.parametrize(("width", "threads"), [(8, 1), (1024, 3)])
 def test_small_policies_run_in_one_thread_and_others_in_all(width: int, threads: int) -> None:
     seen = []

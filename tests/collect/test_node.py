@@ -18,8 +18,6 @@ from typing import Any
 import gymnasium
 import pytest
 import torch
-from torchrl.data import OneHot
-from torchrl.modules import QValueActor
 
 from tests.collect.envs import (
     Counter,
@@ -160,24 +158,6 @@ def test_weights_reach_all_processes_through_one_copy(build: Any) -> None:
         assert torch.allclose(rows["action_value"], expected, atol=1e-6)
     older = pack(cartpole_policy(0), 1)  # ignored
     assert worker.collect(request=3, weights=older)[0]["policy_version"].eq(3).all()
-
-
-def test_buffers_of_a_policy_are_part_of_its_weights(build: Any) -> None:
-    class Preferring(torch.nn.Module):
-        def __init__(self, action: int) -> None:
-            super().__init__()
-            self.register_buffer("preferred", torch.eye(3)[action])
-
-        def forward(self, observation: torch.Tensor) -> torch.Tensor:
-            return self.preferred.expand(*observation.shape[:-1], 3)
-
-    def policy(action: int) -> QValueActor:
-        return QValueActor(Preferring(action), in_keys=["observation"], spec=OneHot(3))
-
-    worker = build(Counter, policy=policy(0))
-    for request, action in enumerate((2, 1, 2)):
-        rows, _ = worker.collect(weights=pack(policy(action), request + 1), request=request)
-        assert rows["action"].argmax(-1).eq(action).all()
 
 
 def test_new_episodes_begin_in_all_processes(build: Any) -> None:
@@ -464,16 +444,6 @@ def test_processes_that_were_cut_at_different_steps_make_one_masked_rollout(
             for row, length in zip(rows, lengths.tolist(), strict=True):
                 assert row["next", "observation"][:length, 0].diff().eq(1).all()
                 assert row["next", "truncated"].flatten().nonzero().tolist() == [[length - 1]]
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_words_in_the_rows_arrive(build: Any, packed: bool) -> None:
-    worker = build(
-        Counter, postproc=lambda rows: rows.set_non_tensor("words", "left"), packed=packed
-    )
-    for _ in range(3):
-        rows, _ = worker.collect()
-        assert rows.shape == (4, 10) and rows.get_non_tensor("words") == "left"
 
 
 def test_rows_of_a_postproc_that_shortens_rollouts_are_as_it_made_them(build: Any) -> None:

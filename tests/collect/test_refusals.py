@@ -45,40 +45,6 @@ class Strict(gymnasium.Env):
         return np.zeros(2, np.float32), 0.0, False, False, {}
 
 
-@pytest.mark.parametrize("categorical", [False, True])
-@pytest.mark.parametrize(
-    ("space", "actions"),
-    [
-        (spaces.Discrete(3), 3),
-        (spaces.Discrete(3, start=5), 3),
-        (spaces.MultiDiscrete([3, 3]), 9),
-        (spaces.MultiDiscrete([2, 3]), 6),
-        (spaces.MultiDiscrete([2, 2], start=[4, -1]), 4),
-        (spaces.MultiBinary(3), 8),
-    ],
-    ids=str,
-)
-def test_random_actions_are_all_of_the_space_and_stored_as_torchrl_stores_them(
-    space: spaces.Space, actions: int, categorical: bool
-) -> None:
-    env = Strict(space)
-    worker = RolloutWorker(
-        WorkerConfig(
-            lambda: env, frames_per_rollout=200, seed=0, categorical_action_encoding=categorical
-        )
-    )
-    rows, _ = worker.collect()
-    worker.close()
-    assert len({str(action) for action in env.seen}) == actions
-    theirs = GymWrapper(Strict(space), categorical_action_encoding=categorical)
-    expected = theirs.rand_action(theirs.reset())["action"]
-    assert rows["action"].shape[2:] == expected.shape
-    if not (categorical and getattr(space, "start", None) is not None and np.any(space.start)):
-        decoded = [theirs.read_action(action) for action in rows["action"][0]]
-        for told, seen in zip(decoded, env.seen, strict=True):  # ours add the space's start
-            assert np.array_equal(np.asarray(told) + getattr(space, "start", 0), seen)
-
-
 def test_an_unknown_action_space_is_refused_with_advice() -> None:
     space = spaces.Sequence(spaces.Discrete(2))
     with pytest.raises(ConfigurationError, match="MultiBinary or Box"):

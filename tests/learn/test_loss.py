@@ -49,7 +49,7 @@ from tests.learn.losses import (
 from tests.learn.ranks import LearningRanks
 from torchrl_dist import ConfigurationError, DistributedLoss, local_cluster
 from torchrl_dist.learn import Ranks
-from torchrl_dist.learn.loss import _compare_devices, _refuse_devices, _refuse_difference
+from torchrl_dist.learn.loss import _compare_devices, _refuse_devices
 
 # ---- alone
 
@@ -181,13 +181,6 @@ def test_a_device_that_the_group_does_not_serve_is_refused() -> None:
     _refuse_devices(["cpu", "cuda:1"], {"cpu": "gloo", "cuda": "nccl"})
     with pytest.raises(ConfigurationError, match="tensors on cpu, .* works on .'cuda'. only"):
         _refuse_devices(["cpu", "cuda:1"], {"cuda": "nccl"})
-
-
-def test_the_first_difference_between_losses_is_named() -> None:
-    _refuse_difference([{"w": "float32 [3]"}] * 3)
-    for other in ({"w": "float32 [4]"}, {}, {"w": "float32 [3]", "b": "float32 [1]"}):
-        with pytest.raises(ConfigurationError, match=r"^[wb] is .* on rank 0 and .* on rank 1"):
-            _refuse_difference([{"w": "float32 [3]"}, other])
 
 
 # ---- in two ranks

@@ -156,13 +156,6 @@ def test_a_stopped_child_is_a_deadline_and_does_not_hold_up_the_end(fork_server)
     assert time.monotonic() - start < 10
 
 
-def test_sigterm_to_a_child_lets_it_serve_for_a_while(cluster):
-    counter = cluster.remote(cluster.of_role("collector")[0], Counter)
-    os.kill(cluster.pid_of(counter.peer), signal.SIGTERM)
-    time.sleep(0.3)
-    assert counter.call("add", 1) == 1
-
-
 def _fail() -> None:
     raise LookupError("no such environment")
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
-import signal
 import sys
 import threading
 import time
@@ -176,17 +174,6 @@ def test_a_single_process_calls_itself_directly():
         counter.call("add", 1)
     with session(timeout_s=5), pytest.raises(ConfigurationError, match="has ended"):
         counter.call("add", 1)
-
-
-def test_a_signal_requests_a_stop_a_second_raises_and_the_previous_handler_returns():
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), session(timeout_s=5) as me:
-        assert not me.stop_requested and not me.wait_stop(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
-        assert me.wait_stop(20) and me.stop_requested
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(20)
-    assert signal.getsignal(signal.SIGINT) == before
 
 
 def test_a_session_inside_another_is_refused():
