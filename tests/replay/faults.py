@@ -18,6 +18,7 @@ import ctypes
 import dis
 import faulthandler
 import gc
+import itertools
 import mmap
 import os
 import resource
@@ -201,7 +202,9 @@ def end_of(pid: int, timeout_s: float = 60.0) -> int:
     """Wait for a child. Return its exit status, or minus the signal that ended it."""
     fd = os.pidfd_open(pid)
     try:
-        in_time = select.select([fd], [], [], timeout_s)[0]
+        waiter = select.poll()  # select() refuses descriptors from 1024 on
+        waiter.register(fd, select.POLLIN)
+        in_time = waiter.poll(timeout_s * 1000)
     finally:
         os.close(fd)
     if not in_time:
@@ -285,6 +288,45 @@ def at_step(step: int, fault: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         sys.settrace(before)
+
+
+Dying = contextlib.AbstractContextManager[None]
+"""What :func:`kill_points` gives to its victim."""
+
+
+def kill_points(
+    victim: Callable[[Dying], object],
+    *,
+    every: int,
+    first: int = 1,
+    prepare: Callable[[], object] = lambda: None,
+) -> Iterator[tuple[int, bool]]:
+    """Kill a forked child at every n-th step of what ``victim`` does in the context that it is
+    given. After the end of each child, yield the step and whether it was killed. The last was not.
+    ``prepare`` is called before each fork."""
+    for step in itertools.count(first, every):
+        prepare()
+        status = run_forked(victim, at_step(step, kill_self))
+        assert status in (0, -signal.SIGKILL), f"it ended with {status} at step {step}"
+        yield step, status != 0
+        if status == 0:
+            return
+
+
+def interrupt_points(
+    change: Callable[[], object], *, every: int, prepare: Callable[[], object] = lambda: None
+) -> Iterator[int]:
+    """Raise KeyboardInterrupt at every n-th point of ``change``, see :func:`at_point`. Yield each
+    point after the interrupt. ``prepare`` is called before each change."""
+    for point in itertools.count(1, every):
+        prepare()
+        try:
+            with interrupted_at(point) as points:
+                change()
+        except KeyboardInterrupt:
+            yield point
+        if points() < point:
+            return
 
 
 def interrupted_at(point: int) -> contextlib.AbstractContextManager[Callable[[], int]]:

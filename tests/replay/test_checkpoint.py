@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import pickle
-import random
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,15 +21,14 @@ from torchrl.envs import VecNorm
 from tests.replay.conftest import make_rows
 from tests.replay.faults import (
     LONG,
+    Dying,
     assert_lock_is_free,
     assert_sound,
-    at_step,
     attach,
     forked,
-    kill_self,
+    kill_points,
     priority_of,
     rows_of,
-    run_forked,
     torn_rows,
     wait_until,
 )
@@ -398,29 +396,23 @@ def test_killed_anywhere_the_earlier_or_the_new_checkpoint_is_whole(
     fill(rb, 0, 60)
     saver.dumps(target)
     before = keys_in(target)
-    randomness = random.Random(0)
-    step = kills = new = 0
-    at = 100
+    kills = new = 0
+    fills = itertools.count(100, 20)
 
-    def victim(step: int) -> None:
-        with at_step(step, kill_self):
+    def victim(dying: Dying) -> None:
+        with dying:
             saver.dumps(target)
 
-    while True:
-        step += randomness.randint(1, 1 if LONG else 30)
-        fill(rb, at, 20)
-        at += 20
+    for step, killed in kill_points(
+        victim, every=1 if LONG else 17, prepare=lambda: fill(rb, next(fills), 20)
+    ):
         after = sorted(rb[:]["key"].tolist())
-        status = run_forked(victim, step)
-        assert status in (0, -signal.SIGKILL)
         found = sorted(keys_in(target))
         assert found in (sorted(before), after), f"after a kill at step {step}"
         assert_lock_is_free(rb.storage.directory)
-        new += found == after and status != 0
+        new += found == after and killed
         before = found
-        if status == 0:
-            break
-        kills += 1
+        kills += killed
     assert kills > 10 and new > 0
     request.node.user_properties.append(("kills", kills))
     assert sorted(each.name[:5] for each in target.iterdir()) == ["check", "rows-"]

@@ -17,7 +17,16 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from tests.replay.faults import at_step, end_of, kill_self, rows_of, run_forked, start, wait_until
+from tests.replay.faults import (
+    Dying,
+    end_of,
+    kill_points,
+    kill_self,
+    rows_of,
+    run_forked,
+    start,
+    wait_until,
+)
 from torchrl_dist.cli import main as cli
 from torchrl_dist.errors import ConfigurationError, DeadlineError, DirectoryError
 from torchrl_dist.replay import SharedMemmapStorage, SharedReplayBuffer
@@ -200,28 +209,27 @@ def test_killed_while_files_are_removed_one_by_one_the_next_one_works(
 ) -> None:
     """The directory cannot be renamed as a whole. The kill comes at every step of its removal."""
 
-    def close(step: int) -> None:
+    def close(dying: Dying) -> None:
         storage = store(folder)
         storage.append(rows_of(range(8)))
         if beside:
             (folder / "notes.txt").touch()
         else:  # as a mount point refuses it
             monkeypatch.setattr(os, "rename", lambda *names: os.unlink(folder / "none"))
-        with at_step(step, kill_self):
+        with dying:
             storage.close()
 
     monkeypatch = pytest.MonkeyPatch()
-    step, status = 20, -1
-    while status:
-        step += 13
-        status = run_forked(close, step)
+    kills = 0
+    for _, killed in kill_points(close, every=13, first=33):
+        kills += killed
         (folder / "notes.txt").unlink(missing_ok=True)
         storage = store(folder)
         assert len(storage) in (0, 8)
         storage.append(rows_of(range(8, 16)))
         storage.close()
         assert not folder.exists()
-    assert step > 60
+    assert kills > 2
 
 
 # --- damage --------------------------------------------------------------------------------------

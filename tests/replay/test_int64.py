@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,11 +9,10 @@ import pytest
 from torchrl.data import TensorDictReplayBuffer
 
 from tests.replay.faults import (
+    Dying,
     assert_sound,
-    at_step,
-    kill_self,
+    kill_points,
     rows_of,
-    run_forked,
     start_at,
 )
 from torchrl_dist.replay.node.tables import MAX_MEMBERS, Word
@@ -40,21 +38,19 @@ def test_claims_beyond_the_number_are_kept_apart_and_taken_over(
         assert len(rb) == 21
         other_writer.submit(rb.storage._cursor.abandon, held).result()
 
-    def victim(step: int) -> None:
+    def victim(dying: Dying) -> None:
         with directory.lock():  # a forked child joins with its first use
             assert directory.member > 2**31
-        with at_step(step, kill_self):
+        with dying:
             rb.extend(rows_of(range(10**6, 10**6 + 3)))
 
-    for step in range(1, 1000, 23):
-        before = rb.write_count
-        status = run_forked(victim, step)
-        assert status in (0, -signal.SIGKILL)
+    before, kills = rb.write_count, 0
+    for _, killed in kill_points(victim, every=23):
+        kills += killed
         assert_sound(rb)
         new = int((rb[:]["key"] >= 10**6).sum())
         assert new in (0, 3) and rb.write_count == before + new
         rb.extend(rows_of(range(_CAPACITY)))
         assert len(rb) == _CAPACITY
-        if status == 0:
-            break
-    assert step > 100 and rb.write_count > start
+        before = rb.write_count
+    assert kills > 4 and rb.write_count > start

@@ -22,11 +22,12 @@ from torchrl.data import TensorDictReplayBuffer
 
 from tests.replay.faults import (
     LONG,
+    Dying,
     assert_lock_is_free,
     assert_sound,
-    at_step,
     attach,
     die_on_store,
+    kill_points,
     kill_self,
     priority_of,
     rows_of,
@@ -192,15 +193,15 @@ def _open(folder: Path) -> SharedMemmapStorage:
 def test_killed_while_the_directory_comes_or_goes_the_next_one_works(
     folder: Path, phase: str, request
 ) -> None:
-    randomness = random.Random(phase)
+    kills = 0
 
-    def victim(step: int) -> None:
+    def victim(dying: Dying) -> None:
         if phase == "leave":
             storage = _open(folder)
-            with at_step(step, kill_self):
+            with dying:
                 storage.close()
             return
-        with at_step(step, kill_self):
+        with dying:
             storage = _open(folder)
             storage.append(rows_of(range(8)))
         storage.close()
@@ -209,13 +210,11 @@ def test_killed_while_the_directory_comes_or_goes_the_next_one_works(
         _open(folder).append(rows_of(range(8)))
         kill_self()
 
-    step = kills = 0
-    while True:
-        step += randomness.randint(1, 2 * _STRIDE - 1)
+    def prepare() -> None:
         if phase != "create":
             assert run_forked(earlier) == -signal.SIGKILL
-        status = run_forked(victim, step)
-        assert status in (0, -signal.SIGKILL)
+
+    for step, killed in kill_points(victim, every=_STRIDE, prepare=prepare):
         storage = _open(folder)
         assert_lock_is_free(storage.directory)
         before = len(storage)
@@ -228,8 +227,6 @@ def test_killed_while_the_directory_comes_or_goes_the_next_one_works(
         storage.close()
         left = [path.name for path in folder.parent.iterdir() if folder.name in path.name]
         assert left == [], f"after a kill at step {step}"
-        if status == 0:
-            break
-        kills += 1
+        kills += killed
     assert kills > 3
     request.node.user_properties.append(("kills", kills))

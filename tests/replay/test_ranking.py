@@ -26,7 +26,7 @@ from tests.replay.faults import (
     assert_sound,
     end_of,
     forked,
-    interrupted_at,
+    interrupt_points,
     kill_self,
     rows_of,
     run_forked,
@@ -400,14 +400,18 @@ def test_killed_between_any_two_stores(folder: Path, stores: Stores) -> None:
 
 def test_an_interrupt_at_any_point_leaves_whole_rows(folder: Path) -> None:
     rb = make(folder)
+    rb.extend(scored(range(8)))
     interrupted = 0
-    for point in range(1, 300):
-        rb.extend(scored(10 * point + np.arange(8.0), 1000 * point))
-        try:
-            with interrupted_at(point):
-                rb.extend(scored([10 * point + 8.5], 1000 * point + 8))
-        except KeyboardInterrupt:
-            interrupted += 1
+
+    def prepare() -> None:  # replaces all rows
+        first = int(max(scores(rb))) + 1
+        rb.extend(scored(first + np.arange(8.0), first))
+
+    def change() -> None:
+        rb.extend(scored([max(scores(rb)) + 0.5]))
+
+    for _ in interrupt_points(change, every=1, prepare=prepare):
+        interrupted += 1
         with rb.storage.directory.lock():
             pass
         assert_sound(rb)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,12 @@ import torch
 
 from tests.contracts.test_retire import rows
 from tests.replay.faults import (
+    Dying,
     assert_lock_is_free,
-    at_step,
     attach,
-    interrupted_at,
-    kill_self,
+    interrupt_points,
+    kill_points,
     published,
-    run_forked,
 )
 from torchrl_dist import RateLimiter, SharedReplayBuffer
 from torchrl_dist.replay.node.tables import Word
@@ -97,33 +95,38 @@ def test_rows_are_available_as_in_a_plain_model(folder: Path, uniform: bool, see
     assert rb.storage.counters["retired_rows"] == retired > 0
 
 
+def refill(rb: SharedReplayBuffer, where: str) -> None:
+    rb.empty()
+    rb.extend(rows(range(12), [0, 1, 2] * 4))
+    if where == "extend":
+        rb.retire_older_than(2)
+
+
+def change(rb: SharedReplayBuffer, where: str) -> None:
+    if where == "retire":
+        rb.retire_older_than(2)
+    else:
+        rb.extend(rows(range(12, 18), [0, 1, 2] * 2))
+
+
 @pytest.mark.parametrize("where", ["retire", "extend"])
 def test_a_killed_process_leaves_no_old_row_to_sample(folder: Path, where: str) -> None:
     torch.set_num_threads(1)
     rb = make(folder)
     died = partly = 0
-    for step in range(1, 4000, 3):  # a fork per step: all of them would take a minute
-        rb.empty()
-        rb.extend(rows(range(12), [0, 1, 2] * 4))
-        if where == "extend":
-            rb.retire_older_than(2)
 
-        def die(step: int = step) -> None:
-            with at_step(step, kill_self):
-                if where == "retire":
-                    rb.retire_older_than(2)
-                else:
-                    rb.extend(rows(range(12, 18), [0, 1, 2] * 2))
+    def victim(dying: Dying) -> None:
+        with dying:
+            change(rb, where)
 
-        if run_forked(die) != -signal.SIGKILL:
-            break
-        died += 1
+    for step, killed in kill_points(victim, every=13, prepare=lambda: refill(rb, where)):
+        died += killed
         assert_lock_is_free(rb.storage.directory)
         with rb.storage.directory.lock():  # repairs
             pass
         hidden, old = hidden_and_too_old(rb)
         assert (hidden == old).all(), step
-        partly += bool(old.any())
+        partly += bool(killed and old.any())
         assert (rb.sample()["policy_version"] >= (2 if old.any() else 0)).all()
     assert died > 10 and partly
 
@@ -132,19 +135,10 @@ def test_a_killed_process_leaves_no_old_row_to_sample(folder: Path, where: str) 
 def test_an_interrupted_process_leaves_no_old_row_to_sample(folder: Path, where: str) -> None:
     rb = make(folder)
     interrupted = 0
-    for point in range(1, 600, 3):
-        rb.empty()
-        rb.extend(rows(range(12), [0, 1, 2] * 4))
-        if where == "extend":
-            rb.retire_older_than(2)
-        try:
-            with interrupted_at(point):
-                if where == "retire":
-                    rb.retire_older_than(2)
-                else:
-                    rb.extend(rows(range(12, 18), [0, 1, 2] * 2))
-        except KeyboardInterrupt:
-            interrupted += 1
+    for point in interrupt_points(
+        lambda: change(rb, where), every=3, prepare=lambda: refill(rb, where)
+    ):
+        interrupted += 1
         rb.extend(rows(range(20, 21), 2))
         hidden, old = hidden_and_too_old(rb)
         assert (hidden == old).all(), point
