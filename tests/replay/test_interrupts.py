@@ -151,7 +151,7 @@ def test_a_signal_handler_that_uses_the_buffer_at_any_point_harms_nothing(
         for operation, operate in OPERATIONS.items():
             point = 0
             while True:
-                point += 3 + point % 3
+                point += 5 + point % 3
                 done, before = counts["done"], rb.write_count
                 with at_point(point, handle) as points:
                     operate(rb)
@@ -221,7 +221,7 @@ def test_a_handler_does_not_wait_for_a_thread_that_waits_for_what_it_interrupted
         for operate in INTERRUPTED.values():
             point = 0
             while True:
-                point += 3 + point % 3
+                point += 6 + point % 3
                 with at_point(point, handle) as points:
                     operate(rb)
                 threads.pop().join(30) if threads else None

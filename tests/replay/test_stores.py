@@ -32,12 +32,9 @@ from torchrl_dist.replay.node.priorities import default_leaf
 from torchrl_dist.replay.node.tables import CLAIM_COUNT, CLAIM_MEMBER, Word
 from torchrl_dist.replay.node.times_sampled import exhausted, give_back
 
-pytestmark = [
-    pytest.mark.usefixtures("kept_as"),
-    pytest.mark.skipif(
-        platform.machine() not in ("x86_64", "AMD64"), reason="single steps of an x86-64 processor"
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64"), reason="single steps of an x86-64 processor"
+)
 _CAPACITY = 24
 _NEW = 10**6
 _ALPHA, _EPS = 0.5, 1e-8
@@ -262,8 +259,9 @@ CHANGES: dict[str, tuple[RateLimiter | None, Callable, Check]] = {
 }
 
 
-_IN_C = [change for change in CHANGES if "extend" in change] + ["write in place", "update"]
-_IN_C += ["limited sample"]
+_OF_ROWS = ["extend", "extend with priorities", "write in place", "restore"]
+_IN_C = [*_OF_ROWS[:3], "update", "limited sample"]
+_KEPT = [("as_rows", change) for change in CHANGES] + [("as_frames", change) for change in _OF_ROWS]
 
 
 def build(folder: Path, limiter: RateLimiter | None) -> TensorDictReplayBuffer:
@@ -285,11 +283,13 @@ def refill(rb: TensorDictReplayBuffer) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "kernel, change",
-    [("numpy", change) for change in CHANGES] + [("c", change) for change in _IN_C],
+    "kept_as, kernel, change",
+    [(kept, "numpy", change) for kept, change in _KEPT]
+    + [(kept, "c", change) for kept, change in _KEPT if change in _IN_C],
+    indirect=["kept_as"],
 )
 def test_killed_between_any_two_stores(
-    folder: Path, stores: Stores, kernel: str, change: str, monkeypatch, request
+    folder: Path, stores: Stores, kept_as: str, kernel: str, change: str, monkeypatch, request
 ) -> None:
     torch.set_num_threads(1)
     monkeypatch.setenv("TORCHRL_DIST_KERNEL", kernel)

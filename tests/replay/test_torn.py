@@ -122,12 +122,12 @@ def pause_now_and_then(pid: int, rb: TensorDictReplayBuffer, stop: Callable[[], 
 @pytest.mark.usefixtures("kept_as")
 @pytest.mark.timeout(1200 if LONG else 120)
 @pytest.mark.parametrize(
-    "width, batch_size, wanted", [(8, 1024, 300_000), (256, 256, 50_000), (4096, 64, 20_000)]
+    "width, batch_size, wanted", [(8, 1024, 300_000), (256, 256, 30_000), (4096, 64, 8_000)]
 )
 def test_no_row_is_torn_while_writers_lap_readers_and_each_other(
     folder: Path, width: int, batch_size: int, wanted: int, request
 ) -> None:
-    """Rows of 136 B, 4 KiB and 64 KiB; 370,000 of them in all."""
+    """Rows of 136 B, 4 KiB and 64 KiB; 338,000 of them in all."""
     torch.set_num_threads(1)
     rb = attach(folder, _CAPACITY)
     rb.extend(rows_of(np.arange(1, _CAPACITY + 1), width))
@@ -185,7 +185,7 @@ def test_torchrls_storage_gives_thousands_of_torn_rows_under_the_same_load(
             stack.enter_context(forked(read_stock, lambda: rb, table[reader]))
         for writer in range(3):
             stack.enter_context(forked(write, lambda: rb, writer, width))
-        while table[:, SEEN].sum() < 20_000 and time.monotonic() < deadline:
+        while table[:, TORN].sum() <= 1000 and time.monotonic() < deadline:
             time.sleep(0.05)
     request.node.user_properties += [
         ("seen", int(table[:, SEEN].sum())), ("torn", int(table[:, TORN].sum()))
