@@ -186,9 +186,15 @@ def build(
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize("kind", [Checkpoint, lambda: None], ids=["checkpoint", "legacy"])
-@pytest.mark.parametrize("writes", ["trainer", "worker"])
-@pytest.mark.parametrize("make_buffer", [shared, hosted])
+@pytest.mark.parametrize(
+    ("make_buffer", "writes", "kind"),  # each pair of values once
+    [
+        pytest.param(shared, "trainer", Checkpoint, id="shared-trainer-checkpoint"),
+        pytest.param(shared, "worker", lambda: None, id="shared-worker-legacy"),
+        pytest.param(hosted, "trainer", lambda: None, id="hosted-trainer-legacy"),
+        pytest.param(hosted, "worker", Checkpoint, id="hosted-worker-checkpoint"),
+    ],
+)
 def test_a_trainer_trains_logs_saves_and_resumes(
     fork_server: Any, tmp_path: Path, make_buffer: MakeBuffer, writes: str, kind: Any
 ) -> None:
