@@ -23,7 +23,11 @@ def a_learner(config: Any, session: Session, seed: int = 0, frames: int = 0) -> 
     torch.manual_seed(seed)
     task = look_at(config.env, discrete=config.discrete)
     policy = PolicySpec.of(
-        task, config.policy_kind, config.hidden, normalized=config.normalizes(task)
+        task,
+        config.policy_kind,
+        config.hidden,
+        state_size=config.state_size,
+        normalized=config.normalizes(task),
     )
     build: Callable[..., Any] = recipe_of(type(config)).build
     return build(config, task, policy, session, Start(frames=frames))

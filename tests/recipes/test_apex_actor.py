@@ -183,23 +183,6 @@ def test_updates_change_the_network_given_and_pull_the_target_along() -> None:
     assert torch.allclose(target, expected, atol=1e-6)
 
 
-def test_a_restored_learner_takes_the_same_next_step() -> None:
-    torch.manual_seed(4)
-    networks = [QNetwork(4, 2, (8,)) for _ in range(2)]
-    learners = [
-        DQNLearner(DQNLoss(n, GAMMA), learning_rate=1e-2, target_tau=0.1, max_grad_norm=10.0)
-        for n in networks
-    ]
-    rows = RowsWithPriority(networks[0], gamma=GAMMA, n_steps=N_STEPS)(rollout()).reshape(-1)
-    for _ in range(3):
-        learners[0].update(rows.clone())
-    learners[1].load_state_dict(learners[0].state_dict())
-    for learner in learners:
-        learner.update(rows.clone())
-    for key, value in learners[0].state_dict()["model"].items():
-        assert torch.equal(value, learners[1].state_dict()["model"][key]), key
-
-
 @pytest.mark.parametrize("actors", [1, 2, 8])
 def test_epsilons_follow_the_papers_formula(actors: int) -> None:
     epsilons = actor_epsilons(actors, 0.4, 7.0)

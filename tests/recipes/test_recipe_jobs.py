@@ -11,10 +11,13 @@ import torch
 
 from torchrl_dist import local_cluster
 from torchrl_dist.checkpoint import load_checkpoint
+from torchrl_dist.recipes.apex.config import ApexConfig
 from torchrl_dist.recipes.ddppo.config import DDPPOConfig
 from torchrl_dist.recipes.impala.config import ImpalaConfig
 from torchrl_dist.recipes.parts.play import play
+from torchrl_dist.recipes.r2d2.config import R2D2Config
 from torchrl_dist.recipes.sac.config import SACConfig
+from torchrl_dist.recipes.training.config import ReplayConfig
 from torchrl_dist.runtime import ForkServer
 
 from .jobs import TORCHRUN, assert_gone, finished, finished_here, progress, started, workers_of
@@ -98,7 +101,13 @@ def test_a_lost_learner_ends_the_job_with_a_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "settings"),
-    [(DDPPOConfig, {"learners": 1}), (ImpalaConfig, {}), (SACConfig, {"learning_starts": 16})],
+    [
+        (DDPPOConfig, {"learners": 1}),
+        (ImpalaConfig, {}),
+        (ApexConfig, {"envs_per_collector": 2, "batch_size": 8}),
+        (R2D2Config, {"envs_per_collector": 2, "batch_size": 4, "lstm": 8, "sequence": 8}),
+        (SACConfig, {"learning_starts": 16}),
+    ],
 )
 def test_a_restored_learner_takes_the_same_next_step(kind, settings, tmp_path: Path) -> None:
     config = kind(
@@ -108,8 +117,10 @@ def test_a_restored_learner_takes_the_same_next_step(kind, settings, tmp_path: P
 
     def step(learner, data, frames: int) -> None:
         torch.manual_seed(frames)
-        if kind is SACConfig:  # it draws its batches itself
+        if kind is SACConfig:
             learner._update(data.clone())
+        elif issubclass(kind, ApexConfig):
+            learner.dqn.update(data.clone())
         else:
             learner.learn(data.clone(), frames)
 
@@ -118,7 +129,9 @@ def test_a_restored_learner_takes_the_same_next_step(kind, settings, tmp_path: P
             for frames in (0, 64):
                 learners.append(a_learner(config, session, seed=frames, frames=frames))
             data = next(iter(learners[0].collector))
-            data = learners[0].buffer.sample() if kind is SACConfig else data
+            if issubclass(kind, ReplayConfig):  # it draws its batches itself
+                data = learners[0].buffer.sample()
+            before = learners[1].state_dict()["model"]
             step(learners[0], data, 64)
             learners[1].load_state_dict(learners[0].state_dict())
             for learner in learners:
@@ -130,3 +143,5 @@ def test_a_restored_learner_takes_the_same_next_step(kind, settings, tmp_path: P
     assert states[0].keys() == states[1].keys()
     for name, value in states[0].items():
         assert torch.equal(value, states[1][name]), name
+    # the networks, also those that follow slowly
+    assert any(not torch.equal(value, before[name]) for name, value in states[0].items())
