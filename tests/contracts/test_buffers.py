@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 from collections.abc import Iterator
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -359,6 +360,49 @@ def test_equal_seeds_draw_different_batches(buffer) -> None:
         drawn.append(ids(each.sample(64)))
     assert drawn[0] != drawn[1]
     copied.storage.close()
+
+
+@pytest.fixture(params=["local", "local, stock class", "owner by RPC", "shards by RPC"])
+def drawing_ahead(
+    request: pytest.FixtureRequest, folder: Path, job: Session, where: Any
+) -> Iterator[TensorDictReplayBuffer]:
+    options: dict[str, Any] = {"batch_size": 8, "prefetch": 3}
+    if "local" in request.param:
+        kind = TensorDictReplayBuffer if "stock" in request.param else SharedReplayBuffer
+        rb = attach(folder, 64, kind=kind, keep=False, **options)
+        yield rb
+        rb.storage.close()
+    else:
+        rb = replay_buffer(job, capacity=64, **where(request.param), **options)
+        yield rb
+        release(rb)
+
+
+def test_batches_drawn_ahead_end_with_their_rows(drawing_ahead, tmp_path: Path) -> None:
+    rb = drawing_ahead
+    other = pickle.loads(pickle.dumps(rb))
+    rb.extend(make_rows(range(8)))
+    settle(rb)
+    rb.storage.dumps(tmp_path)  # without a state of the sampler
+    saved = rb.storage.state_dict()
+    ends = [rb.empty, rb.storage.empty, rb.empty]
+    if type(rb) is SharedReplayBuffer:
+        ends[2] = other.empty  # as in another process
+    restores = [
+        lambda: rb.storage.loads(tmp_path),
+        lambda: rb.storage.load_state_dict(saved),
+        lambda: rb.storage.loads(tmp_path),
+    ]
+    for end, restore in zip(ends, restores, strict=True):
+        for change, first in ((end, 50), (restore, 0)):
+            rb.sample()
+            wait(getattr(rb, "_prefetch_queue", ()))
+            change()
+            if first:
+                rb.extend(make_rows(range(50, 58)))
+            for _ in range(5):
+                assert set(ids(rb.sample())) <= {*range(first, first + 8)}
+    other.storage.close()
 
 
 PRIORITIZED = [kind for kind in OURS if "uniform" not in kind]

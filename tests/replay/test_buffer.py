@@ -564,28 +564,6 @@ def test_a_forked_child_does_not_repeat_what_its_parent_draws(make_buffer) -> No
     assert list(os.read(read, 64)) != rb.sample()["id"].tolist()
 
 
-@BUFFERS
-def test_batches_drawn_ahead_end_with_their_rows(make_buffer, kind: type, tmp_path: Path) -> None:
-    rb = make_buffer(64, kind=kind, prefetch=3)
-    rb.extend(make_rows(range(20)))
-    rb.storage.dumps(tmp_path)
-    other = pickle.loads(pickle.dumps(rb))
-    ends = [rb.empty, rb.storage.empty, lambda: rb.storage.loads(tmp_path)]
-    if kind is SharedReplayBuffer:
-        ends.append(other.empty)  # as in another process
-    for number, end in enumerate(ends):
-        rb.sample()
-        wait(rb._prefetch_queue)
-        end()
-        first = 1000 * (number + 1)
-        if len(rb):
-            rb.empty()
-        rb.extend(make_rows(range(first, first + 20)))
-        for _ in range(5):
-            assert (rb.sample()["id"] >= first).all()
-    other.storage.close()
-
-
 def test_any_key_names_a_column_also_in_checkpoints(make_buffer, tmp_path: Path) -> None:
     rb = make_buffer(8)
     long = "状態" * 20

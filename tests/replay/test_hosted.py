@@ -615,29 +615,6 @@ def test_a_release_that_ran_out_of_time_can_be_tried_again(alone, folder, monkey
     assert kept.release() is False
 
 
-@pytest.mark.parametrize("uniform", [False, True])
-def test_batches_drawn_ahead_end_with_their_rows(make, uniform: bool, tmp_path: Path) -> None:
-    buffer = make(uniform=uniform, prefetch=2)
-    storage = buffer.storage
-    buffer.extend(make_rows(range(8)))
-    buffer.flush()
-    storage.dumps(tmp_path)  # without a state of the sampler
-    saved = storage.state_dict()
-    for restore in (
-        lambda: buffer.loads(tmp_path),
-        lambda: storage.loads(tmp_path),
-        lambda: storage.load_state_dict(saved),
-    ):
-        buffer.sample()
-        storage.empty()
-        buffer.extend(make_rows(range(50, 58)))
-        for _ in range(4):
-            assert (buffer.sample()["id"] >= 50).all()
-        restore()
-        for _ in range(4):
-            assert (buffer.sample()["id"] < 8).all()
-
-
 def test_shards_that_are_one_folder_are_refused(cluster, folder, monkeypatch) -> None:
     """A launcher may treat one machine as several nodes, whose processes have equal local ranks."""
     monkeypatch.setattr(keeper, "_identity", lambda path: ("boot", 1, 2))
