@@ -373,33 +373,6 @@ def test_a_limiter_for_rows_that_are_there_is_refused_while_others_run_without(
 # --- how often a row is sampled ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("uniform", [False, True])
-def test_no_row_is_sampled_more_often_than_allowed(make_buffer: Callable, uniform: bool) -> None:
-    limiter = RateLimiter(16, max_times_sampled=3)
-    rb = make_buffer(uniform=uniform, limiter=limiter, timeout_s=0.1)
-    rb.extend(make_rows(range(48)))
-    seen: collections.Counter = collections.Counter()
-    with pytest.raises(RateLimitError, match="more rows to be written"):
-        while True:
-            batch = rb.sample()
-            seen.update(batch["id"].tolist())
-            if not uniform:
-                batch["td_error"] = torch.rand(16)
-                rb.update_tensordict_priority(batch)
-                rb.sampler.alpha = 0.5 + 0.4 * torch.rand(()).item()
-    assert max(seen.values()) == 3
-    left = rb.storage.limiter_counts.size
-    full = sum(count == 3 for count in seen.values())
-    assert full == 48 - left and left < 16
-    if not uniform:
-        directory = rb.storage.directory
-        assert np.count_nonzero(directory.tree.leaves) == left
-    rb.extend(make_rows(range(48, 112)))  # over all of them: the slots start anew
-    assert rb.storage.limiter_counts.size == 64
-    rb.sample()
-    assert rb.storage.limiter_counts.size >= 64 - 16 // 3
-
-
 def test_rows_stay_used_up_after_a_repair_and_a_restore(make_buffer: Callable) -> None:
     limiter = RateLimiter(8, max_times_sampled=1)
     rb = make_buffer(limiter=limiter, timeout_s=0.1, batch_size=8)

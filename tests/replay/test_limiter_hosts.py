@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -144,18 +145,27 @@ def test_at_the_deadline_the_error_says_what_is_missing(make: Make, shards: int)
     buffer.sample()  # and the owner was never held up
 
 
-def sample_all(buffer: HostedReplayBuffer, batch_size: int = 16) -> collections.Counter:
+def sample_all(
+    buffer: SharedReplayBuffer, batch_size: int = 16, new_priorities: bool = False
+) -> collections.Counter:
     """Count the samples of each id until the limiter refuses and says how many rows are missing."""
     seen: collections.Counter = collections.Counter()
     with pytest.raises(RateLimitError, match=r"for \d+ more rows to be written before the next"):
         while True:
-            seen.update(buffer.sample(batch_size)["id"].tolist())
+            batch = buffer.sample(batch_size)
+            seen.update(batch["id"].tolist())
+            if new_priorities:
+                batch["td_error"] = torch.rand(batch_size)
+                buffer.update_tensordict_priority(batch)
+                buffer.sampler.alpha = 0.5 + 0.4 * torch.rand(()).item()
     return seen
 
 
 @pytest.mark.parametrize(
     ("shards", "uniform", "prefetch", "per_call"),
     [
+        (0, True, 0, 1),
+        (0, False, 0, 1),
         (1, True, 4, 2),
         (2, True, 0, 1),
         (2, False, 4, 2),
@@ -164,18 +174,24 @@ def sample_all(buffer: HostedReplayBuffer, batch_size: int = 16) -> collections.
 def test_rows_are_sampled_as_often_as_allowed_and_not_more(
     make: Make, shards: int, uniform: bool, prefetch: int, per_call: int
 ) -> None:
+    """A new priority or exponent brings no row back."""
+    options = {"prefetch": prefetch, "batches_per_call": per_call} if shards else {}
     limiter = RateLimiter(16, max_times_sampled=3)
-    buffer = make(
-        shards, uniform=uniform, limiter=limiter, prefetch=prefetch, batches_per_call=per_call
-    )
-    buffer.storage.client.timeout_s = 0.6
+    buffer = make(shards, uniform=uniform, limiter=limiter, **options)
+    (buffer.storage.client if shards else buffer.storage).timeout_s = 0.6
     buffer.extend(make_rows(range(64)))
     buffer.extend(make_rows(range(64, 128)))
-    seen = sample_all(buffer)
+    seen = sample_all(buffer, new_priorities=not uniform)
     assert max(seen.values()) == 3
     assert sum(seen.values()) > 3 * (128 - 16)  # fewer than 16 rows do not make a batch
-    buffer.extend(make_rows(range(128, 192)))
+    left = buffer.storage.limiter_counts.size
+    assert left < 16
+    if not shards:
+        assert left == 128 - sum(count == 3 for count in seen.values())
+        assert left == np.count_nonzero(buffer.storage.directory.tree.leaves)
+    buffer.extend(make_rows(range(128, 384)))  # on one node over all slots, which start anew
     assert len(buffer.sample()) == 16
+    assert buffer.storage.limiter_counts.size >= 256 - 16 // 3
 
 
 def test_draws_of_batches_that_are_dropped_count_no_more(make: Make) -> None:
