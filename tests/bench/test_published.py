@@ -66,6 +66,8 @@ def test_a_source_with_a_spread_has_an_interval_of_its_mean() -> None:
     assert (low + high) / 2 == pytest.approx(row.mean)
     assert high - low == pytest.approx(2 * 1.96 * 271.7 / 3**0.5)
     assert ROWS["zoo-dqn-cartpole"].interval == (500.0, 500.0)
+    low, high = ROWS["zoo-sac-pendulum"].interval  # over 750 episodes
+    assert high - low == pytest.approx(2 * 1.96 * 88.7 / 750**0.5)
 
 
 def test_a_row_is_trained_shown_and_not_trained_again(

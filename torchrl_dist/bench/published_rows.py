@@ -58,10 +58,10 @@ class Published:
     """A published mean return, and our job with the same environment and number of frames.
 
     Attributes:
-        mean, spread: as published. The spread is the standard deviation over the source's runs;
-            None: not published, or published over episodes of one run.
+        mean, spread: as published. The spread is a standard deviation; None: not published.
         settings: options of the recipe that differ from its defaults.
         differs: how the job differs from the source's, in words.
+        episodes: number of episodes of one run that the spread is over; 0: it is over runs.
     """
 
     source: str
@@ -72,11 +72,14 @@ class Published:
     spread: float | None = None
     settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
     differs: str = ""
+    episodes: int = 0
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The 95 % interval of the source's mean; without a spread, only the mean."""
-        half = 1.96 * (self.spread or 0.0) / math.sqrt(SOURCES[self.source].runs)
+        """The 95 % interval of the source's mean; without a spread, only the mean.
+
+        A spread over episodes says nothing about other seeds, so this interval is too narrow."""
+        half = 1.96 * (self.spread or 0.0) / math.sqrt(self.episodes or SOURCES[self.source].runs)
         return self.mean - half, self.mean + half
 
 
@@ -124,24 +127,27 @@ ROWS: dict[str, Published] = {
     ),
     "slm-sac-pendulum": Published("slm", "sac", "Pendulum-v1", 300_000, -151.0, None, {}, _OWN),
     "zoo-dqn-cartpole": Published(
-        "zoo", "apex", _CARTPOLE, 50_000, 500.0, None, _ZOO_CARTPOLE, _ZOO_TARGETS
+        "zoo", "apex", _CARTPOLE, 50_000, 500.0, 0.0, _ZOO_CARTPOLE, _ZOO_TARGETS, 300
     ),
     "zoo-dqn-acrobot": Published(
-        "zoo", "apex", _ACROBOT, 100_000, -76.6, None, _ZOO_DQN, _ZOO_TARGETS
+        "zoo", "apex", _ACROBOT, 100_000, -76.6, 11.8, _ZOO_DQN, _ZOO_TARGETS, 1932
     ),
     "zoo-dqn-lunar": Published(
-        "zoo", "apex", _LUNAR, 100_000, 154.4, None, _ZOO_DQN,
-        f"{_ZOO_TARGETS}; theirs is LunarLander-v2",
+        "zoo", "apex", _LUNAR, 100_000, 154.4, 79.2, _ZOO_DQN,
+        f"{_ZOO_TARGETS}; theirs is LunarLander-v2", 200,
     ),
-    "zoo-ppo-cartpole": Published("zoo", "ddppo", _CARTPOLE, 100_000, 500.0, None, _ZOO_PPO),
+    "zoo-ppo-cartpole": Published(
+        "zoo", "ddppo", _CARTPOLE, 100_000, 500.0, 0.0, _ZOO_PPO, episodes=300
+    ),
     "zoo-sac-pendulum": Published(
-        "zoo", "sac", "Pendulum-v1", 20_000, -157.0, None,
+        "zoo", "sac", "Pendulum-v1", 20_000, -157.0, 88.7,
         {"hidden": (256, 256), "batch_size": 256, "envs_per_collector": 1, "learning_rate": 1e-3},
+        episodes=750,
     ),
     "zoo-sac-car": Published(
-        "zoo", "sac", "MountainCarContinuous-v0", 50_000, 94.7, None,
+        "zoo", "sac", "MountainCarContinuous-v0", 50_000, 94.7, 1.1,
         {"learning_rate": 3e-4, "batch_size": 512, "target_tau": 0.01, "gamma": 0.9999},
-        "no state-dependent exploration (gSDE), on which the source relies",
+        "no state-dependent exploration (gSDE), on which the source relies", 1443,
     ),
     "rllib-impala-cartpole": Published(
         "rllib", "impala", _CARTPOLE, 2_000_000, 450.0, None, {},
