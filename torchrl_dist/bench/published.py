@@ -180,7 +180,7 @@ def measure(name: str, seed: int, processes: int, timeout_s: float) -> dict[str,
         raise TorchRLDistError(f"the run was stopped early ({result['stopped_by']})")
     return {
         "row": name, "seed": seed, "processes": processes,
-        "training": result["training_return"], "final": result["last_evaluation"]["mean"],
+        "training": result["training_return"], "final": result["last_return"],
         "best": result["mean_return"], "frames": result["frames"], "seconds": result["seconds"],
         "curve": curve,
     }  # fmt: skip

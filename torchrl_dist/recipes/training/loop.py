@@ -132,6 +132,11 @@ def sum_of_losses(losses: TensorDictBase) -> torch.Tensor:
     return losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]
 
 
+def rounded(evaluation: Evaluation) -> dict[str, Any]:
+    """Return an evaluation with few digits, because srun breaks lines of more than 1,023 bytes."""
+    return {**vars(evaluation), "seconds": round(evaluation.seconds, 2)}
+
+
 def seen(losses: TensorDictBase, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
     """Return the losses of ``names`` (tag -> key), by tag and without gradients."""
     return {tag: losses[key].detach() for tag, key in names.items()}
@@ -538,10 +543,10 @@ class Keeper:
             "seconds": round(seconds, 2),
             "sps": round(monitor.frames / seconds, 1),
             "updates_per_second": round(monitor.updates / seconds, 1),
-            "best_evaluation": vars(best) if best else None,
-            "last_evaluation": vars(monitor.evaluations[-1]) if monitor.evaluations else None,
+            "last_return": monitor.evaluations[-1].mean if monitor.evaluations else None,
             "training_return": monitor.training_return,
-            "solved": {"return": monitor.threshold, **vars(solved)} if solved else None,
+            "best_evaluation": rounded(best) if best else None,
+            "solved": {"return": monitor.threshold, **rounded(solved)} if solved else None,
             "recipe": self.config.recipe,
             "env": self.config.env,
             "seed": self.config.seed,
@@ -551,7 +556,7 @@ class Keeper:
             "failed_evaluations": self.evaluations.failed,
             "policy_lag": {"mean": round(monitor.mean_lag, 3), "max": monitor.max_lag},
             "bound_by": vars(bound) if bound else None,
-            "last": monitor.last,
+            "last": {name: float(f"{value:.6g}") for name, value in monitor.last.items()},
             "stopped_by": signal.Signals(number).name if number else "callback" if early else None,
             "resumes": self.resumes,
             "checkpoint": str(self.config.checkpoint_path),
