@@ -8,13 +8,13 @@ import functools
 import json
 import os
 import re
-import select
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 from .. import own_files
@@ -345,8 +345,9 @@ def _keys() -> Iterator[Any]:
     before = termios.tcgetattr(fd)
 
     def pressed(timeout_s: float) -> str:
-        ready, _, _ = select.select([fd], [], [], timeout_s)
-        return os.read(fd, 1).decode(errors="replace") or "q" if ready else ""
+        if not wait([fd], timeout_s):
+            return ""
+        return os.read(fd, 1).decode(errors="replace") or "q"
 
     try:
         tty.setcbreak(fd)

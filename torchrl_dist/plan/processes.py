@@ -11,10 +11,10 @@ import contextlib
 import json
 import math
 import os
-import select
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from multiprocessing.connection import wait
 from statistics import median
 from typing import Any
 
@@ -188,7 +188,7 @@ def _in_a_child(config: Any, server: ForkServer) -> Measured:
         finally:
             os.close(theirs)
         try:
-            ready, _, _ = select.select([ours], [], [], _WAIT_S)
+            ready = wait([ours], _WAIT_S)
             text = os.read(ours, 4096) if ready else b""
             if not ready:
                 raise PeerLostError(f"no answer after {_WAIT_S:g} s")

@@ -31,7 +31,9 @@ class _Lasting(io.FileIO):
         try:
             written = super().write(data)
             if written is None:  # another program has made the descriptor non-blocking
-                select.select([], [self], [], _FULL_S)
+                writable = select.poll()  # select fails for descriptors above 1,023
+                writable.register(self.fileno(), select.POLLOUT)
+                writable.poll(1000 * _FULL_S)
                 written = super().write(data)
             return memoryview(data).nbytes if written is None else written
         except OSError as error:
