@@ -8,14 +8,14 @@ Each row trains with the environment and the frames of the source. Two figures o
 - final: mean return of greedy episodes of the last policy, not of the best one.
 
 A row is "reproduced" if the 95 % interval of the mean over our seeds (bootstrap) overlaps the
-source's, for the figure that the source gives. Without a published spread, the source's interval is
-its mean.
+source's, for the figure that the source gives. If the source gives no spread, its interval is its
+mean alone.
 
 Each run is one line of the file --json. Runs that are in the file are not repeated, so the command
 continues where it was stopped; a run that was stopped begins anew. Tables and --plot show all lines
 of the file. With several --processes, a second table shows what distribution changed: every job has
-the same number of frames and environments. For ddppo, processes are learners, for other recipes
-collectors; 0: a single process.
+the same number of frames and environments. --processes counts the learners of ddppo, and the
+collectors of other recipes; 0 means a single process.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ class Watch:
         self._ended: str | None = None
 
     def over(self, frames: int) -> bool:
-        """Whether the run must end after ``frames``. Evaluates if it is time to."""
+        """Whether the run must end after ``frames``. Evaluates if an evaluation is due."""
         if self._ended is None and frames >= self._next:
             self._evaluate(frames)
             self._next = frames + self._every

@@ -458,8 +458,8 @@ class Ranks:
     def _group_of_sums(self, what: str) -> dist.ProcessGroup:
         """Return a second group of the same ranks, for sums.
 
-        In the group itself, gloo would mistake the block that a rank sends in a meeting for a part
-        of another rank's tensor, and abort.
+        With one group for meetings and sums, gloo would confuse the block that a rank sends in a
+        meeting with a part of another rank's tensor, and abort.
         """
         assert self.group is not None
         if self.group not in _groups_of_sums:
@@ -500,8 +500,8 @@ class Ranks:
     def _waiting(self, what: str) -> Iterator[Callable[[], None]]:
         """Yield a function that announces that this rank waits for ``what``.
 
-        The announcement is withdrawn if the block ends without an error. The announcements tell
-        the first rank that gives up which ranks wait and which are missing.
+        The announcement is withdrawn if the block ends without an error. From the announcements,
+        the first rank that gives up learns which ranks wait and which are missing.
         """
         keys = (f"place/{self.index}", self._waiting_key(self.index))
         said = False

@@ -85,10 +85,10 @@ class CollectReport:
         """
         if default is _REQUIRED:
             raise ConfigurationError(
-                f"{key!r} was asked of a CollectReport, which has no rows, because the workers "
-                "wrote them into the replay buffer. In a trainer, register sample() and "
-                "update_priority() of ReplayBufferTrainer, but not extend(); log with "
-                "'post_optim_log', whose batches are samples, or from collector.report"
+                f"a CollectReport has no {key!r}, because the workers wrote the rows into the "
+                "replay buffer. In a trainer, register sample() and update_priority() of "
+                "ReplayBufferTrainer, but not extend(). To log, use 'post_optim_log', whose "
+                "batches are samples, or collector.report"
             )
         return default
 

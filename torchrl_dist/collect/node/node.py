@@ -354,7 +354,7 @@ class NodeWorker:
                 self._begin(order)
 
     def _begin(self, order: _Order) -> _Calls:
-        """Let all processes that are ready make this rollout, after those requested earlier."""
+        """Request this rollout from all ready processes, which first finish earlier ones."""
         if order.request is None:
             number = self._unnumbered = self._unnumbered + 1
         else:

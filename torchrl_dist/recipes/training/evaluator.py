@@ -120,7 +120,7 @@ class Evaluations:
         self._say = say
         candidates = session.of_role("evaluator") + session.of_role("collector")[::-1]
         self._candidates: list[Peer] = list(candidates) or [session.me]
-        self._may_replace = True  # false from a lost process to the next full evaluation
+        self._may_replace = True  # false after a process was lost, until an evaluation completes
         self._remote: Remote | None = None
         self._under_way = False
         self._answer: Future | None = None

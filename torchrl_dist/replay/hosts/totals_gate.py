@@ -119,7 +119,7 @@ class TotalsGate:
                 time.sleep(_LONGEST_PAUSE_S)
 
     def wait_to_write(self, storage: Storage) -> None:
-        """Block until a write may begin, and earlier writes of this process have answers.
+        """Block until a write may begin, and earlier writes of this process have been answered.
 
         Raises:
             RateLimitError: it was not admitted within the client's deadline. Nothing was written.

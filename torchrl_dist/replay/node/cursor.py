@@ -275,8 +275,8 @@ class SharedCursor:
     def drop_interrupted(self) -> None:
         """Abandon this thread's writes that an interrupt (Ctrl-C) cut off.
 
-        Called before a write begins. A write that a signal handler interrupted, and that continues
-        further down the stack, keeps its slots.
+        Called before a write begins. A write that a signal handler interrupted keeps its slots,
+        because it continues after the handler.
         """
         for reservation in self._directory.interrupted_writes():
             self.abandon(reservation)
@@ -374,7 +374,7 @@ class SharedCursor:
             if time.monotonic() > deadline:
                 raise DeadlineError(
                     f"waited {directory.timeout_s:g} s for {least} published rows of "
-                    f"{directory.path}: others are being written, by processes {sorted(writers)}; "
+                    f"{directory.path}, but processes {sorted(writers)} have not published theirs; "
                     "are they stopped? Continue or kill them (rows of a killed one are "
                     "dropped), or allow more with timeout_s"
                 )

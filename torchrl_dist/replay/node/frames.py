@@ -88,7 +88,10 @@ def ring_size(capacity: int, spec: RowSpec) -> int:
 
 
 def largest_write(capacity: int, spec: RowSpec) -> int:
-    """Return the most rows per reservation, whose frames fit into the ring even if all differ."""
+    """Return the largest number of rows that one reservation may have.
+
+    Their frames fit into the ring even if all of them differ.
+    """
     return max(1, (ring_size(capacity, spec) - window_of(capacity)) // frames_in(spec))
 
 
@@ -132,7 +135,7 @@ def with_stacks(spec: RowSpec, stacks: Mapping[tuple[str, ...], int]) -> RowSpec
                 raise ConfigurationError(
                     f"frames={shown(stacks)}: the rows have batch size {list(spec.batch_dims)} and "
                     f"{'.'.join(column.key)!r} has shape {list(column.shape)}; expected rows "
-                    "without further batch dimensions, and frames with at least one number"
+                    "without further batch dimensions, and frames that are not empty"
                 )
             if (column.frame_shape, column.dtype) != (first.frame_shape, first.dtype):
                 raise ConfigurationError(

@@ -174,7 +174,7 @@ def byte_holder(fd: int, byte: int) -> int | None:
 def _locks(fdinfo: str, byte: int) -> bool:
     """Return whether the text of ``/proc/PID/fdinfo/FD`` has a lock on the byte.
 
-    Its lines end with the first and the last byte. Neighbouring locks share a line.
+    Each line of a lock ends with its first and its last byte. Neighbouring locks share a line.
     """
     lines = [line.split() for line in fdinfo.splitlines() if line.startswith("lock:")]
     return any(

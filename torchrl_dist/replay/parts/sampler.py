@@ -113,8 +113,9 @@ class RecentGenerations:
                 return action(*args)
         if owned or not lock.acquire(timeout=patience_s):
             raise DirectoryError(
-                "a signal handler interrupted a use of the buffer, and uses it itself or waits for "
-                "a thread that does. Have the handler set a flag, and act on it between two uses"
+                "a signal handler that interrupted a use of the buffer can neither use it nor wait "
+                "for a thread that uses it. Have the handler set a flag, and act on it between two "
+                "uses"
             )
         try:
             return action(*args)

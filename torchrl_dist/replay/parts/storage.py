@@ -170,10 +170,9 @@ class SharedMemmapStorage(RowStorage):
         if ndim != 1 or compilable:
             raise ConfigurationError(
                 f"SharedMemmapStorage supports ndim=1 and compilable=False, got ndim={ndim}, "
-                f"compilable={compilable}. If several processes write, the second dimension would "
-                "not tell the environments apart, because rows of all of them lie in turn in each "
-                "column: leave both out, call buffer.extend(data.reshape(-1)), and give each row "
-                "a trajectory id, as collectors do"
+                f"compilable={compilable}. Leave both out, call buffer.extend(data.reshape(-1)), "
+                "and give each row a trajectory id, as collectors do: a second dimension would "
+                "not separate environments, because rows of several processes alternate in it"
             )
         if gather_threads < 1:
             raise ConfigurationError(f"gather_threads must be at least 1, got {gather_threads}")

@@ -233,7 +233,7 @@ class Chunk(NamedTuple):
     """Slots and leaves of saved rows; see :class:`SavedShard`.
 
     If another process wrote the rows to files, ``parts`` has the length and the CRC-32 of each
-    array of their stored form.
+    array that it wrote.
     """
 
     runs: np.ndarray
