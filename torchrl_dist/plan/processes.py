@@ -38,7 +38,7 @@ _AVERAGE_S = 2e-3
 _PLAYED = 0.5  # part of the longest episode that the episodes of an evaluation are assumed to take
 # CPU of a recipe's update, divided by that of a gradient step of its policy's network on as many
 # rows. Measured by `torchrl-dist bench learner` and the measurement below.
-_UPDATE = {"apex": 2.5, "ddppo": 2.2, "impala": 2.2, "sac": 5.0}
+_UPDATE = {"apex": 2.0, "ddppo": 3.3, "impala": 4.2, "sac": 4.5}
 # Medians of `torchrl-dist plan` on CPUs of 2026, for messages of a few hundred small rows.
 _MESSAGES: dict[str, Any] = {
     "spread": 0.3,
@@ -111,7 +111,7 @@ def speeds(config: Any, measured: Measured, cores: int) -> dict[int, float]:
         step_cpu_s=((envs, measured.step_cpu_s),),
         idle_s=measured.step_idle_s / envs,
         update_s=measured.update_s,
-        updates_per_frame=updates_of(config)[0] / config.frames_per_batch,
+        updates_per_frame=updates_of(_alone(config))[0] / config.frames_per_batch,
         **_MESSAGES,
     )
     collect_s = measured.step_cpu_s / envs
@@ -134,6 +134,11 @@ def speeds(config: Any, measured: Measured, cores: int) -> dict[int, float]:
         )
         rates[number] = min(most, predict(costs, layout, cores).frames_per_s)
     return rates
+
+
+def _alone(config: Any) -> Any:
+    """Return ``config`` for one learner, which has all rows of an update."""
+    return replace(config, learners=1) if config.recipe == "ddppo" else config
 
 
 def _numbers(config: Any, first: int, cores: int) -> Iterator[int]:
@@ -233,7 +238,7 @@ def measure(config: Any) -> Measured:
     evaluate_s, _ = _step(network, config.env, config.eval_episodes)
     with contextlib.closing(make_env(config.env)) as env:
         longest = env.spec.max_episode_steps if env.spec is not None else None
-    wanted = updates_of(config)[1]
+    wanted = updates_of(_alone(config))[1]
     rows = wanted if task.images is None else min(wanted, _FEW_ROWS)
     shape = (task.observation_size,) if task.images is None else task.images.shape
     dtype = torch.float32 if task.images is None else torch.uint8
