@@ -129,6 +129,8 @@ def test_an_option_may_have_underscores_but_the_words_of_another_command_stay(
     assert main(asked) == 0
     printed = capsys.readouterr().out
     assert "output_dir: a_folder" in printed and "total_frames: 77" in printed
+    line = refused(["train", "apex", "--print-config", "--frames", "3"], capsys)
+    assert "did you mean --frames-per-batch?" in line or "unrecognized" in line
     assert main(["slurm", "--", "python", "train.py", "--my_option", "1"]) == 0
     assert "--my_option" in capsys.readouterr().out
 
@@ -405,6 +407,12 @@ def test_play_writes_a_video(tmp_path, capsys, monkeypatch) -> None:
     wrong = ["play", str(path), "--episodes", "1", "--video", str(tmp_path / "none" / "film.mp4")]
     assert "--video" in refused(wrong, capsys)
     assert "one of them" in refused([*arguments, "--render"], capsys)
+    film = (tmp_path / "film.mp4").read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "pygame", None)  # not installed
+        assert "cannot be played here" in refused(arguments, capsys)
+    assert (tmp_path / "film.mp4").read_bytes() == film
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint.pt", "film.mp4"}
     monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
     assert "torchrl-dist[video]" in refused(arguments, capsys)
 

@@ -189,8 +189,12 @@ class _Parser(argparse.ArgumentParser):
     """A parser that reports a wrong argument in one line.
 
     It understands ``--total_frames`` as ``--total-frames``, because a configuration file names
-    options this way.
+    options this way. It takes no abbreviations, because ``--frames`` would be
+    ``--frames-per-batch``.
     """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **options})
 
     def error(self, message: str) -> Any:
         raise SystemExit(_refuse(f"{message} (see {self.prog} --help)"))

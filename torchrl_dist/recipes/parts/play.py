@@ -147,7 +147,11 @@ def _written(path: str | os.PathLike[str], fps: int) -> Iterator[Callable[[Any],
             raise
     try:
         yield append
-    finally:
         with explained():
             film.close()
             os.replace(beside, target)
+    except BaseException:  # an older video stays
+        with contextlib.suppress(Exception):
+            film.close()
+        beside.unlink(missing_ok=True)
+        raise

@@ -517,6 +517,7 @@ class Keeper:
         monitor = self.monitor
         early = self.training.stop and monitor.frames < self.config.total_frames
         seconds, bound = monitor.seconds, monitor.bound_by()
+        monitor.say(f"last evaluations: up to twice {self.config.eval_episodes} episodes")
         self._take_evaluation(self.evaluations.finish())
         frames = [e.frames for e in monitor.evaluations[-1:]]
         frames += [self._evaluated[1][0]] if self._evaluated else []  # also if it has failed
