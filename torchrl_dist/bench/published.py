@@ -9,7 +9,8 @@ Each row trains with the environment and the frames of the source. Two figures o
 
 A row is "reproduced" if the 95 % interval of the mean over our seeds (bootstrap) overlaps the
 source's, for the figure that the source gives. If the source gives no spread, its interval is its
-mean alone.
+mean alone. With fewer than three
+seeds, no verdict is given.
 
 Each run is one line of the file --json. Runs that are in the file are not repeated, so the command
 continues where it was stopped; a run that was stopped begins anew. Tables and --plot show all lines
@@ -34,7 +35,7 @@ from typing import Any
 
 from torchrl_dist import own_files
 from torchrl_dist.bench import command
-from torchrl_dist.bench.published_rows import FIGURES, ROWS, SOURCES, interval, verdict
+from torchrl_dist.bench.published_rows import FIGURES, LEAST, ROWS, SOURCES, interval, verdict
 from torchrl_dist.bench.results import append_json, by
 from torchrl_dist.bench.train_plan import spread
 from torchrl_dist.errors import ConfigurationError, TorchRLDistError
@@ -199,9 +200,10 @@ def show(lines: Sequence[Line]) -> None:
         low, high = interval(values)
         other = next(figure for figure in FIGURES if figure != source.figure)
         published = f"{row.mean:g}" + (f" ± {row.spread:g}" if row.spread is not None else "")
+        found = verdict((low, high), row.interval) if len(runs) >= LEAST else "too few seeds"
         table.append(
             (name, str(processes), source.figure, f"{fmean(values):.1f}",
-             f"{low:.1f} to {high:.1f}", published, verdict((low, high), row.interval),
+             f"{low:.1f} to {high:.1f}", published, found,
              f"{fmean(run[other] for run in runs):.1f}", str(len(runs)), f"{row.frames:,}",
              f"{median(run['seconds'] for run in runs):,.0f}")
         )  # fmt: skip

@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+LEAST = 3
+"""With fewer seeds, nothing is said about a row, because the interval would mean nothing."""
+
 FIGURES = {
     "training": "mean return of the last 100 episodes of training",
     "final": "mean return of greedy episodes of the last policy",
