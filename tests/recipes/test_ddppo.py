@@ -263,7 +263,11 @@ def test_collectors_act_with_the_learners_moments(fork_server) -> None:
         batches = iter(learner.collector)
         learner.learn(next(batches), 378)
         assert float(moments_of(learner.network).count) > 100
-        drawn_from_the_network(learner, next(batches))
+        data = next(batches)
+        drawn_from_the_network(learner, data)
+        # the moments do not change between acting and learning
+        divergence = learner.loss(learner._rows(data))["kl_approx"]
+        assert abs(float(divergence)) < 1e-5
         learner.close()
 
 

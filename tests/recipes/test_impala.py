@@ -7,6 +7,9 @@ import torch
 from tensordict import TensorDict
 from torch.distributions import Categorical
 
+from tests.recipes.learners import a_learner
+from torchrl_dist import session
+from torchrl_dist.recipes.impala import ImpalaConfig
 from torchrl_dist.recipes.impala.recipe import vtrace
 from torchrl_dist.recipes.parts.networks import CategoricalNetwork, ValueNetwork
 
@@ -84,3 +87,16 @@ def test_data_of_another_policy_are_corrected_as_the_paper_says(ends, rho_bar, c
         assert traced.rho[row, :, 0].tolist() == pytest.approx(ratio, rel=1e-4)
     assert (traced.rho - 1).abs().max() > 0.1
     assert not (traced.value_target.requires_grad or traced.advantage.requires_grad)
+
+
+def test_rows_of_the_present_policy_have_weight_one_with_normalized_observations() -> None:
+    with session() as me:
+        config = ImpalaConfig(
+            collectors=0, envs_per_collector=4, frames_per_batch=64, max_policy_lag=0,
+            normalize_observations=True,
+        )  # fmt: skip
+        learner = a_learner(config, me)
+        batches = iter(learner.collector)
+        for _ in range(3):
+            assert float(learner.learn(next(batches), 64)["train/rho_mean"]) == pytest.approx(1)
+        learner.close()

@@ -107,6 +107,8 @@ class DDPPO(LossLearner):
                 break
             self.step(sum_of_losses(losses), config.max_grad_norm)
             steps += 1
+        if self._moments is not None:  # last, because the policy acted with the earlier ones
+            self._moments.update(rows["observation"], self.ranks, f"observations of {config.env}")
         lag = self.collector.policy_version - rows["policy_version"].float().mean()
         self.collector.update_policy_weights_()
         return {
@@ -123,9 +125,6 @@ class DDPPO(LossLearner):
         config = self.config
         mask = data.get(("collector", "mask"), None)
         valid = slice(None) if mask is None else mask.reshape(-1)
-        if self._moments is not None:
-            observations = data["observation"].flatten(0, 1)[valid]
-            self._moments.update(observations, self.ranks, f"observations of {config.env}")
         reward = data["next", "reward"].to(torch.float32)
         if self._reward_scale is not None:
             reward = self._reward_scale(data)

@@ -126,9 +126,6 @@ class Impala(LossLearner):
         self._frames = frames
         self.set_learning_rate(share * config.learning_rate)
         data = moved(data, self.device)
-        if self._moments is not None:
-            observations = data["observation"].flatten(0, 1)
-            self._moments.update(observations, self.ranks, f"observations of {config.env}")
         logits, value = self.network(data["observation"]), self.critic(data["observation"])
         check_outputs(logits, config.env)
         with torch.no_grad():
@@ -145,6 +142,9 @@ class Impala(LossLearner):
         targets = {"advantage": traced.advantage, "value_target": traced.value_target}
         losses = self.loss.of(logits, value, data.select("action").update(targets))
         self.step(sum_of_losses(losses), config.max_grad_norm)
+        if self._moments is not None:  # last, because the policy acted with the earlier ones
+            observations = data["observation"].flatten(0, 1)
+            self._moments.update(observations, self.ranks, f"observations of {config.env}")
         lag = self.collector.policy_version - data["policy_version"].float().mean()
         self.collector.update_policy_weights_()
         return {
