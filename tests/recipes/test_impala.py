@@ -90,7 +90,7 @@ def test_data_of_another_policy_are_corrected_as_the_paper_says(ends, rho_bar, c
 
 
 def test_rows_of_the_present_policy_have_weight_one_with_normalized_observations() -> None:
-    with session() as me:
+    with session({"learner": 1}) as me:
         config = ImpalaConfig(
             collectors=0, envs_per_collector=4, frames_per_batch=64, max_policy_lag=0,
             normalize_observations=True,
