@@ -94,8 +94,24 @@ def test_each_best_policy_has_a_video(tmp_path: Path, capsys) -> None:
     assert 5 < len(best) <= 21 and best[0].shape[2] == 3
 
 
-def test_a_video_of_what_cannot_be_shown_is_refused_before_the_run(tmp_path, capsys) -> None:
-    hidden = [*TOY, "--env", "torchrl_dist.recipes.tasks:cartpole_without_velocities"]
-    code = main([*hidden, "--total-frames", "256", "--video", "--output-dir", str(tmp_path / "r")])
-    said = capsys.readouterr().err
-    assert (code, "--video" in said) in ((2, True), (0, False)), said
+def test_a_video_of_what_cannot_be_shown_is_refused_before_the_run(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    text = "import gymnasium\n\ndef make():\n    return gymnasium.make('CartPole-v1')\n"
+    (tmp_path / "unseen.py").write_text(text)  # takes no render_mode
+    monkeypatch.chdir(tmp_path)
+    hidden = [*TOY, "--env", "unseen:make", "--total-frames", "256", "--output-dir", "run"]
+    assert main([*hidden, "--video"]) == 2
+    assert "--video: unseen:make cannot be shown here" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_seed_that_has_no_checkpoint_yet_begins_anew(tmp_path, capsys) -> None:
+    folder = tmp_path / "all"
+    (folder / "seed0").mkdir(parents=True)  # as after a kill before the first checkpoint
+    toy = [*TOY, "--total-frames", "256", "--output-dir", str(folder), "--seeds", "1", "--resume"]
+    assert main(toy) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["seeds"] == [0]
+    (folder / "seeds.jsonl").write_text("{}")
+    assert main(toy) == 2
+    assert "is damaged" in capsys.readouterr().err

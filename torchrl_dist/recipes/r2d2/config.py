@@ -20,6 +20,9 @@ class R2D2Config(ApexConfig):
     policy_kind: ClassVar[str] = "recurrent_values"
     fixed_on_resume: ClassVar[tuple[str, ...]] = (*ApexConfig.fixed_on_resume, "lstm")
 
+    collectors: int = option(
+        2, "processes that step environments; 0: the learner steps them", minimum=0, group=JOB
+    )
     total_frames: int = option(300_000, "length of the run", unit="frames", minimum=1, group=JOB)
     eval_interval_frames: int = option(
         10_000, "frames between two evaluations", unit="frames", minimum=1, group=WATCHING

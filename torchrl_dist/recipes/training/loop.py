@@ -636,7 +636,10 @@ class Keeper:
         path = self.config.output_path / "videos" / f"{evaluation.frames}.mp4"
         path.parent.mkdir(exist_ok=True)
         seed = self._seed(len(self.monitor.evaluations))
-        record(self.training.policy, weights, path, seed, self.config.eval_max_steps)
+        try:
+            record(self.training.policy, weights, path, seed, self.config.eval_max_steps)
+        except Exception as error:  # rendering may fail in many ways, and training need not
+            self.monitor.say(f"{path} was not written: {error!r}")
 
     def _seed(self, number: int) -> int:
         """Return the seed of an evaluation's environments."""

@@ -205,7 +205,7 @@ class Monitor:
 
     @property
     def training_return(self) -> float | None:
-        """Mean return of the last 100 training episodes, or of fewer if the run had fewer."""
+        """Mean return of the last 100 training episodes since the run was started or resumed."""
         return fmean(self._recent) if self._recent else None
 
     @property

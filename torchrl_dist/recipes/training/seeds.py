@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import fmean, stdev
@@ -105,14 +106,20 @@ def _claim(folder: Path, resume: bool) -> dict[int, dict[str, Any]]:
         except (OSError, own_files.NotOurs) as error:
             raise ConfigurationError(f"--output-dir: {folder}: {error}") from error
         return {}
-    if not any(folder.glob("seed*/checkpoint.pt")):
+    if not any(folder.glob("seed*")):
         raise ConfigurationError(
             f"--resume: there is no run of a seed in {folder}; leave --resume out to start"
         )
     if not (folder / RESULTS).is_file():
         return {}
-    lines = own_files.read_plain(folder / RESULTS).splitlines()
-    return {(result := json.loads(line))["seed"]: result for line in lines}
+    try:
+        lines = own_files.read_ours(folder / RESULTS, 1 << 24).splitlines()
+        return {(result := json.loads(line))["seed"]: result for line in lines}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(
+            f"--resume: {folder / RESULTS} is damaged or another user's ({error}); remove it, and "
+            "each seed continues from its checkpoint"
+        ) from error
 
 
 def _write(folder: Path, done: Mapping[int, Mapping[str, Any]]) -> None:
@@ -136,7 +143,7 @@ def _run(command: list[str]) -> tuple[int, str]:
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            preexec_fn=end_with_parent,  # safe, because this process has one thread
+            preexec_fn=end_with_parent,  # safe, because it only makes a system call
         ) as process,
         _passed_on(process),
     ):
@@ -146,6 +153,9 @@ def _run(command: list[str]) -> tuple[int, str]:
 
 @contextlib.contextmanager
 def _passed_on(process: subprocess.Popen) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():  # others cannot set handlers
+        yield
+        return
     numbers = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
     before = {
         number: signal.signal(number, lambda got, _: process.send_signal(got)) for number in numbers
