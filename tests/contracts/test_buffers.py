@@ -67,7 +67,9 @@ def buffer(
         options["frames"] = FRAMES
     uniform = request.param == "shared uniform"
     rb = attach(folder, CAPACITY, uniform=uniform, kind=kind, **options)
-    yield pickle.loads(pickle.dumps(rb)) if request.param == "attached by pickle" else rb
+    used = pickle.loads(pickle.dumps(rb)) if request.param == "attached by pickle" else rb
+    yield used
+    used.storage.close()
     rb.storage.close()
 
 
@@ -155,7 +157,7 @@ def test_single_rows_slices_lists_and_tensors_index_alike(buffer) -> None:
 def test_a_slice_over_shards_counts_from_the_end_with_both_bounds_or_none(buffer) -> None:
     buffer.extend(make_rows(range(10)))
     for mixed in (slice(2, -1), slice(None, -1), slice(-3, 5)):
-        with pytest.raises(IndexError, match="both bounds of a slice must count"):
+        with pytest.raises(IndexError, match="expected both bounds to count"):
             buffer[mixed]
     buffer.storage[-3:-1] = make_rows([50, 51])
     assert ids(buffer[:]) == [0, 1, 2, 3, 4, 5, 6, 50, 51, 9]
@@ -299,7 +301,7 @@ def test_rows_are_read_and_replaced_by_indices_of_any_shape(buffer) -> None:
     assert one.batch_size == () and one["id"] == 7
     assert torch.equal(storage.get("id"), buffer[:]["id"])
     assert torch.equal(storage.get(("next", "obs")), buffer[:]["next", "obs"])
-    with pytest.raises(IndexError, match="uint8 might be a mask"):
+    with pytest.raises(IndexError, match="uint8, which may be a mask"):
         storage[torch.tensor([0, 1, 1], dtype=torch.uint8)]
 
 
@@ -467,24 +469,27 @@ def test_wrong_rows_slots_and_priorities_are_refused_and_change_nothing(buffer) 
     for words, rows in REFUSED_ROWS.items():
         refuse(words, buffer.extend, rows)
     for place in (beyond, -beyond - 1):
-        refuse("capacity|must be in|beyond|before", storage.get, place, error=IndexError)
-        refuse("capacity|must be in|beyond|before", storage.set, place, row, error=IndexError)
+        refuse("capacity|expected slots|beyond|before", storage.get, place, error=IndexError)
+        refuse("capacity|expected slots|beyond|before", storage.set, place, row, error=IndexError)
     for place in (torch.tensor([1.9]), [0.0, 1.0], 2.5):
-        refuse("whole numbers, got torch.float32", storage.get, place, error=IndexError)
-        refuse("whole numbers", storage.write_at, place, row, error=IndexError)
-    refuse("must be in|got -1", storage.write_at, -one, row, error=IndexError)
+        refuse("index of integers, got torch.float32", storage.get, place, error=IndexError)
+        refuse("index of integers", storage.write_at, place, row, error=IndexError)
+    refuse("expected slots|got -1", storage.write_at, -one, row, error=IndexError)
     refuse("1 rows for 2 slots", storage.write_at, torch.tensor([1, 2]), row)
     refuse("batch of rows", storage.append, row[0])
-    refuse("rows are TensorDicts", storage.set, 3, "a row")
+    refuse("expected rows in a TensorDict", storage.set, 3, "a row")
     if hasattr(buffer.sampler, "alpha"):
         update, two = buffer.sampler.update_priority, torch.ones(2)
         refuse("prior", update, one, two, storage=storage)
-        for bad in (-1.0, math.nan, math.inf):
+        refuse("finite", buffer.writer.extend, row_with(), priority=np.array([1 + 1j]))
+        for bad in (-1.0, math.nan, math.inf, 1 + 1j):
             refuse(">= 0", update, one, torch.tensor([bad]), storage=storage)
             if type(buffer) is not TensorDictReplayBuffer:  # which writes the rows first
                 refuse("finite", buffer.extend, row_with(td_error=torch.tensor([bad])))
-        refuse("capacity", update, beyond, 1.0, storage=storage, error=IndexError)
-        refuse("whole numbers", update, torch.tensor([1.9]), 3.0, storage=storage, error=IndexError)
+        refuse("capacity|expected slots", update, beyond, 1.0, storage=storage, error=IndexError)
+        refuse(
+            "index of integers", update, torch.tensor([1.9]), 3.0, storage=storage, error=IndexError
+        )
         refuse("mask", update, torch.arange(8) == 5, 9.0, storage=storage, error=IndexError)
         wrong = torch.tensor([2, 2])
         refuse("generation", update, one, 1.0, storage=storage, generation=wrong)

@@ -675,7 +675,7 @@ def test_a_column_that_a_sample_would_hide_is_refused(kind: Any, ours: Ours) -> 
     for name in names:
         odd = data.clone().set(name, torch.arange(4) * 10)
         for write in (rb.extend, lambda odd: rb.add(odd[0]), rb.storage.append):
-            with pytest.raises(ConfigurationError, match="rename it, rows.rename_key_"):
+            with pytest.raises(ConfigurationError, match="rename the column with rows.rename_key_"):
                 write(odd)
                 ours.settle(rb)
     assert len(rb) == 0 and rb.write_count == 0
@@ -685,9 +685,9 @@ def test_a_column_that_a_sample_would_hide_is_refused(kind: Any, ours: Ours) -> 
     ours.settle(rb)
     for name in names:
         odd = data.exclude("index").set(name, torch.arange(4) * 10)
-        with pytest.raises(ConfigurationError, match="rename it"):
+        with pytest.raises(ConfigurationError, match="rename the column"):
             rb.extend(odd)
-        with pytest.raises(ConfigurationError, match="rename it"):
+        with pytest.raises(ConfigurationError, match="rename the column"):
             rb[torch.arange(4)] = odd
     rb.extend(rb.sample())
     ours.settle(rb)

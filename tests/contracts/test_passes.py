@@ -107,7 +107,7 @@ def test_drop_last_leaves_out_what_fills_no_batch(make, kind) -> None:
     rb.extend(make_rows(range(5)))
     settle(rb)
     assert not rb.can_sample()
-    with pytest.raises(ConfigurationError, match="no pass has a full batch"):
+    with pytest.raises(ConfigurationError, match="there is no full batch"):
         rb.sample()
     rb.extend(make_rows(range(5, 21)))
     settle(rb)

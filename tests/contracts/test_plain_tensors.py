@@ -52,7 +52,7 @@ def test_other_rows_are_refused(plain: ReplayBuffer) -> None:
     plain.extend(torch.arange(4))
     settle(plain)
     for wrong, message in (
-        (TensorDict({"a": torch.zeros(3)}, [3]), "stored as a Tensor"),
+        (TensorDict({"a": torch.zeros(3)}, [3]), "stores it as a Tensor"),
         (torch.zeros(3), "torch.float32"),
         (torch.zeros(3, 2, dtype=torch.int64), r"\[2\] per row"),
         ([(torch.zeros(3), torch.zeros(3))] * 2, "is a tree"),

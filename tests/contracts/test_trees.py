@@ -146,11 +146,11 @@ def test_other_trees_are_refused(plain: ReplayBuffer) -> None:
     nothing: Any = [
         ({"a": 3}, "value of type int at"),
         ({"a": TensorDict({"b": torch.zeros(2)}, [2])}, "value of type TensorDict at"),
-        ({(1, 2): torch.zeros(2)}, "keys are strings"),
-        ({"[0]": torch.zeros(2)}, "keys are strings"),
+        ({(1, 2): torch.zeros(2)}, "keys must be ints, or strings"),
+        ({"[0]": torch.zeros(2)}, "keys must be ints, or strings"),
         ({"a": torch.zeros(2), "b": torch.zeros(3)}, "first dimensions"),
         ({}, "at least one tensor"),
-        ([one, {"a": torch.zeros(())}], "different trees"),
+        ([one, {"a": torch.zeros(())}], "different keys"),
         ([{"a": torch.zeros(2)}, {"a": torch.zeros(3)}], "different shapes"),
         ([torch.zeros(2), torch.zeros(3)], "Stacking the elements of the list"),
         (Pair(torch.zeros(2), torch.zeros(2)), "got Pair"),
@@ -167,9 +167,12 @@ def test_other_trees_are_refused(plain: ReplayBuffer) -> None:
         (one, "first dimensions|without a batch dimension"),
         ({**tree(0, 2), "more": torch.zeros(2)}, "unknown 'more'"),
         ({**tree(0, 2), 30: torch.zeros(2)}, r"\[30\]"),
-        ({**tree(0, 2), "b": {"c": (torch.zeros(2, 3), (torch.zeros(2, 3),))}}, "stored as a tree"),
-        (TensorDict(z=torch.zeros(2).long(), batch_size=[2]), "stored as a tree"),
-        (torch.zeros(2), "stored as a tree"),
+        (
+            {**tree(0, 2), "b": {"c": (torch.zeros(2, 3), (torch.zeros(2, 3),))}},
+            "as a tree",
+        ),
+        (TensorDict(z=torch.zeros(2).long(), batch_size=[2]), "as a tree"),
+        (torch.zeros(2), "as a tree"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             plain.extend(wrong)
@@ -191,7 +194,7 @@ def test_checkpoints_fit_trees_of_the_same_form(plain: ReplayBuffer, tmp_path: P
         )
         storage.append(rows)
         if not fits:
-            with pytest.raises(ConfigurationError, match="unchanged: 'a row' is a tree"):
+            with pytest.raises(ConfigurationError, match="not changed.* 'a row' is a tree"):
                 storage.loads(tmp_path / "dump")
         else:
             storage.loads(tmp_path / "dump")

@@ -165,6 +165,7 @@ def test_a_copy_and_batches_drawn_ahead_have_windows(make, kind) -> None:
     for buffer in (rb, copy):
         assert buffer.sample(5)["validity_mask"].shape == (15,)
         assert buffer.sample()["sequence_id"].tolist() == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
+    copy.storage.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)

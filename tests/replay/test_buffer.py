@@ -205,7 +205,7 @@ def test_another_jobs_rows_are_refused_unless_resumed(folder: Path) -> None:
         return SharedMemmapStorage(8, scratch_dir=folder, job_id=job_id, keep=True, **kwargs)
 
     first = storage("one")
-    with pytest.raises(DirectoryError, match="open in this process for job 'one'"):
+    with pytest.raises(DirectoryError, match="already opened .* for job 'one'"):
         storage("two")
     first.append(make_rows(range(3)))
     first.close()
@@ -251,7 +251,7 @@ def test_a_restore_waits_for_writers_of_its_slots(make_buffer) -> None:
     rb.extend(make_rows(range(64)))
     state = rb.state_dict()
     writing = rb.storage._cursor.reserve(8)
-    with pytest.raises(DeadlineError, match="slots 0 to 63 .* written by others for 0.5 s"):
+    with pytest.raises(DeadlineError, match="waited 0.5 s for slots 0 to 63 .* still writing"):
         rb.load_state_dict(state)
     rb.storage._cursor.publish(writing)
     rb.load_state_dict(state)
@@ -400,7 +400,7 @@ def test_an_alpha_that_makes_leaves_too_large_is_refused(make_buffer) -> None:
     rb.update_priority(index, torch.full((10,), 1e150, dtype=torch.float64))
     leaves = rb.storage.directory.tree.leaves.copy()
     snapshot = rb.storage.snapshot()
-    with pytest.raises(ConfigurationError, match="too large"):
+    with pytest.raises(ConfigurationError, match="exceed the limit"):
         rb.sampler.alpha = 2.0
     assert rb.sampler.alpha == 1.0
     assert (rb.storage.directory.tree.leaves == leaves).all()
@@ -501,19 +501,36 @@ def test_a_copy_attaches_to_the_very_directory_or_raises(
     copies = [save(part) for part in (rb, rb.storage, rb.writer)]
     rb.storage.close()
     for copied in copies:
-        with pytest.raises(DirectoryError, match="the rows of this copy are gone"):
+        with pytest.raises(DirectoryError, match="the rows of this copy of the buffer are gone"):
             load(copied)
     assert not folder.exists()
     other = make_buffer(16)  # at the same path
     other.extend(make_rows(range(7)))
     for copied in copies:
-        with pytest.raises(DirectoryError, match="the rows of this copy are gone"):
+        with pytest.raises(DirectoryError, match="the rows of this copy of the buffer are gone"):
             load(copied)
     assert len(other) == 7 and other.storage.directory.sharers == 1
-    with pytest.raises(DirectoryError, match="closed in this process: copy or pickle it while"):
+    with pytest.raises(DirectoryError, match="closed in this process; copy or pickle it while"):
         save(rb)
     with pytest.raises(DirectoryError, match="closed in this process"):
         rb.sample()
+
+
+@pytest.mark.parametrize(
+    "sampler", [SharedRandomSampler(), SharedSamplerWithoutReplacement(drop_last=True)]
+)
+def test_questions_about_the_rows_of_a_closed_buffer_are_errors(make_buffer, sampler) -> None:
+    rb = make_buffer(16, sampler=sampler)
+    index = rb.extend(make_rows(range(4)))
+    rb.storage.close()
+    for ask in (
+        lambda: rb.sample(),
+        lambda: sampler.can_sample(rb.storage, 4),
+        lambda: sampler.can_sample(rb.storage, 16),
+        lambda: rb.storage.generations_of(index),
+    ):
+        with pytest.raises(DirectoryError, match="the storage over .* was closed in this process"):
+            ask()
 
 
 def test_a_copy_of_rows_that_were_kept_finds_them(make_buffer) -> None:
@@ -544,6 +561,40 @@ def test_a_copy_draws_for_itself(make_buffer, kind: type, copied: Callable) -> N
     assert len(set(drawn)) == len(drawn) == 80  # no copy got what another had drawn ahead
     for each in others:
         each.storage.close()
+
+
+@pytest.mark.parametrize("kind", ["uniform", "slices"])
+def test_a_draw_ahead_that_another_process_left_without_rows_raises_no_error_later(
+    folder: Path, kind: str
+) -> None:
+    other, storage = (SharedMemmapStorage(64, scratch_dir=folder, job_id="test") for _ in range(2))
+    slices = kind == "slices"
+    sampler = SharedSliceSampler(slice_len=2) if slices else SharedRandomSampler()
+    rb = SharedReplayBuffer(storage=storage, sampler=sampler, batch_size=4, prefetch=2)
+    rows = TensorDict({"id": torch.arange(8), "episode": torch.arange(8) // 4}, [8])
+    other.append(rows)
+    rb.sample()
+    wait(rb._prefetch_queue)
+    other.empty()
+    if slices:
+        other.append(rows[::4])
+    with pytest.raises(RuntimeError, match="Did not find" if slices else "empty storage"):
+        rb.sample()
+    wait(rb._prefetch_queue)
+    assert any(ahead.exception() is not None for ahead in rb._prefetch_queue)
+    other.append(rows)
+    assert len(rb.sample()) == 4
+    for each in (other, storage):
+        each.close()
+
+
+def test_a_buffer_returns_its_previous_sampler_and_keeps_its_storage(make_buffer) -> None:
+    rb = make_buffer(8, kind=SharedReplayBuffer)
+    before = rb.sampler
+    assert rb.set_sampler(SharedRandomSampler()) is before
+    with pytest.raises(ConfigurationError, match="build another buffer"):
+        rb.set_storage(rb.storage)
+    assert rb.extend(make_rows(range(3))).tolist() == [0, 1, 2] and len(rb) == 3
 
 
 def test_batches_drawn_ahead_by_torchrls_class_go_to_no_process_being_spawned(make_buffer) -> None:

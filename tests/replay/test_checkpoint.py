@@ -515,7 +515,10 @@ def test_rows_of_another_kind_are_refused_and_the_buffer_stays(
     versions = rb.storage.directory.versions.copy()
     with pytest.raises(ConfigurationError) as error:
         rb.storage.loads(tmp_path)
-    for part in ("'key' is float32 [], here int64 []", "'new' is float32 [2], here missing"):
+    for part in (
+        "'key' is float32 [] in the saved rows, but int64 []",
+        "but missing in the buffer",
+    ):
         assert part in str(error.value)
     assert (rb.storage.directory.versions == versions).all() and len(rb) == 60
     assert_sound(rb)
@@ -533,7 +536,7 @@ def test_another_capacity_keeps_the_newest_rows_in_their_order(
     other = attach(folder / "other", capacity)
     expected = list(range(100))[-min(capacity, CAPACITY) :]
     missing = CAPACITY - len(expected)
-    told = pytest.warns(UserWarning, match=f"{missing} rows more")
+    told = pytest.warns(UserWarning, match=f"{missing} more rows")
     with told if missing else contextlib.nullcontext():
         other.storage.loads(tmp_path)
     assert other[:]["key"].tolist() == expected

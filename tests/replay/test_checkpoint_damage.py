@@ -186,8 +186,8 @@ _UNREADABLE: dict[str, Callable[[Path], object]] = {
         next(path.rglob("key.bin")), 100
     ),
     "checkpoint.json is damaged": _manifest("{"),
-    "has format version 99, this torchrl_dist reads 2": _version(99),
-    "has format version 1, this torchrl_dist reads 2": _version(1),
+    "has format version 99, but this version of torchrl_dist reads only 2": _version(99),
+    "has format version 1, but this version of torchrl_dist reads only 2": _version(1),
     "was not written by a replay buffer": _manifest("{}"),
     "holds no checkpoint of a replay buffer": shutil.rmtree,
 }

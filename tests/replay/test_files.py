@@ -136,7 +136,7 @@ def test_no_folder_is_not_the_current_one(
     path: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigurationError, match="is a variable unset"):
+    with pytest.raises(ConfigurationError, match="no variable in the path is unset"):
         store(path)
     assert not any(tmp_path.iterdir())
 

@@ -300,7 +300,7 @@ def test_a_wait_for_a_writer_that_was_killed_ends_with_an_error_that_says_so(fol
             return not held
 
         wait_until(stopped_outside_the_lock)
-        with pytest.raises(RateLimitError, match=rf"processes that share it: \[{writer}\]"):
+        with pytest.raises(RateLimitError, match=rf"processes that share the buffer: \[{writer}\]"):
             while True:
                 rb.sample()
     with pytest.raises(RateLimitError, match=r"more rows to be written.*none is left"):
@@ -350,10 +350,10 @@ def test_all_processes_use_the_same_limiter(folder: Path) -> None:
         rb = attach(folder, 512)
         assert rb.storage.limiter == RateLimiter(8)
         wait_until(lambda: len(rb) > 32)
-        with pytest.raises(ConfigurationError, match=r"use RateLimiter.*_sample=8.*this"):
+        with pytest.raises(ConfigurationError, match=r"use RateLimiter.*_sample=8.*but this"):
             shared(folder, limiter)
         rb.storage.close()
-        with pytest.raises(ConfigurationError, match="pass the same limiter everywhere"):
+        with pytest.raises(ConfigurationError, match="pass the same limiter in every process"):
             shared(folder, limiter)
     rb = shared(folder, limiter, batch_size=8)  # alone: from now on this one
     assert rb.storage.limiter == limiter
@@ -366,7 +366,7 @@ def test_a_limiter_for_rows_that_are_there_is_refused_while_others_run_without(
 ) -> None:
     with forked(_write, folder, None):
         wait_until(lambda: (folder / "rows.json").exists())
-        with pytest.raises(ConfigurationError, match="use no limiter, this one asks for"):
+        with pytest.raises(ConfigurationError, match="use no limiter, but this process asks for"):
             shared(folder, RateLimiter(8))
 
 

@@ -99,7 +99,9 @@ def test_an_operation_that_fails_is_named_and_the_others_are_applied(host) -> No
     assert sorted(content(host)) == [0, 1, 5] and reply.count == 4
     assert [slot.tolist() for slot, _ in reply.written] == [[0, 1], [-1, -1], [2]]
     assert "missing 'obs'" in reply.failures[0].message
-    assert "finite and >= 0" in reply.failures[1].message and "update" in (reply.failures[1].trace)
+    assert "finite numbers >= 0" in reply.failures[1].message and "update" in (
+        reply.failures[1].trace
+    )
     assert host.serve(Request((), draw=4)).failures == ()
 
 

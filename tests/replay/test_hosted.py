@@ -200,7 +200,7 @@ def test_priorities_for_rows_that_were_replaced_are_exact(make, shortcut: bool) 
     counters = buffer.storage.counters
     assert counters["stale_updates"] == counters["unverified_updates"] == 0
     assert buffer.sample()["id"].tolist().count(15) >= 14
-    with pytest.raises(IndexError, match="got -1"):
+    with pytest.raises(IndexError, match="got slots from -1"):
         buffer.writer.write_at(torch.tensor([-1]), make_rows(range(1)))
     with pytest.raises(ConfigurationError, match="2 rows for 1 slots"):
         buffer.writer.write_at(torch.tensor([0]), make_rows(range(2)))
@@ -519,13 +519,13 @@ def test_processes_that_disagree_about_a_buffer_get_an_error(cluster, folder) ->
     common = {"capacity": 64, "batch_size": 8, "scratch_dir": folder, "shortcut": False}
     first = cluster.call(owners[1], build_here, hosts=owners[:1], **common)
     for differs, message in [
-        ({"write_to": "all"}, "write_to='own', here write_to='all'"),
+        ({"write_to": "all"}, "write_to='own', but here write_to='all'"),
         ({"uniform": True}, "here sampling=.'uniform'"),
         ({"alpha": 0.5}, "'alpha', 0.6.*'alpha', 0.5"),
-        ({"hosts": owners[1:]}, "hosts=.'owner0'., here hosts=.'owner1'."),  # none in common
+        ({"hosts": owners[1:]}, "hosts=.'owner0'., but here hosts=.'owner1'."),  # none in common
         ({"hosts": owners}, "hosts="),
-        ({"limiter": RateLimiter(8)}, "limiter=None, here limiter=RateLimiter"),
-        ({"keep": True}, "keep=False, here keep=True"),
+        ({"limiter": RateLimiter(8)}, "limiter=None, but here limiter=RateLimiter"),
+        ({"keep": True}, "keep=False, but here keep=True"),
         ({"resume": True}, "resume=False, .*here .*resume=True"),
         ({"capacity": 65}, "capacity=64, .*here .*capacity=65"),
     ]:
@@ -619,7 +619,7 @@ def test_shards_that_are_one_folder_are_refused(cluster, folder, monkeypatch) ->
     """A launcher may treat one machine as several nodes, whose processes have equal local ranks."""
     monkeypatch.setattr(keeper, "_identity", lambda path: ("boot", 1, 2))
     me = cluster.me
-    with pytest.raises(ConfigurationError, match=r"shards 0 and 1 \(learner0 .* are one folder"):
+    with pytest.raises(ConfigurationError, match=r"shards 0 and 1 \(learner0 .* share one folder"):
         replay_buffer(cluster, "apart", capacity=64, batch_size=4, hosts=[me, me])
     monkeypatch.undo()
     buffer = replay_buffer(cluster, "apart", capacity=64, batch_size=4, hosts=[me, me])
@@ -633,7 +633,7 @@ def test_wrong_arguments_say_what_is_expected(alone, folder) -> None:
         ({"write_to": "any"}, "expected 'own' or 'all'"),
         ({"min_shards": 2}, "expected 1 to 1"),
         ({"storage": 1}, "builds the storage itself"),
-        ({"prefetch": 2, "batches_per_call": 3}, "prefetch at least"),
+        ({"prefetch": 2, "batches_per_call": 3}, "pass prefetch= of at least"),
         ({"prefetch": -1}, "prefetch=-1"),
         ({"batches_per_call": 0}, "batches_per_call"),
         ({"beta": -1.0}, "must be >= 0"),
@@ -641,7 +641,7 @@ def test_wrong_arguments_say_what_is_expected(alone, folder) -> None:
         with pytest.raises(ConfigurationError, match=message):
             replay_buffer(alone, **{**common, **wrong})
     replay_buffer(alone, **common)
-    with pytest.raises(ConfigurationError, match="with capacity=64, here capacity=65"):
+    with pytest.raises(ConfigurationError, match="with capacity=64, but here capacity=65"):
         replay_buffer(alone, **{**common, "capacity": 65})
     owner = host_replay(alone, 64, scratch_dir=folder, shortcut=False)
     storage = SharedMemmapStorage(64, scratch_dir=folder / "own", job_id="test")

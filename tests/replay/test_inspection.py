@@ -252,7 +252,7 @@ def test_folders_that_are_neither_are_refused(rb, folder: Path, tmp_path: Path) 
     with pytest.raises(DirectoryError, match=f"try these folders in it: .*{folder.name}"):
         inspect(folder.parent)
     (tmp_path / "header.json").write_text('{"format": 99}')
-    with pytest.raises(DirectoryError, match="use the version that wrote it"):
+    with pytest.raises(DirectoryError, match="use the version of torchrl_dist that wrote it"):
         inspect(tmp_path)
     (tmp_path / "checkpoint.json").write_text("{")
     with pytest.raises(CheckpointError, match="is damaged"):

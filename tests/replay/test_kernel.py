@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay import RateLimiter
+from torchrl_dist.replay.law import kernel as kernels
 from torchrl_dist.replay.law.kernel import find_kernel
 from torchrl_dist.replay.law.tree import PriorityTree
 from torchrl_dist.replay.node import cursor as cursors
@@ -36,6 +38,7 @@ operations = st.lists(
         st.tuples(st.just("reserve"), numbers),
         st.tuples(st.just("publish"), numbers, st.none() | st.lists(numbers, min_size=1)),
         st.tuples(st.just("abandon"), numbers),
+        st.tuples(st.just("append"), numbers),
         st.tuples(st.just("claim"), numbers, numbers),
         st.tuples(
             st.just("update"),
@@ -76,6 +79,8 @@ class Side:
         self.exponents = exponents
         self.cursor = SharedCursor(directory)
         self.held: list[Reservation] = []
+        self.column = np.zeros((capacity, 3))
+        directory.kernel.use_columns([self.column])
 
     def close(self) -> None:
         close_directory(self.directory)
@@ -101,6 +106,19 @@ class Side:
         if found is not None:
             self.held.append(found)
         return found and tuple(found)[:3]
+
+    def _append(self, number: int) -> Any:
+        count = 1 + number % max(1, self.directory.capacity // 8)
+        values = number + np.arange(3.0 * count).reshape(count, 3)
+        done = self.cursor.append([values.ctypes.data], count)
+        if done is None:
+            with self.directory.lock():
+                found = self.cursor.try_reserve(count)
+            if found is None:
+                return None
+            self.column[found.slots()] = values
+            done = found.slots(), self.cursor.publish(found)
+        return *done, self.column
 
     def _claim(self, start: int, number: int) -> Any:
         start %= self.directory.capacity
@@ -225,3 +243,33 @@ def test_both_select_the_same_slots_of_a_large_tree(monkeypatch: pytest.MonkeyPa
         answers.append((*tree.sample(uniforms), *tree.draw(uniforms)))
     for one, other in zip(*answers, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.skipif(not kernels._PATH.exists(), reason="the C kernel was not built")
+def test_a_kernel_of_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    functions = kernels._FUNCTIONS | {"of_tomorrow": (None, "p")}
+    monkeypatch.setattr(kernels, "_FUNCTIONS", functions)
+    with pytest.raises(ConfigurationError, match="another version .* reinstall"):
+        kernels._library.__wrapped__()
+
+
+@pytest.mark.skipif(find_kernel() is None, reason="the C kernel was not built")
+def test_the_memory_to_which_rows_are_copied_stays_mapped(tmp_path: Path) -> None:
+    directory = open_directory(tmp_path / "rb", 64, repair=repair, job_id="test")
+    columns = [np.zeros((64, 3))]
+    directory.kernel.use_columns(columns)
+    column = weakref.ref(columns[0])
+    del columns  # as when another thread has mapped the rows, too, and the directory keeps those
+    assert column() is not None
+    close_directory(directory)
+
+
+@pytest.mark.skipif(find_kernel() is None, reason="the C kernel was not built")
+def test_rows_of_no_bytes_take_no_bytes_whatever_their_strides(tmp_path: Path) -> None:
+    directory = open_directory(tmp_path / "rb", 64, repair=repair, job_id="test")
+    cursor, memory, values = SharedCursor(directory), np.zeros(64), np.ones(4)
+    directory.kernel.use_columns([np.lib.stride_tricks.as_strided(memory[:0], (64, 0), (8, 8))])
+    cursor.abandon(cursor.reserve(1))  # the first claim is not in C
+    assert cursor.append([values.ctypes.data], 4) is not None
+    assert not memory.any()
+    close_directory(directory)

@@ -39,6 +39,7 @@ from torchrl_dist import (
     session,
 )
 from torchrl_dist.replay.parts.drawn import Drawn
+from torchrl_dist.stopping import giving_up_when
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -140,6 +141,11 @@ def test_at_the_deadline_the_error_says_what_is_missing(make: Make, shards: int)
         buffer.sample()
     buffer.extend(make_rows(range(60)))
     with pytest.raises(RateLimitError, match="for 14 more rows to be sampled before the next"):
+        buffer.extend(make_rows(range(8)))
+    with (
+        giving_up_when(lambda: True),
+        pytest.raises(RateLimitError, match="stopped waiting for 14 more rows .* told to stop"),
+    ):
         buffer.extend(make_rows(range(8)))
     assert buffer.storage.write_count == 70
     buffer.sample()  # and the owner was never held up

@@ -494,7 +494,7 @@ def test_closing_reports_the_last_failure(hosts) -> None:
     client.write(make_rows(range(4)), None)
     client.flush()
     client.links[0].put(SetPriorities(np.array([99]), None, np.array([1.0])), urgent=False)
-    with pytest.warns(UserWarning, match="slot 99 is beyond"):
+    with pytest.warns(UserWarning, match="there is no slot 99"):
         client.close()
 
 
@@ -666,6 +666,37 @@ def test_a_draw_and_a_largest_priority_that_both_fail_are_both_reported(hosts, m
     with pytest.raises(RemoteError, match="KeyError: 'largest'"):
         source.next(8)
     assert len(source.next(8).index) == 8
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["by RPC", "in this process"])
+def test_only_a_priority_that_a_host_applied_is_what_new_rows_get(hosts, own: bool) -> None:
+    if own:
+        links = [LocalLink(held.host, str(held.peer)) for held in hosts]
+        options = {"own_shard": 0, "first_shard": 0, "min_shards": 1, "timeout_s": 5.0}
+        client = ReplayClient(links, CAPACITY, **options)  # type: ignore[arg-type]
+    else:
+        client = connect(hosts)
+
+    def leaf_of_a_new_row() -> float:  # in the second shard
+        client.own_shard = 1
+        slot = client.write(make_rows(range(1)), None)[0]
+        client.flush()
+        return hosts[1].host.storage.directory.tree.leaves[int(slot) - CAPACITY]
+
+    client.own_shard = 0
+    index, generation = client.write(make_rows(range(4)), None)
+    client.flush()
+    client.set_priorities(index, generation - 1, np.full(4, 9.0))  # too late
+    client.flush()
+    assert leaf_of_a_new_row() == pytest.approx(1)
+    with pytest.raises((RemoteError, ConfigurationError), match="finite numbers"):
+        client.own_shard = 0
+        client.write(make_rows(range(2)), np.array([9.0, -1.0]))
+        client.flush()
+    assert leaf_of_a_new_row() == pytest.approx(1)
+    client.set_priorities(index, generation, np.full(4, 7.0))
+    client.flush()
+    assert leaf_of_a_new_row() == pytest.approx(7)
 
 
 # ---- one row spec

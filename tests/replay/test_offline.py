@@ -22,6 +22,7 @@ from torchrl.data import (
 )
 from torchrl.data.replay_buffers import Sequence
 from torchrl.data.replay_buffers.samplers import RandomSampler
+from torchrl.envs import DoubleToFloat
 
 from tests.replay.faults import end_of, kill_self, run_forked, start
 from torchrl_dist import SharedOfflineToOnlineReplayBuffer
@@ -138,29 +139,40 @@ def test_other_keys_and_other_objects_are_refused(pair, folder: Path) -> None:
     offline, online = pair
     rb = SharedOfflineToOnlineReplayBuffer(offline, online, batch_size=8)
     rb.extend(rows(0, 20).set("more", torch.zeros(20)))
-    with pytest.raises(ConfigurationError, match=r"only online rows have \['more'\]"):
+    with pytest.raises(ConfigurationError, match=r"only online rows have the keys \['more'\]"):
         rb.sample()
-    with pytest.raises(ConfigurationError, match="no 'offline'"):
+    with pytest.raises(ConfigurationError, match="no entry 'offline'"):
         rb.update_tensordict_priority(online.sample())
     with pytest.raises(ConfigurationError, match="expected a SharedReplayBuffer"):
         SharedOfflineToOnlineReplayBuffer(offline, TensorDictReplayBuffer())
     with pytest.raises(ConfigurationError, match="batch_size="):
         SharedOfflineToOnlineReplayBuffer(offline, online).sample()
     ahead = SharedReplayBuffer(storage=online.storage, prefetch=2, batch_size=4)
-    with pytest.raises(ConfigurationError, match="prefetch=..., which draws"):
+    with pytest.raises(ConfigurationError, match="prefetch=..., so it draws"):
         SharedOfflineToOnlineReplayBuffer(offline, ahead)
     passes = SharedReplayBuffer(
         storage=offline.storage, sampler=SharedSamplerWithoutReplacement(), batch_size=40
     )
     mixed = SharedOfflineToOnlineReplayBuffer(passes, online, batch_size=80)
-    with pytest.raises(ConfigurationError, match=r"batch size \[10\], asked for 40"):
+    with pytest.raises(ConfigurationError, match=r"batch of size \[10\], expected \[40\]"):
         for _ in range(2):
             passes.sample(40)
             mixed.sample()
     windows = SharedReplayBuffer(storage=storage_in(folder / "w"), sample_unit=Sequence(2))
-    with pytest.raises(ConfigurationError, match="without it"):
+    with pytest.raises(ConfigurationError, match="without sample_unit="):
         SharedOfflineToOnlineReplayBuffer(offline, windows)
     windows.storage.close()
+
+
+def test_other_dtypes_are_refused_unless_a_transform_converts_them(pair) -> None:
+    offline, online = pair
+    rb = SharedOfflineToOnlineReplayBuffer(offline, online, batch_size=8)
+    data = rows(0, 20)
+    rb.extend(data.set("td_error", data["td_error"].double()))
+    with pytest.raises(ConfigurationError, match="'td_error' is torch.float32 in offline rows"):
+        rb.sample()
+    online.append_transform(DoubleToFloat(in_keys=["td_error"]))
+    assert rb.sample()["td_error"].dtype == torch.float32
 
 
 # --- one data set per node -----------------------------------------------------------------------
@@ -248,7 +260,7 @@ def test_waiting_for_a_stopped_process_ends_at_the_deadline(folder: Path) -> Non
     while psutil.Process(victim).status() != psutil.STATUS_STOPPED:
         time.sleep(0.01)
     try:
-        with pytest.raises(DeadlineError, match=f"process {victim} fills"):
+        with pytest.raises(DeadlineError, match=f"process {victim}, which fills"):
             storage.fill_once(rows(0, 1000))
     finally:
         psutil.Process(victim).send_signal(signal.SIGCONT)
@@ -261,7 +273,7 @@ def test_folders_with_other_rows_limiters_and_little_room_are_refused(folder: Pa
     with pytest.raises(ConfigurationError, match="room for 100"):
         storage.fill_once(rows(0, 101))
     SharedReplayBuffer(storage=storage).extend(rows(0, 3))
-    with pytest.raises(ConfigurationError, match="rows that others wrote"):
+    with pytest.raises(ConfigurationError, match="rows that fill_once did not write"):
         storage.fill_once(rows(0, 50))
     limited = storage_in(folder / "2", limiter=RateLimiter(min_size_to_sample=2))
     with pytest.raises(ConfigurationError, match="no limiter"):

@@ -165,7 +165,7 @@ def test_a_full_batch_of_rows_that_no_process_writes_is_an_error(make) -> None:
     buffer.extend(make_rows(range(1)))
     buffer.storage.set(torch.tensor([63]), make_rows([63]))  # in use as far as there, but 2 rows
     assert buffer.storage.directory.high == 64
-    with pytest.raises(RuntimeError, match="a batch of 8 rows, but the buffer holds 2"):
+    with pytest.raises(RuntimeError, match="a batch has 8 rows and the buffer only 2"):
         buffer.sample()
     buffer.extend(make_rows(range(1, 8)))
     with writing(buffer, 4, seconds=60):  # nor rows whose writer does not finish

@@ -151,7 +151,7 @@ def test_an_index_below_zero_names_no_row(folder: Path) -> None:
         (
             {"patch": {"v": torch.ones(2, 1, dtype=torch.int64)}, "version_key": "v", "version": 1},
             ValueError,
-            "may not appear in patch",
+            "patch must not contain version_key",
         ),
         ({"index": torch.tensor([0, 99])}, IndexError, "below 16"),
         ({"generation": torch.tensor([1])}, ValueError, "2 indices and 1 generations"),
@@ -181,7 +181,7 @@ def test_columns_by_which_samplers_find_trajectories_are_refused(folder: Path) -
     one = torch.tensor([5])
     assert other.update_if_present(patch={"id": one * 0}, **patch).updated_count == 1
     rb.sample()
-    with pytest.raises(ConfigurationError, match="by which rows are sampled"):
+    with pytest.raises(ConfigurationError, match="to find or rank rows"):
         other.update_if_present(patch={"id": one}, **patch)
     assert other.update_if_present(patch=new_values(one), **patch).updated_count == 1
     other.storage.close()
@@ -193,7 +193,7 @@ def test_frames_that_rows_share_are_refused_and_other_values_are_not(folder: Pat
     rb = SharedReplayBuffer(storage=storage, batch_size=4)
     rb.extend(rows(8).exclude("priority"))
     given = {"index": torch.tensor([3]), "generation": torch.tensor([1])}
-    with pytest.raises(ConfigurationError, match="frames that rows share"):
+    with pytest.raises(ConfigurationError, match="frames that several rows share"):
         rb.update_if_present(patch={"a": torch.ones(1, WIDTH, dtype=torch.int64)}, **given)
     assert rb.update_if_present(patch={"id": torch.tensor([9])}, **given).updated_count == 1
     assert rb[3]["id"] == 9 and (rb[3]["a"] == 3).all()

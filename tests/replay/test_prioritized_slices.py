@@ -83,7 +83,7 @@ def test_one_row_in_a_thousand_that_may_begin_a_slice_is_found(make) -> None:
         single = trajectory(0, range(400))
         single["collector", "traj_ids"] = torch.arange(start, start + 400) + 10
         rb.extend(single)
-    with pytest.raises(RuntimeError, match="Did not find a single run of 8 rows"):
+    with pytest.raises(RuntimeError, match="Did not find 8 consecutive rows"):
         rb.sample()
     rb.extend(trajectory(1, range(8)))
     batch = rb.sample()
@@ -97,12 +97,12 @@ def test_impossible_options_are_refused_and_a_span_to_the_left_is_turned_off(mak
         SharedPrioritizedSliceSampler(
             8, 1.0, 1.0, slice_len=2, traj_key="episode", pad_output=True, strict_length=False
         )
-    with pytest.warns(UserWarning, match="span to the left is turned off"):
+    with pytest.warns(UserWarning, match="turns off the span to the left"):
         sampler = SharedPrioritizedSliceSampler(8, 1.0, 1.0, slice_len=2, span=True)
     assert sampler.span == (False, True)
     with pytest.raises(ConfigurationError, match="alpha and beta"):
         SharedPrioritizedSliceSampler(8, -1.0, 1.0, slice_len=2)
-    with pytest.raises(ConfigurationError, match="capacity 8, its storage 64"):
+    with pytest.raises(ConfigurationError, match="capacity 8, but its storage has 64"):
         rb = make(64, slice_len=2)
         rb.set_sampler(SharedPrioritizedSliceSampler(8, ALPHA, BETA, slice_len=2))
         rb.extend(trajectory(0, range(4)))

@@ -14,6 +14,7 @@ from torchrl.data import ReplayBuffer
 from torchrl_dist import (
     ConfigurationError,
 )
+from torchrl_dist.replay.node.cursor import SharedCursor
 from torchrl_dist.replay.row import rows
 from torchrl_dist.replay.row.spec import RowSpec
 
@@ -82,7 +83,7 @@ def test_rows_of_a_tensorclass_come_back_as_such(make_buffer) -> None:
     rb.add(Step(obs=torch.tensor(6.0), label="c", batch_size=[]))
     assert isinstance(rb.sample(), Step) and isinstance(rb[0], Step)
     assert rb[:].obs.tolist() == [0, 1, 2, 3, 4, 5, 5, 6] and list(rb[:].label) == [*"aaaaabbc"]
-    with pytest.raises(ConfigurationError, match="stored as a Step of batch size"):
+    with pytest.raises(ConfigurationError, match="stores it as a Step of batch size"):
         rb.extend(rb[:].to_tensordict())
     with pytest.raises(ConfigurationError, match="missing 'extra'|unknown 'extra'"):
         rb.extend(Step(obs=torch.zeros(2), label="d", extra=torch.zeros(2), batch_size=[2]))
@@ -120,8 +121,17 @@ def test_every_value_that_json_can_hold_comes_back_with_its_type() -> None:
 )
 def test_other_values_are_refused_by_name(value: Any) -> None:
     data = TensorDict({"x": torch.zeros(2), "odd": NonTensorData(value, batch_size=[2])}, [2])
-    with pytest.raises(ConfigurationError, match="key 'odd' holds a .* encode it as one"):
+    with pytest.raises(ConfigurationError, match="key 'odd' holds a .* convert the value to one"):
         rows.spec_of(data)
+
+
+def test_tensors_that_are_not_dense_are_refused() -> None:
+    plain = torch.ones(2, 3)
+    jagged = torch.nested.nested_tensor([plain[0], plain[1, :2]], layout=torch.jagged)
+    quantized = torch.quantize_per_tensor(plain, 0.1, 3, torch.quint8)
+    for value in (plain.to_sparse(), jagged, quantized):
+        with pytest.raises(ConfigurationError, match="key 'odd' holds a sparse, nested or quant"):
+            rows.spec_of(TensorDict({"x": plain, "odd": value}, [2]))
 
 
 def _flatten_agents(data: TensorDict) -> None:
@@ -132,12 +142,12 @@ def test_rows_that_differ_in_nodes_or_text_are_refused_and_nothing_is_written(ma
     rb = make_buffer(uniform=True)
     rb.extend(agents_rows(0, 10))
     wrong = {
-        "'agents' is .*, stored as a TensorDict of batch size .n, 3.": _flatten_agents,
+        "'agents' is .* stores it as a TensorDict of batch size .n, 3.": _flatten_agents,
         "missing 'task'": lambda data: data.pop("task"),
         "unknown 'other'": lambda data: data.set("other", NonTensorData("x", batch_size=[2])),
         "'empty' is": lambda data: data.pop("empty"),
         "'more' is": lambda data: data.set("more", TensorDict({}, [2])),
-        "'task' is a tensor, stored as": lambda data: data.set("task", torch.zeros(2)),
+        "'task' is a tensor, but the buffer stores": lambda data: data.set("task", torch.zeros(2)),
         "'number' is not a tensor": lambda data: data.set(
             "number", NonTensorData("x", batch_size=[2])
         ),
@@ -189,8 +199,47 @@ def test_stacks_of_rows_with_different_keys_or_shapes_are_refused() -> None:
         return TensorDict({"x": torch.zeros(()), **more}, [])
 
     for stack, message in (
-        ([row(), row(y=torch.zeros(()))], r"keys \['y'\] are in some"),
-        ([row(y=torch.zeros(1)), row(y=torch.zeros(2))], "key 'y' has another shape"),
+        ([row(), row(y=torch.zeros(()))], r"keys \['y'\] are missing in some"),
+        ([row(y=torch.zeros(1)), row(y=torch.zeros(2))], "key 'y' has different shapes"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             rows.spec_of(TensorDict.lazy_stack(stack))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.arange(12.0).view(4, 3),
+        torch.arange(12.0).view(3, 4).T,
+        torch.arange(8.0).view(4, 2)[:, ::2].expand(4, 3),
+        torch.arange(24.0).view(8, 3)[2:6],
+        torch.arange(12.0).view(4, 3).requires_grad_() * 1,
+        torch.complex(torch.zeros(4, 1), torch.arange(4.0)[:, None]).conj().imag.expand(4, 3),
+        torch.nn.Parameter(torch.arange(12.0).view(4, 3)),
+    ],
+    ids=["plain", "transposed", "expanded", "part", "grad", "negative", "parameter"],
+)
+def test_values_of_any_memory_layout_come_back(make_buffer, values: torch.Tensor) -> None:
+    buffer = make_buffer()
+    buffer.extend(TensorDict({"x": torch.full((2, 3), -1.0)}, [2]))  # the rows are known now
+    index = buffer.extend(TensorDict({"x": values}, [4]))
+    assert buffer[index]["x"].equal(values.detach().clone())
+
+
+def test_values_that_another_thread_replaces_during_a_write_stay_in_memory(
+    make_buffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer, values = make_buffer(), []
+    buffer.extend(TensorDict({"x": torch.zeros(2, 300)}, [2]))
+    data = TensorDict({"x": torch.ones(4, 300)}, [4])
+    append = SharedCursor.append
+
+    def interrupted(*arguments: Any) -> Any:
+        data["x"] = torch.full((4, 300), 2.0)
+        values.extend(torch.full((4, 300), 3.0) for _ in range(8))  # use memory that was freed
+        return append(*arguments)
+
+    monkeypatch.setattr(SharedCursor, "append", interrupted)
+    index, _ = buffer.storage.append(data)
+    assert bool(values) == buffer.storage.directory.kernel.appends
+    assert (buffer[index]["x"] == 1).all()

@@ -306,7 +306,7 @@ def test_no_rows_anywhere_is_an_error_and_recovers() -> None:
     known.learn(np.array([0.0, 3.0]))
     request = known.plan(4, np.random.default_rng(0).random)
     known.learn(np.zeros(2), request)  # both were lost while they were asked
-    with pytest.raises(ConfigurationError, match="cannot draw"):
+    with pytest.raises(ConfigurationError, match="no rows to draw"):
         request.correct(np.zeros(2), np.random.default_rng(0).random)
     assert not known.has_mass
     with pytest.raises(ConfigurationError, match="shard_count"):

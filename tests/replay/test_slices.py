@@ -23,6 +23,7 @@ from torchrl_dist import (
     SharedReplayBuffer,
     SharedSliceSampler,
 )
+from torchrl_dist.replay.parts.slices import NoSlicesError
 from torchrl_dist.replay.row.rows import matching_columns, spec_of
 
 _FORK = multiprocessing.get_context("fork")
@@ -234,7 +235,7 @@ def test_a_sampler_that_keeps_losing_rows_ends_under_the_lock(make_buffers, monk
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"end_key": ("next", "done"), "fragmented": True}, "needs a traj_key"),
+        ({"end_key": ("next", "done"), "fragmented": True}, "needs traj_key="),
         ({"cache_values": True, "ends": torch.ones(3, dtype=torch.bool)}, "ends"),
         ({"trajectories": torch.ones(3)}, "trajectories"),
         ({"compile": {"mode": "default"}}, "compile"),
@@ -251,7 +252,7 @@ def test_impossible_options_are_refused_when_the_sampler_is_built(options, messa
     [
         (TensorDict({"x": torch.zeros(8)}, [8]), {}, "no trajectory id"),
         (TensorDict({"x": torch.zeros(8)}, [8]), {"traj_key": "traj"}, "no 'traj', only"),
-        (TensorDict({"episode": torch.zeros(8, 2)}, [8]), {}, "expected one number"),
+        (TensorDict({"episode": torch.zeros(8, 2)}, [8]), {}, "one number per row"),
         (TensorDict({"episode": torch.zeros(8)}, [8]), {"fragmented": True}, "no 'step_count'"),
     ],
 )
@@ -354,7 +355,7 @@ def test_flags_must_be_asked_for_before_the_first_row(folder: Path) -> None:
     storage = SharedMemmapStorage(64, scratch_dir=folder, job_id="test")
     rb = SharedReplayBuffer(storage=storage, batch_size=3)
     rb.extend(_unnamed(1, range(10)))
-    with pytest.raises(ConfigurationError, match="do not tell which row follows"):
+    with pytest.raises(ConfigurationError, match="do not record which row follows"):
         SharedReplayBuffer(storage=storage, sampler=SharedSliceSampler(**END), batch_size=3)
     storage.close()
     storage = SharedMemmapStorage(64, scratch_dir=folder, job_id="test")
@@ -390,9 +391,10 @@ def test_columns_of_the_rows_stay_when_what_the_sampler_adds_is_left_out(folder:
 
 
 def test_what_the_error_about_dimensions_says_to_write_works(folder: Path) -> None:
+    storage = SharedMemmapStorage(120, scratch_dir=folder, job_id="test", ndim=2)
     with pytest.raises(ConfigurationError, match=r"call buffer.extend\(data.reshape\(-1\)\)"):
-        SharedMemmapStorage(100, scratch_dir=folder, ndim=2)
-    assert not folder.exists()
+        SharedReplayBuffer(storage=storage, sampler=SharedSliceSampler(slice_len=3))
+    storage.close()
     storage = SharedMemmapStorage(100, scratch_dir=folder, job_id="test")
     rb = SharedReplayBuffer(storage=storage, sampler=SharedSliceSampler(slice_len=3), batch_size=30)
     data = torch.stack([trajectory(number, range(20)) for number in range(4)])
@@ -401,3 +403,20 @@ def test_what_the_error_about_dimensions_says_to_write_works(folder: Path) -> No
     for _ in range(20):
         assert_slices(rb.sample(), 3)
     storage.close()
+
+
+def test_the_error_that_no_run_is_long_enough_is_known_by_the_runs(
+    make_buffers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("other words")
+
+    rb = make_buffers(64, traj_key=("collector", "traj_ids"), slice_len=4)
+    rb.extend(trajectory(1, range(3)))
+    monkeypatch.setattr(SliceSampler, "sample", fail)
+    with pytest.raises(NoSlicesError, match="other words"):
+        rb.sample()
+    rb.extend(trajectory(1, range(3, 8)))
+    with pytest.raises(RuntimeError, match="other words") as raised:
+        rb.sample()
+    assert type(raised.value) is RuntimeError

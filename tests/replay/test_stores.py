@@ -229,6 +229,11 @@ CHANGES: dict[str, tuple[RateLimiter | None, Callable, Check]] = {
         lambda rb: rb.storage.append(rows_of(range(_NEW, _NEW + 5))),
         lambda before, after: check_written(before, after, [3, 2], None),
     ),
+    "extend a few rows": (  # C does this in one call
+        None,
+        lambda rb: [rb.storage.append(rows_of(range(n, n + 2))) for n in (_NEW, _NEW + 2)],
+        lambda before, after: check_written(before, after, [2, 2], None),
+    ),
     "extend with priorities": (
         None,
         extend_prioritized,
@@ -260,7 +265,7 @@ CHANGES: dict[str, tuple[RateLimiter | None, Callable, Check]] = {
 
 
 _OF_ROWS = ["extend", "extend with priorities", "write in place", "restore"]
-_IN_C = [*_OF_ROWS[:3], "update", "limited sample"]
+_IN_C = [*_OF_ROWS[:3], "extend a few rows", "update", "limited sample"]
 _KEPT = [("as_rows", change) for change in CHANGES] + [("as_frames", change) for change in _OF_ROWS]
 
 

@@ -69,6 +69,7 @@ def write_slowly(rb: TensorDictReplayBuffer, key: int) -> threading.Thread:
     Paused.here, Paused.go_on = threading.Event(), threading.Event()
     arrays = rb.storage.directory.arrays
     arrays[0] = arrays[0].view(Paused)
+    rb.storage.directory.kernel.appends = False  # NumPy copies, not C
     rows = rows_of(range(key, key + 10))
     thread = threading.Thread(target=rb.extend, args=(rows,), daemon=True)
     thread.start()

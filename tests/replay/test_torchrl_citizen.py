@@ -215,36 +215,36 @@ class _OwnWriter(TensorDictRoundRobinWriter):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (lambda: {"sampler": None}, "RandomSampler, not even as .* sampler=SharedRandomSampler"),
-        (lambda: {"writer": None}, "RoundRobinWriter, not even as .* writer=SharedCursorWriter"),
+        (lambda: {"sampler": None}, "RandomSampler .*the default.* sampler=SharedRandomSampler"),
+        (lambda: {"writer": None}, "RoundRobinWriter .*the default.* writer=SharedCursorWriter"),
         (
             lambda: {"sampler": SamplerWithoutReplacement()},
-            "build it with sampler=SharedSamplerWithoutReplacement.* writer=SharedCursorWriter",
+            "build the .* sampler=SharedSamplerWithoutReplacement.* writer=SharedCursorWriter",
         ),
         (
             lambda: {"sampler": SliceSampler(slice_len=2, traj_key="id")},
-            "SliceSampler, .* build it with sampler=SharedSliceSampler",
+            "SliceSampler .* build the buffer with sampler=SharedSliceSampler",
         ),
         (
             lambda: {"sampler": PrioritizedSampler(16, alpha=0.7, beta=0.5)},
-            r"build it with sampler=SharedPrioritizedSampler\(16, alpha=0.7, beta=0.5\)",
+            r"build the buffer with sampler=SharedPrioritizedSampler\(16, alpha=0.7, beta=0.5\)",
         ),
         (
             lambda: {"sampler": PrioritizedSliceSampler(16, 0.7, 0.5, slice_len=2)},
             r"sampler=SharedPrioritizedSliceSampler\(16, 0.7, 0.5, ...\)",
         ),
-        (lambda: {"writer": lambda: TensorDictRoundRobinWriter()}, "RoundRobinWriter, .* writer="),
-        (lambda: {"writer": _OwnWriter()}, "_OwnWriter, .* writer=SharedCursorWriter"),
+        (lambda: {"writer": lambda: TensorDictRoundRobinWriter()}, "RoundRobinWriter .* writer="),
+        (lambda: {"writer": _OwnWriter()}, "_OwnWriter .* writer=SharedCursorWriter"),
         (
             lambda: {"writer": TensorDictMaxValueWriter(rank_key="score", reduction="max")},
             r"writer=SharedMaxValueWriter\(rank_key='score', reduction='max'\)",
         ),
         (lambda: {"sampler": StalenessAwareSampler()}, "call buffer.retire_older_than"),
         (lambda: {"sampler": PromptGroupSampler(num_groups=2)}, "rows that hold a whole group"),
-        (lambda: {"writer": None, "delayed_init": True}, "RoundRobinWriter, .* writer="),
+        (lambda: {"writer": None, "delayed_init": True}, "RoundRobinWriter .* writer="),
         (lambda: {"consume_after_n_samples": 1}, "ConsumingSampler"),
         (lambda: {"sample_unit": Sequence(length=2)}, "build a SharedReplayBuffer"),
-        (lambda: {"shared": True}, "leave it out"),
+        (lambda: {"shared": True}, "leave shared=True out"),
         (lambda: {"dim_extend": 1}, "dim_extend=1"),
     ],
 )

@@ -77,7 +77,7 @@ def test_a_process_killed_between_mark_and_leaf_leaves_a_tree_that_repairs_itsel
 
 def test_drawing_from_an_empty_tree_is_an_error() -> None:
     tree = PriorityTree(FANOUT)
-    with pytest.raises(ValueError, match="no leaf"):
+    with pytest.raises(ValueError, match="no rows to draw"):
         tree.draw(np.array([0.5]))
     with pytest.raises(ValueError, match="capacity"):
         PriorityTree(0)

@@ -1,14 +1,15 @@
 """Replay buffers that many processes share.
 
-The invariants, the code that guards each, and the tests (``tests/replay``) that try to break it:
+The invariants, the code that guards each invariant, and the tests (``tests/replay``) that try to
+break it:
 
 =========================================  ====================================  ================
 invariant                                  guard                                 tests
 =========================================  ====================================  ================
 a slot has one writer                      tickets and claims, ``cursor``        processes, kills
-a row that is read is one whole row        versions, compared after the copy:    torn
+a process reads only whole rows            versions, compared after the copy:    torn
                                            ``storage.read_rows``
-a patched row is the old or the new one    versions, and a count of patches:     patches
+a row is read as before or after a patch   versions, and a count of patches:     patches
                                            ``patches.copied``
 no process samples a row that is too old   bounds under the lock, at             retire,
                                            publication and in ``repair``:        contracts
@@ -20,30 +21,32 @@ a slice is read as a whole, in one shard   ``storage.read_rows``; numbers of    
                                            steps over hosts, ``slices``          contracts
 a window has the rows around its anchor    numbers of rows, ``numbers``; one     windows,
                                            copy of their order, ``windows``      contracts
-a priority meets its row, or none [1]_     generations, ``priorities.update``    buffer, law,
+a priority goes to its own row only [1]_   generations, ``priorities.update``    buffer, law,
                                                                                  hosted
 only published rows count and are drawn    four rules at the top of              kills, int64
                                            ``directory``
 a killed process does no harm              ``DIRTY`` and ``cursor.repair``; a    kills, soak,
                                            lock that dies with its holder        interrupts
 the tree's sums are sums of its leaves     marks in ``tree``                     tree, kills
-law and weights are those of one buffer    ``tree``, ``sampler``; over shards    law, shard_law,
+draws and weights are as in one buffer     ``tree``, ``sampler``; over shards    law, shard_law,
                                            ``shard_law``                         shard_hosts
 a row is drawn at most once per pass       one counter per shard, ``passes``     passes,
                                                                                  contracts
+an element keeps its second coordinate     whole lines in ``cursor`` and         contracts
+                                           ``split_rows``, ``dimensions``
 RPC calls run in order, each once          one call under way, none repeated:    link, host,
                                            ``remote_link``                       hosted
 samples per insert stay in their range     ``limiter``; ``gate`` on a node,      limiter, gate,
                                            ``totals_gate`` over hosts            limiter_hosts
 a kill leaves the old or new checkpoint    one rename, ``disk``; the ring's      checkpoint,
                                            order, ``snapshot``                   checkpoint_shards
-all of these, in any order of calls        a plain model                         fuzz
+all invariants, in any order of calls      a plain model                         fuzz
 =========================================  ====================================  ================
 
 .. [1] If the C kernel was built, its ``replay_update`` compares generations. Over hosts, the client
    sends the generations to the host. If a call names only slots, generations are looked up
    among the rows that this process drew or wrote (``sampler.RecentGenerations``). Priorities of
-   other slots are set without a check, and counted as ``unverified_updates``.
+   slots that are not found there are set without a check, and counted as ``unverified_updates``.
 """
 
 from torchrl_dist.replay.hosts.buffer import HostedReplayBuffer, replay_buffer

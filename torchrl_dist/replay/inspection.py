@@ -1,8 +1,8 @@
 """Read what ``torchrl-dist inspect`` shows about a replay directory or a checkpoint.
 
-This module only reads: it joins no directory, and locks and changes no file. It therefore does not
-disturb a running job, and can inspect read-only files. The figures of a running job belong to
-slightly different instants.
+This module only reads. It does not join a directory, lock a file or change a file. It therefore
+does not disturb a running job, and can inspect read-only files. The figures of a running job are
+read at slightly different moments.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return all facts about the replay directory or checkpoint in a folder, as plain values.
 
     Raises:
-        DirectoryError: the folder holds neither of these, or has another format, or another user
-            could change its content.
+        DirectoryError: the folder holds neither a replay directory nor a checkpoint, or the content
+            has another format, or another user could change the content.
         CheckpointError: the checkpoint is damaged.
     """
     folder = Path(os.path.abspath(path))
-    for place in (folder, folder / "storage"):  # TorchRL's class puts the storage's files there
+    for place in (folder, folder / "storage"):  # TorchRL's buffers save it there
         if (place / MANIFEST).exists():
             _refuse_others(place)
             return _checkpoint(place)
@@ -70,7 +70,7 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """Replace numbers that JSON cannot hold by None. Damaged files may have such numbers."""
+    """Replace numbers that JSON cannot represent by None. Damaged files may have such numbers."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -89,7 +89,7 @@ def _refuse_others(folder: Path) -> None:
 
 def _not_one(folder: Path) -> DirectoryError:
     if not folder.is_dir():
-        return DirectoryError(f"{folder} is not a folder")
+        return DirectoryError(f"{folder} is not a folder; pass a replay directory or checkpoint")
     inside = [
         each.parent.name
         for pattern in ("*/header.json", f"*/{MANIFEST}")
@@ -114,7 +114,7 @@ def _directory(folder: Path) -> dict[str, Any]:
     alpha, eps = floats[[Word.ALPHA, Word.EPS]].tolist() if words[Word.ALPHA_SET] else (None, None)
     spec = read_spec(folder) if words[Word.ROWS_READY] else None
     with open(own_files.open_ours(folder / files.LOCK), "rb") as lock:
-        fd = lock.fileno()  # it shows which processes hold which bytes
+        fd = lock.fileno()  # shows which process has locked which byte
         living = _members(members, fd)
         alive = {each["member"] for each in living if each["alive"]}
         lock_pids = [byte_holder(fd, byte) for byte in (1, 0)]
@@ -141,7 +141,7 @@ def _directory(folder: Path) -> dict[str, Any]:
 
 
 def limiter_in(words: Any, floats: Any) -> dict[str, float | None] | None:
-    """Return the rate limiter and its counts, or None if there is none."""
+    """Return the rate limiter and its counts, or None if there is no limiter."""
     if words[Word.LIMITED] != 1:
         return None
     return {
@@ -172,7 +172,8 @@ def _members(table: np.ndarray, fd: int) -> list[dict[str, Any]]:
 
 
 def _process_state(pid: int) -> str:
-    """Return a process's state from /proc, or "elsewhere" if it is in another pid namespace."""
+    """Return a process's state from /proc, or "elsewhere" if the process is in another pid
+    namespace."""
     states = {"T": "stopped", "t": "traced", "Z": "zombie", "D": "disk wait", None: "elsewhere"}
     return states.get(state(pid), "alive")
 
@@ -287,7 +288,7 @@ def _histogram(ascending: np.ndarray) -> list[dict[str, float]]:
 
 
 def _share_of_largest(leaf: np.ndarray) -> float | None:
-    """Return the share of draws that the 1 % of rows with the largest priorities get."""
+    """Return the share of draws that go to the 1 % of rows with the largest priorities."""
     total = float(leaf.sum())
     if not total:
         return None
@@ -313,7 +314,10 @@ def show(found: dict[str, Any]) -> None:
         for number, shard in enumerate(found["shards"]):
             console.rule(f"shard {number}")
             if shard is None:
-                console.print("missing, because it did not answer when the checkpoint was written")
+                console.print(
+                    "this shard is missing, because its host did not answer when the checkpoint "
+                    "was written"
+                )
             else:
                 _show_content(console, shard, {"overwritten meanwhile": shard["overwritten"]})
         return
@@ -346,7 +350,7 @@ def _show_content(console: Any, found: dict[str, Any], more: dict[str, Any]) -> 
     leaves = [] if row is None else row["leaves"]
     stored = ""
     if found["stored_row_bytes"] != found["row_bytes"]:
-        stored = f", stored in {found['stored_row_bytes']:,} with each frame once"
+        stored = f", or {found['stored_row_bytes']:,} with each frame stored once"
     facts = {
         **more,
         "rows": f"{found['length']:,} of {found['capacity']:,}",
@@ -373,7 +377,7 @@ def _show_content(console: Any, found: dict[str, Any], more: dict[str, Any]) -> 
         for name in priority
     ]
     _print_table("quantiles", quantiles, ("of the rows", "priority", "age"))
-    console.print("age: rows reserved since this row")
+    console.print("age of a row: how many rows were written, or are being written, after it")
     bins = found["priority"]["histogram"]
     most = max(each["rows"] for each in bins)
     shown = [
@@ -396,7 +400,7 @@ def _print_table(title: str, lines: list[dict[str, Any]], columns: tuple[str, ..
 
 
 def _shown(text: str) -> str:
-    """Return text that neither rich nor a terminal interprets."""
+    """Escape the text, so that neither rich nor a terminal interprets any of it."""
     from rich.markup import escape
 
     return escape(own_files.printable(text))

@@ -1,1 +1,1 @@
-"""The parts of TorchRL's buffer over RPC: hosts that store rows, and clients that use them."""
+"""Replay buffers over RPC: hosts that store rows, and the storage and samplers that use them."""

@@ -1,13 +1,14 @@
-"""Batches of rows of other nodes, drawn ahead of their use.
+"""Draw batches of rows from other nodes before they are needed.
 
 With one shard, the law is that of the plain sampler. With several shards, each batch is drawn
 exactly by the masses in the shards' replies for that batch (``shard_law``).
 
-Redrawn rows come from a later state of their shard than the masses by which this shard was chosen.
-Their weights correct this. Such a row was drawn with probability ``r / R * p / r2``, where ``r``
-and ``R`` are the masses of its shard and of all shards in the first replies, and ``p`` and ``r2``
-are the row's leaf and its shard's mass in the later reply. The row therefore gets the weight of a
-row with the leaf ``p * r / r2`` in the first state, and weighted estimates have no bias.
+A shard is chosen by the masses in the first replies. If one of the shard's rows must be redrawn,
+the new row comes from a later state of the shard. The weight of a redrawn row corrects for this
+difference. The row was drawn with probability ``r / R * p / r2``. Here ``r`` and ``R`` are the
+masses of its shard and of all shards in the first replies. ``p`` is the row's leaf, and ``r2`` is
+the mass of its shard, both in the later reply. The row therefore gets the weight that a row with
+the leaf ``p * r / r2`` would have in the first state. Weighted estimates then have no bias.
 """
 
 from __future__ import annotations
@@ -39,12 +40,14 @@ from torchrl_dist.replay.parts.slices import NoSlicesError
 from torchrl_dist.replay.parts.storage import NoRowsError
 from torchrl_dist.runtime.awake import awake
 
-# A shorter round trip, as in a local network, costs less than older rows would.
+# If the round trip is shorter, the fewest batches are drawn ahead, because sampling older rows
+# would do more harm than waiting.
 _LONG_ROUND_TRIP_S = 2e-3
 _FEWEST_AHEAD, _MOST_AHEAD, _MOST_BYTES_AHEAD = 2, 256, 2**24
-# The shortest time per batch, and the most batches that a pause of the learner counts as.
+# The learner is assumed to take at least ``_SHORTEST_USE_S`` per batch. A pause of the learner
+# counts as at most ``_LONGEST_PAUSE`` times its average time per batch.
 _SHORTEST_USE_S, _LONGEST_PAUSE = 1e-4, 4.0
-_USES = 8  # over which the learner's pace is averaged
+_USES = 8  # number of batches over which the learner's pace is averaged
 
 
 @dataclass(frozen=True)
@@ -57,18 +60,20 @@ class _Round:
 
 
 class BatchSource:
-    """Draw batches through a client, ``prefetch`` ahead, at least ``batches_per_call`` per call.
+    """Draw ``prefetch`` batches ahead through a client, at least ``batches_per_call`` in each call.
 
     A prefetched batch does not reflect later operations of this process. With ``prefetch=n`` and
     ``batches_per_call=b``, an operation takes effect at most ``n + b`` batches later. With
     ``prefetch=0``, the next batch reflects all earlier operations.
 
-    With ``prefetch=None``, two batches are drawn ahead or, if the round trip is long, twice as many
-    as the learner uses in it, because only one call at a time is in flight, which brings half of
-    them. More would make rows older and save no waiting. ``batches_ahead`` is the present number.
+    With ``prefetch=None``, two batches are drawn ahead. If the round trip is long, the number of
+    batches ahead is twice the number that the learner uses during a round trip, because only one
+    call at a time is in flight, and a call brings half of the batches. More batches would make rows
+    older without saving time. The attribute ``batches_ahead`` is the current number of batches.
 
     Args:
-        law: a function of a batch's number of rows. Returns its law and its number of units.
+        law: a function that takes a batch's number of rows. It returns the batch's law and its
+            number of units.
         uniforms: random numbers for the choice of shards.
     """
 
@@ -99,8 +104,9 @@ class BatchSource:
         now_and_in_children(self, BatchSource._renew)
 
     def _renew(self) -> None:
-        self._lock = threading.RLock()  # it knows whether this thread holds it
-        # Batches drawn ahead are the parent's, whose threads may hold locks of the futures.
+        self._lock = threading.RLock()  # an RLock, because it knows whether this thread holds it
+        # A forked child drops the batches drawn ahead, because the parent will return them, and
+        # because the parent's threads may hold locks of the futures.
         self._ready: deque[Drawn] = deque()
         self._rounds: deque[_Round] = deque()
 
@@ -134,7 +140,7 @@ class BatchSource:
                     self._top_up(about_to_use=1)
                     batches = self._finish(self._rounds[0])
                 except Exception:
-                    self._drop()  # later requests failed for the same reason
+                    self._drop()  # later requests have failed for the same reason
                     raise
                 self._rounds.popleft()
                 if not batches:
@@ -148,12 +154,13 @@ class BatchSource:
             return batch
 
     def drop(self) -> None:
-        """Drop prefetched batches, after a change that makes them invalid."""
+        """Drop prefetched batches after a change that makes them invalid."""
         with self._lock:
             self._drop()
 
     def rows_ahead(self) -> int:
-        """Return the number of rows that were received but not returned. Does not block."""
+        """Return the number of rows that were received but not yet returned by ``next``. Does not
+        block."""
         here = [
             round_.count
             for round_ in list(self._rounds)
@@ -170,7 +177,7 @@ class BatchSource:
             answers = self._client.answers(futures)
         finally:
             self._waited_s += awake() - began
-            if self._client.counts_draws:  # late draws are returned to the hosts, once
+            if self._client.counts_draws:  # return late draws to the hosts, but only once
                 given_up: list[Any] = [None] * len(futures)
                 for shard, answer in enumerate(answers):
                     if answer is None:
@@ -185,7 +192,7 @@ class BatchSource:
                 future.add_done_callback(functools.partial(self._return_late, shard))
 
     def _return_late(self, shard: int, future: Any) -> None:
-        """Return the draws of a request that was dropped. Does not block."""
+        """Return the draws of a dropped request to the host. Does not block."""
         if future.exception() is None and future.result().rows is not None:
             self._client.return_draws(self._client.in_buffer(shard, future.result().rows))
 
@@ -198,10 +205,10 @@ class BatchSource:
         self._rounds.clear()
 
     def _look_ahead(self, batch: Drawn) -> None:
-        """Choose how many batches to draw ahead, by the learner's pace and the round trip."""
+        """Choose how many batches to draw ahead, given the learner's pace and the round trip."""
         now, before = awake(), self._returned_at
         self._returned_at = now
-        if before is None or self._client.limited:  # with a limiter, always the fewest
+        if before is None or self._client.limited:  # with a limiter: the fewest
             return
         use_s = max(_SHORTEST_USE_S, now - before - self._waited_s)
         if self._uses < _USES:
@@ -217,7 +224,8 @@ class BatchSource:
         self.batches_ahead = ahead
 
     def _top_up(self, about_to_use: int) -> None:
-        """Request more once less than half are left, so that one call brings several batches."""
+        """Request more batches once less than half of them are left, so that one call brings
+        several."""
         ahead = len(self._ready) - about_to_use
         ahead += sum(round_.count for round_ in self._rounds) // self._units
         if 2 * ahead < self.batches_ahead:
@@ -244,7 +252,8 @@ class BatchSource:
         return np.array([0.0 if answer is None else answer.state.mass for answer in answers])
 
     def _finish(self, round_: _Round) -> list[Drawn]:
-        """Build as many whole batches as the rows allow, and return the other rows to the hosts."""
+        """Build as many whole batches as the rows allow, and return the draws of the other rows to
+        the hosts."""
         answers = self._answers(round_.futures)
         self._client.note_states([None if answer is None else answer.state for answer in answers])
         rows: Drawn | None
@@ -284,7 +293,7 @@ class BatchSource:
                 shard
                 for shard in np.flatnonzero(missing).tolist()
                 if (answer := answers[shard]) is None or answer.rows is None
-            ]  # shards lost or emptied just now
+            ]  # shards that were lost or emptied just now
             if not gathering.reassign(gone, self._uniforms):
                 if not client.counts_draws:
                     raise self._nothing(answers)
@@ -292,10 +301,10 @@ class BatchSource:
         return gathering.rows()
 
     def _nothing(self, answers: list[Answer | None]) -> RuntimeError:
-        """Return the reason why nothing could be drawn."""
+        """Return the error that says why nothing could be drawn."""
         rows = any(answer is not None and answer.state.length for answer in answers)
         if rows and self._law.slices is not None:
-            return NoSlicesError(self._law.slices.slice_len)
+            return NoSlicesError.of(self._law.slices.slice_len)
         return NoRowsError(EMPTY)
 
     def can_draw(self, batch_size: int) -> bool:
@@ -313,13 +322,15 @@ def check_not_sampling(lock: Any) -> None:
     """
     if lock._is_owned():
         raise DirectoryError(
-            "a signal handler that interrupted a sample of the buffer cannot sample from it. "
-            "Have the handler set a flag, and act on it between two uses"
+            "a signal handler that interrupted a call to sample() of this buffer cannot itself "
+            "sample from it. Have the handler only set a flag, and act on the flag between two "
+            "uses of the buffer"
         )
 
 
 class _Gathering:
-    """The units of several shards for one request, from one or more rounds of answers.
+    """The units of several shards for one request. Redraws may add units to those of the first
+    answers.
 
     Args:
         shards: int64 [n], the shard of each draw.
@@ -334,7 +345,7 @@ class _Gathering:
         self._found: list[list[Drawn]] = [[] for _ in masses]
 
     def add(self, answers: Sequence[Answer | None]) -> None:
-        """Add the units in a round's answers, one answer per shard."""
+        """Add the units in answers, one answer per shard."""
         for shard, answer in enumerate(answers):
             if answer is not None:
                 mass, rows = answer.state.mass, answer.rows
@@ -345,13 +356,13 @@ class _Gathering:
                     self._found[shard].append(self._client.in_buffer(shard, rows))
 
     def missing(self) -> np.ndarray:
-        """Give each draw a unit. Return the number of units that each shard lacks, [shards]."""
+        """Give each draw a unit. Return how many units are missing from each shard, [shards]."""
         self._received = np.array([sum(rows.units for rows in part) for part in self._found])
         self._unit, missing = number_rows(self._shards, self._received)
         return missing
 
     def reassign(self, gone: Sequence[int], uniforms: Uniforms) -> bool:
-        """Assign draws without a unit, whose shards are gone, to other shards.
+        """Assign draws that have no unit, and whose shard is gone, to other shards.
 
         Return whether there is another shard."""
         self._masses = self._masses.copy()

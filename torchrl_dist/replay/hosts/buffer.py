@@ -1,4 +1,4 @@
-"""Build a process's replay buffer by one call, wherever the rows are."""
+"""Build a process's replay buffer by one call. The rows may be on any node."""
 
 from __future__ import annotations
 
@@ -42,16 +42,17 @@ class HostedReplayBuffer(SharedReplayBuffer):
         """Block until the hosts have applied everything that this process queued.
 
         Raises:
-            DeadlineError, PeerLostError: the host does not answer, or a host that was left out has
-                not applied operations of this process.
+            DeadlineError, PeerLostError: the only host does not answer, or the client continues
+                without a host that has not applied all operations of this process.
             RemoteError: an operation failed at a host.
         """
         self._storage.flush()
 
     def close(self) -> None:
-        """Flush, and end this process's use of the buffer. The end of the session does this, too.
+        """Flush, and end this process's use of the buffer. The end of the session also closes the
+        buffer.
 
-        A warning reports operations that wait for a host that does not answer."""
+        If operations still wait for a host that does not answer, a warning reports them."""
         if isinstance(self._storage, RemoteStorage):
             self._storage.client.apply_queued()
         self._storage.close()
@@ -59,9 +60,9 @@ class HostedReplayBuffer(SharedReplayBuffer):
     def release(self) -> None:
         """Close the buffer, and let the hosts release it and its memory now, for all processes.
 
-        The end of the session does this, too. Afterwards, calls of other processes raise, and the
-        name may be used for another buffer. A process on a host's node that used the memory
-        directly keeps it until the process has closed and dropped the buffer.
+        The end of the session also releases the buffer. Afterwards, calls of other processes raise,
+        and the name may be used for another buffer. If a process on a host's node uses the memory
+        directly, the memory stays until that process has closed and dropped the buffer.
 
         Warns:
             UserWarning: a process of a host's node still has the directory open.
@@ -108,27 +109,28 @@ def replay_buffer(
 ) -> HostedReplayBuffer:
     """Return the replay buffer of this name, in any process of the session.
 
-    Each process that uses the buffer calls this function with the same arguments, or gets the
-    pickled buffer, as a collector's workers do with ``replay_buffer=``. With a single host,
-    processes on its node use its memory, and the others use RPC. With several hosts the buffer is
-    sharded over them, and every process samples from all shards by the law of one buffer. Only
-    these arguments may differ between processes: ``batch_size``, ``beta``, ``slices``,
-    ``prefetch``, ``batches_per_call``, ``min_shards``, ``shortcut``, ``timeout_s`` and ``options``.
+    Each process that uses the buffer either calls this function with the same arguments, or gets
+    the pickled buffer. A collector with ``replay_buffer=`` sends the pickled buffer to its workers.
+    With a single host, processes on the host's node use its memory, and other processes use RPC.
+    With several hosts, the buffer is sharded over the hosts, and every process samples from all
+    shards as from one buffer. Only these arguments may differ between processes: ``batch_size``,
+    ``beta``, ``slices``, ``prefetch``, ``batches_per_call``, ``min_shards``, ``shortcut``,
+    ``timeout_s`` and ``options``.
 
     Args:
         session: the session of this process.
         name: distinguishes the buffers of one job.
         capacity: number of rows of the whole buffer.
         batch_size: rows per sample.
-        hosts: the processes that store the rows. Default: the driver. See :func:`host_replay`,
-            also for ``scratch_dir``, ``resume``, ``keep``, ``write_to``, ``min_shards``,
-            ``shortcut``, ``limiter``, ``frames`` and ``timeout_s``.
+        hosts: the processes that store the rows. Default: the driver. :func:`host_replay` describes
+            this argument, and also ``scratch_dir``, ``resume``, ``keep``, ``write_to``,
+            ``min_shards``, ``shortcut``, ``limiter``, ``frames`` and ``timeout_s``.
         alpha, beta, eps, prefetch, batches_per_call: see :class:`RPCPrioritizedSampler`.
         uniform: whether to sample uniformly instead of by priority.
         slices: options of :class:`RPCSliceSampler`, such as ``{"slice_len": 8}``, to sample slices
             of trajectories. Slices are sampled by priority unless ``uniform`` is true.
-        options: options of ``TensorDictReplayBuffer``: ``priority_key``, ``transform``,
-            ``pin_memory``, ...
+        options: options of ``TensorDictReplayBuffer``, such as ``priority_key``, ``transform`` or
+            ``pin_memory``.
 
     Raises:
         ConfigurationError: arguments are invalid, or differ between processes.
@@ -144,7 +146,8 @@ def replay_buffer(
     for part in ("storage", "sampler", "writer"):
         if part in options:
             raise ConfigurationError(
-                f"replay_buffer builds the {part} itself; to pass your own, see host_replay"
+                f"replay_buffer builds the {part} itself; leave this argument out, or use "
+                "host_replay, with which you can pass your own"
             )
     owner = host_replay(
         session,

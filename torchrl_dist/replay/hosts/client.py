@@ -42,14 +42,14 @@ from torchrl_dist.replay.row.packing import pack, spec_from_text
 from torchrl_dist.replay.row.spec import RowSpec
 from torchrl_dist.runtime.awake import awake
 
-_FEW_BYTES = 2**10  # bytes of an operation in a queue, in addition to its arrays
+_FEW_BYTES = 2**10  # assumed bytes of an operation in a queue, without its arrays
 _GUESSED_ROW_BYTES = 2**13
-_ARRAY_BYTES = 2**8  # bytes of an array, in addition to its values
+_ARRAY_BYTES = 2**8  # assumed bytes of an array, in addition to its values
 
 
 Trouble = Callable[[int, Exception], None]
-"""``trouble(shard, error)`` is called if a shard did not answer. If it
-returns, the call continues with the other shards."""
+"""A function ``trouble(shard, error)`` that is called if a shard did not answer. If it returns, the
+call continues with the other shards. It may also raise."""
 
 
 def _raise(shard: int, error: Exception) -> None:
@@ -72,9 +72,9 @@ class _PendingWrite:
     generations: np.ndarray | None = None
 
     def with_priorities(self, priority: np.ndarray) -> Operation:
-        """Return the operation that sets the rows' priorities. Call it when all earlier operations
-        were sent."""
-        if self.slots is None:  # the rows are in the same message
+        """Return the operation that sets the rows' priorities. Call this method when all earlier
+        operations have been answered or are in the same message."""
+        if self.slots is None:  # the rows are still in the same message
             return SetWrittenPriorities(self.number, priority)
         return SetPriorities(self.slots, self.generations, priority)
 
@@ -82,9 +82,10 @@ class _PendingWrite:
 class ReplayClient:
     """One buffer's connection to its hosts. Thread-safe.
 
-    The client queues operations per host, and the host applies them in this order. If an operation
-    fails, a later call raises its error. With several hosts, one warning reports a host that is
-    lost or does not answer. The client continues without it as long as ``min_shards`` answer.
+    The client queues operations per host, and the host applies them in the order of the queue. If
+    an operation fails, a later call raises the error. With several hosts, the client continues
+    without a host that is lost or does not answer, as long as ``min_shards`` answer. One warning
+    reports that host.
 
     Args:
         links: one per shard.
@@ -123,17 +124,18 @@ class ReplayClient:
         self._numbers = itertools.count(1)
         self._row_numbers = RowNumbers()
         self._spec: RowSpec | None = None
-        self._pending: dict[int, _PendingWrite] = {}  # by the address of the index
-        self._reported: dict[int, int] = {}  # by shard, the number of its replies when it failed
+        self._pending: dict[int, _PendingWrite] = {}  # keyed by the index's address
+        self._reported: dict[int, int] = {}  # by shard: its number of answers when it failed
         self._closed = False
         self._pid = os.getpid()
         self._lock = renewed(self, "_lock", threading.RLock)
 
     def check_entry(self) -> None:
-        """Check that this thread may wait for a lock of TorchRL's buffer. Call it before waiting.
+        """Check that this thread may wait for a lock of TorchRL's buffer. Call this method before
+        such a wait.
 
         Raises:
-            ConfigurationError: this process was forked from the one that has the connections.
+            ConfigurationError: this process was forked from the process that has the connections.
             DirectoryError: see :meth:`Link.check_entry`.
         """
         self._check_process()
@@ -143,9 +145,9 @@ class ReplayClient:
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise ConfigurationError(
-                f"process {os.getpid()} was forked from process {self._pid} and does not have its "
-                "connections; start a process of the session instead, or one by spawn, and pass it "
-                "the buffer as an argument"
+                f"process {os.getpid()} was forked from process {self._pid}, and a forked process "
+                "cannot use its parent's connections; make the process a member of the session, "
+                "or spawn it, and in both cases pass it the buffer as an argument"
             )
 
     # --- hosts that answer ---------------------------------------------------------------------
@@ -162,7 +164,7 @@ class ReplayClient:
                 continue
             problem = link.problem
             if problem is not None:
-                if len(self.links) > 1:  # perhaps no call has reported it yet
+                if len(self.links) > 1:  # perhaps no call has reported the loss yet
                     self.note_trouble(shard, problem)
             elif link.replies > self._reported.get(shard, link.replies):
                 with self._lock:
@@ -175,14 +177,14 @@ class ReplayClient:
                 raise error
 
     def note_trouble(self, shard: int, error: Exception) -> None:
-        """Report that a host did not answer, or raise if too few hosts are left."""
+        """Report that a host did not answer. Raise the error if too few hosts are left."""
         answering = sum(
             link.problem is None and link.replies > self._reported.get(other, -1)
             for other, link in enumerate(self.links)
             if other != shard
         )
         if len(self.links) == 1 or answering < self._min_shards:
-            raise error.with_traceback(None)  # because many calls may raise the same error
+            raise error.with_traceback(None)  # because many calls may raise it
         with self._lock:
             new = shard not in self._reported
             self._reported.setdefault(shard, self.links[shard].replies)
@@ -215,11 +217,11 @@ class ReplayClient:
         return self._each(wait, futures, trouble)
 
     def answering(self) -> list[int]:
-        """Return the shards to call."""
+        """Return the shards that can be called, see ``answers_now``."""
         return [shard for shard in range(len(self.links)) if self.answers_now(shard)]
 
     def answers(self, futures: Sequence[Any]) -> list[Answer | None]:
-        """Wait for one answer per shard. It is None if the shard was not asked or did not
+        """Wait for one answer per shard. An answer is None if the shard was not asked or did not
         answer."""
         asked = {shard: future for shard, future in enumerate(futures) if future is not None}
         found = self._await(asked, awake(), self.timeout_s, self.note_trouble)
@@ -228,7 +230,7 @@ class ReplayClient:
     def ask(self, counts: Sequence[int | None], law: Law | None) -> list[Any]:
         """Ask the shards for ``counts`` units. Return a future for each shard.
 
-        The future is None if the count is None or the shard does not answer."""
+        A shard's future is None if its count is None or the shard does not answer."""
         asked = {
             shard: int(count)
             for shard, count in enumerate(counts)
@@ -254,7 +256,7 @@ class ReplayClient:
 
         Raises:
             DeadlineError: a host did not answer in time, or operations wait for a host that is left
-                out. These stay queued until the host answers again.
+                out. The operations stay queued until the host answers again.
             PeerLostError: the only host, or too many of several hosts, are lost.
             RemoteError: an operation failed at a host.
         """
@@ -263,15 +265,15 @@ class ReplayClient:
             if link.waiting and isinstance(link.problem, DeadlineError):
                 raise DeadlineError(
                     f"{link.waiting} operations of this process for replay shard {shard} "
-                    f"({link.name}) are not applied yet, because it does not answer; the other "
-                    "shards have applied theirs. They stay queued until it answers; flush again, "
-                    "or continue"
+                    f"({link.name}) are not applied yet, because the shard does not answer. The "
+                    "operations stay queued until the shard answers, and the other shards have "
+                    "applied all operations. Call flush() again later, or continue"
                 )
 
     def apply_queued(self) -> None:
         """Flush the queues of hosts that answer. Operations for other hosts stay queued."""
         if self._closed:
-            return  # closing has flushed
+            return  # ``close`` has flushed
         self.check()
         self.await_applied()
         self.check()
@@ -281,7 +283,8 @@ class ReplayClient:
         self._apply(self.answering(), self.note_trouble)
 
     def _apply(self, shards: Iterable[int], trouble: Trouble) -> dict[int, Any]:
-        """Block until queues have been applied. Return the shards that answered, as keys."""
+        """Block until the shards have applied their queues. The keys of the result are the shards
+        that answered."""
         begin = awake()
         asked = self._each(lambda link, _: link.ask(None, None), dict.fromkeys(shards), trouble)
         return self._await(asked, begin, self.timeout_s, trouble)
@@ -292,7 +295,8 @@ class ReplayClient:
         return max((link.round_trip_s for link in self.links if link.problem is None), default=0.0)
 
     def answers_now(self, shard: int) -> bool:
-        """Return whether to call the shard. A single shard is always called."""
+        """Return whether the shard may be called, because it answers. A single shard is always
+        called."""
         return len(self.links) == 1 or self.links[shard].problem is None
 
     def count_samples(self, index: torch.Tensor) -> None:
@@ -300,13 +304,14 @@ class ReplayClient:
         shards = index.numpy() // self.shard_capacity
         for shard, count in enumerate(np.bincount(shards).tolist()):
             if count and self.answers_now(shard):
-                with contextlib.suppress(PeerLostError):  # a lost host's counts stay
+                with contextlib.suppress(PeerLostError):  # a lost host's counts stay as they are
                     self.links[shard].put(CountSamples(count), urgent=False)
 
     def by_shard(self, index: np.ndarray) -> list[tuple[int, np.ndarray, np.ndarray]]:
         """Return ``(shard, positions, slots)`` for each shard, without entries below 0.
 
-        ``positions`` are the shard's entries in ``index``, and ``slots`` their slots.
+        ``positions`` are the positions of the shard's entries in ``index``, and ``slots`` are the
+        slots of these entries in the shard.
 
         Raises:
             IndexError: an entry is beyond the buffer's capacity.
@@ -314,8 +319,8 @@ class ReplayClient:
         capacity = self.shard_capacity * len(self.links)
         if index.max(initial=-1) >= capacity:
             raise IndexError(
-                f"index {index.max()} is beyond the capacity {capacity}; pass the index of a "
-                "sample or an extend of this buffer"
+                f"index {index.max()} is beyond the capacity {capacity}; pass an index that "
+                "sample() or extend() of this buffer returned"
             )
         if len(self.links) == 1 and index.min(initial=0) >= 0:
             return [(0, np.arange(index.size), index)]
@@ -332,8 +337,8 @@ class ReplayClient:
         return rows
 
     def return_draws(self, rows: Drawn, which: Any = slice(None)) -> None:
-        """Queue the return of drawn rows that are not used, so that ``max_times_sampled`` does not
-        count them."""
+        """Queue a message that drawn rows will not be used, so that these draws do not count for
+        ``max_times_sampled``."""
         if not self.counts_draws:
             return
         stamps, leaf = rows.generation.numpy()[which], rows.leaf[which]
@@ -364,7 +369,8 @@ class ReplayClient:
         return [link.problem for link in self.links if link.counts() is None]
 
     def call(self, shard: int, method: str, *args: Any) -> Any:
-        """Call a method of one host that changes nothing, after all operations for it. Blocks."""
+        """At one host, call a method that changes nothing, after all operations that were queued
+        for the host. Blocks."""
         return self.call_each(method, {shard: args})[shard]
 
     def call_each(
@@ -377,8 +383,8 @@ class ReplayClient:
 
         Args:
             calls: the arguments, by shard.
-            trouble: called for a host that does not answer. Pass :meth:`note_trouble` to continue
-                without its result, unless too few hosts answer.
+            trouble: called for a host that does not answer. With :meth:`note_trouble`, the call
+                continues without the host's result, unless too few hosts answer.
 
         Raises:
             DeadlineError, PeerLostError, RemoteError: a host did not answer, is lost, or raised an
@@ -393,7 +399,7 @@ class ReplayClient:
             {shard: calls[shard] for shard in applied},
             trouble,
         )
-        # longer than the transport's own deadline, so that the transport raises
+        # this deadline is longer than the transport's deadline, so that the transport raises first
         return self._await(sent, awake(), left + SHORTEST_CALL_S, trouble)
 
     def order(self, shard: int, method: str, *args: Any, size: int = 0) -> Any:
@@ -410,15 +416,15 @@ class ReplayClient:
         """Call a method of several hosts, like :meth:`call_each`.
 
         At each host, the call comes after all earlier operations of this client and before all
-        later ones. Blocks, in total not longer than one call.
+        later operations. Blocks, in total not longer than one call.
 
         Args:
-            sizes: bytes of the arguments, by shard. Without them, the call does not wait for room
-                in the queue.
+            sizes: bytes of the arguments, by shard. Without ``sizes``, the call does not wait for
+                room in the queue.
 
         Raises:
-            DeadlineError: a host did not answer. If the call was not sent yet, it will not be made.
-                Otherwise the host still makes it before this client's next request.
+            DeadlineError: a host did not answer. If the call has not been sent yet, it will not be
+                made. Otherwise the host still runs it before this client's next request.
             PeerLostError, RemoteError: a host is lost, or raised an error.
         """
         self.check()
@@ -431,12 +437,12 @@ class ReplayClient:
         return self._await(futures, begin, self.timeout_s, trouble)
 
     def invoke_everywhere(self, method: str, *args: Any) -> None:
-        """Queue a call of a method of every host. Blocks only if a queue is full.
+        """Queue a call of a method at every host. Blocks only if a queue is full.
 
-        A host that does not answer now makes the call first when it answers again.
+        A host that does not answer now runs the call as soon as it answers again.
 
         Raises:
-            DeadlineError, PeerLostError: as ``flush``.
+            DeadlineError, PeerLostError: for the same reasons as ``flush``.
         """
         self.check()
         call, links = Invoke(method, args), dict(enumerate(self.links))
@@ -454,12 +460,13 @@ class ReplayClient:
     # --- writing -----------------------------------------------------------------------------
 
     def learn_spec(self, spec: RowSpec) -> None:
-        """Note the spec of the hosts' rows, so that a call that writes other rows raises."""
+        """Record the spec of the hosts' rows. From now on, a call that writes rows of another form
+        raises."""
         self._spec = spec
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of a row, or a guess before the first row."""
+        """The size of a row in bytes, or a guess before the first row."""
         return _GUESSED_ROW_BYTES if self._spec is None else max(1, self._spec.row_bytes)
 
     def write(
@@ -471,6 +478,8 @@ class ReplayClient:
             ``(index, generation)``, int64 [n]. Both are -1 until the host's answer fills them in.
         """
         self.check()
+        for link in self.links:
+            self._note_max_priority(*link.largest)
         spec = self.agreed_spec(data)
         count = rows.batch_of(data)[0]
         sent, columns = spec, rows.matching_columns(data, spec, self._row_numbers)
@@ -493,11 +502,12 @@ class ReplayClient:
             if kept.any():
                 self._spec = spec
                 self.recent.remember(*handed, written=True)
-            # last, so that at every instant the index is pending or the generations are known
+            # remove the pending write last, because it must stay pending until the generations are
+            # known
             self._pending.pop(key, None)
 
         size = _FEW_BYTES + sum(_ARRAY_BYTES + tensor.nbytes for tensor in packed)
-        # copied, because they are sent later and the caller may change its tensors
+        # copied, because priorities are sent later, and the caller may change its tensors
         own = None if priority is None else priority.copy()
         write = Write(sent.text, count, packed, own, ((pending.number, count),))
         while True:
@@ -511,18 +521,15 @@ class ReplayClient:
                     raise
             else:
                 break
-        if priority is not None:
-            self._note_max_priority(priority, self.links[pending.shard].era)
         return handed
 
     def agreed_spec(self, data: TensorDictBase) -> RowSpec:
-        """Return the spec of the buffer's rows. If there are no rows yet, that is the spec of
-        ``data``.
+        """Return the spec of the buffer's rows, or if there are no rows yet, the spec of ``data``.
 
-        With several hosts, this blocks for two calls unless this process already knows the spec.
-        Afterwards all hosts that answer have the same spec. If several processes write first rows
-        at the same time, the first host decides, because all of them ask it first. A single host
-        decides when the rows arrive.
+        With several hosts, this method blocks for two calls unless this process already knows the
+        spec. Afterwards all hosts that answer have the same spec. If several processes write first
+        rows at the same time, the first host decides, because all processes ask it first. A single
+        host decides when the rows arrive.
 
         Raises:
             ConfigurationError: hosts have different specs, because processes that wrote first rows
@@ -545,15 +552,15 @@ class ReplayClient:
         for shard, text in self.order_each(method, calls, trouble=self.note_trouble).items():
             if text != first:
                 raise ConfigurationError(
-                    f"replay shard {shard} ({self.links[shard].name}) holds other rows than the "
-                    f"shards before: {text}, not {first}; every writer of a buffer must write the "
-                    "same keys, shapes and dtypes"
+                    f"replay shard {shard} ({self.links[shard].name}) holds rows of another form "
+                    f"than the shards before it: {text}, not {first}; every writer of a buffer "
+                    "must write the same keys, shapes and dtypes"
                 )
         self._spec = spec_from_text(first)
         return self._spec
 
     def _is_left_out(self, shard: int, error: BaseException) -> bool:
-        """Return whether the client continues without a shard that did not take an operation."""
+        """Return whether the client continues without ``shard`` after this error."""
         if not isinstance(error, (DeadlineError, PeerLostError)) or self.answers_now(shard):
             return False
         self.note_trouble(shard, error)
@@ -571,7 +578,7 @@ class ReplayClient:
 
     def _nobody(self) -> PeerLostError:
         problems = "; ".join(str(link.problem) for link in self.links)
-        return PeerLostError(f"no replay shard answers: {problems}")
+        return PeerLostError(f"no replay shard answers ({problems}); check the hosts' processes")
 
     # --- priorities --------------------------------------------------------------------------
 
@@ -580,49 +587,52 @@ class ReplayClient:
     ) -> None:
         """Queue priorities, float64 [n], for rows. Entries of -1 are skipped.
 
-        Without ``generation``, the rows are matched with this process's recent draws and writes.
+        Without ``generation``, generations are looked up among this process's recent draws and
+        writes.
         """
         self.check()
         if generation is None:
             pending = self._find_pending(index)
             if pending is not None:
                 own = priority.copy()
-                self._put(pending.shard, lambda: pending.with_priorities(own), priority)
+                self._put(pending.shard, lambda: pending.with_priorities(own), own.nbytes)
                 return
             generation = self.recent.recall(index)
-        # copied, because they are sent later and the caller may change its tensors
+        # copied, because priorities are sent later, and the caller may change its tensors
         priority, where = priority.copy(), index.numpy().copy()
         stamps = None if generation is None else generation.numpy().copy()
         for shard, part, slots in self.by_shard(where):
             stamp = None if stamps is None else stamps[part]
-            self._put(shard, SetPriorities(slots, stamp, priority[part]), priority)
+            self._put(shard, SetPriorities(slots, stamp, priority[part]), priority.nbytes)
 
     def _find_pending(self, index: torch.Tensor) -> _PendingWrite | None:
-        """Return the pending write that returned this index. The index may be a view of all
+        """Return the pending write to which this index belongs. The index may be a view of all
         entries, as in TorchRL's ``add``."""
         # no other tensor has this memory while the index is pending
         pending = self._pending.get(index.data_ptr())
         same = pending is not None and pending.index.numel() == index.numel()
         return pending if same and index.is_contiguous() else None
 
-    def _put(self, shard: int, operation: Made, priority: np.ndarray) -> None:
+    def _put(self, shard: int, operation: Made, nbytes: int) -> None:
         """Queue priorities, or drop them if the shard does not answer."""
         if not self.answers_now(shard):
             return
-        self._note_max_priority(priority, self.links[shard].era)
-        size = _FEW_BYTES + 3 * priority.nbytes
+        size = _FEW_BYTES + 3 * nbytes
         try:
             self.links[shard].put(operation, size=size, urgent=False)
         except (DeadlineError, PeerLostError) as error:
             if not self._is_left_out(shard, error):
                 raise
 
-    def _note_max_priority(self, seen: float | np.ndarray, era: int) -> None:
-        """Note the largest priority, which new rows get in all shards of this era. A single host
-        knows this priority itself."""
-        if len(self.links) == 1 or era < 0:
-            return
+    def _note_max_priority(self, seen: float, era: int) -> None:
+        """Record the largest priority of a host. New rows get this priority in all shards of this
+        era. A single host knows its largest priority itself.
+
+        Note no priority before its host has answered, because the host drops a priority whose row
+        was overwritten."""
         known = self._largest.get(era, math.nan)
+        if len(self.links) == 1 or era < 0 or math.isnan(seen) or seen <= known:
+            return
         largest = largest_priority(known, seen)
         if largest != known:
             self._largest[era] = largest
@@ -631,7 +641,7 @@ class ReplayClient:
                     link.max_priority = largest
 
     def note_states(self, states: Sequence[HostState | None]) -> None:
-        """Note the states that draws reported. A state is None if its shard did not answer."""
+        """Record the states that draws reported. A state is None if its shard did not answer."""
         for link, state in zip(self.links, states, strict=True):
             if state is not None:
                 if link.era != state.era:
@@ -643,7 +653,7 @@ class ReplayClient:
 
 
 def close_links(links: Sequence[Link], timeout_s: float) -> None:
-    """Close links as :meth:`ReplayClient.close` does, also after their client is gone.
+    """Close links as :meth:`ReplayClient.close` does, even if their client no longer exists.
     Idempotent."""
     begin = awake()
     for link in links:
@@ -652,7 +662,7 @@ def close_links(links: Sequence[Link], timeout_s: float) -> None:
     for link in links:
         problems: list[Exception] = []
         try:
-            # one deadline for all, so that the waits for hanging hosts do not add up
+            # one deadline for all links, so that the waits for hanging hosts do not add up
             left = max(0.0, begin + timeout_s - awake())
             left = max(left, link.answered_at + timeout_s - awake())
             link.close(left if len(links) == 1 or link.problem is None else 0.0)
@@ -661,4 +671,4 @@ def close_links(links: Sequence[Link], timeout_s: float) -> None:
         while (failed := link.failure()) is not None:
             problems.append(failed)
         for problem in problems:
-            warnings.warn(f"closing the client of {link.name}: {problem}", stacklevel=4)
+            warnings.warn(f"closing the client of {link.name} failed: {problem}", stacklevel=4)

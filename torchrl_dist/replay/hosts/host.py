@@ -1,7 +1,7 @@
 """Serve a replay directory to clients, as a plain local object.
 
-Clients of other nodes call a host in the process that stores the rows. A client on that process's
-node makes a host of its own.
+Clients on other nodes call a host in the process that stores the rows. A client on the node of that
+process makes its own host, for the same directory.
 
 A client sends one :class:`Request` after another, each with operations and a draw, and gets a
 :class:`Reply` to each. The host applies the operations in order, and then draws. The drawn rows
@@ -67,10 +67,10 @@ from torchrl_dist.replay.saving.shards import RestoredRows, Shard
 from torchrl_dist.replay.saving.snapshot import Chunk, Head, save_chunk
 from torchrl_dist.tensors import array_of
 
-_MOST_SLICERS = 4  # because each sampler has a copy of the trajectory ids of all rows
+_MOST_SLICERS = 4  # few, because each sampler keeps a copy of the trajectory ids of all rows
 
 _Written = dict[int, tuple[np.ndarray, np.ndarray]]
-"""Slots and generations of the writes of a request, by the numbers of the writes."""
+"""The slots and generations that the writes of a request got, by the numbers of the writes."""
 
 
 @contextlib.contextmanager
@@ -91,7 +91,7 @@ class ReplayHost(Shard):
     """Serves one replay directory. Every thread may call every method.
 
     Args:
-        storage: the directory's storage in this process, which ``close`` closes.
+        storage: the directory's storage in this process. ``close`` closes it.
     """
 
     def __init__(self, storage: SharedMemmapStorage) -> None:
@@ -99,7 +99,7 @@ class ReplayHost(Shard):
         self._storage = storage
         self._uniform = SharedRandomSampler()
         self._prioritized: SharedPrioritizedSampler | None = None
-        self._slicers: dict[Law, SharedSampler] = {}  # in the order of last use
+        self._slicers: dict[Law, SharedSampler] = {}  # the least recently used first
         self._passes: Passes | None = None
         self._slicing = renewed(self, "_slicing", threading.RLock)
 
@@ -108,7 +108,8 @@ class ReplayHost(Shard):
         return self._storage
 
     def use_priorities(self, alpha: float, eps: float) -> None:
-        """Prepare prioritized draws. Every prioritized client calls it once before its draws.
+        """Prepare prioritized draws. Every prioritized client calls this method once before its
+        draws.
 
         Raises:
             ConfigurationError: other clients use another ``alpha`` or ``eps``.
@@ -133,19 +134,19 @@ class ReplayHost(Shard):
                 written.append(result)
             elif isinstance(operation, Invoke):
                 results.append(result)
-        drawn: dict[str, Any] = {}
+        drawn: dict[str, Any] = {"largest": self.largest_priority()}
         if request.draw is not None:
             try:
-                drawn = self._draw_packed(request.draw, request.law)
+                drawn |= self._draw_packed(request.draw, request.law)
             except Exception as error:
-                drawn = {"draw_failure": _failure(error, len(request.operations))}
+                drawn["draw_failure"] = _failure(error, len(request.operations))
         return Reply(tuple(written), tuple(results), tuple(failures), **drawn)
 
     def _try(
         self, operation: Operation, known: _Written, failures: list[Failure], position: int
     ) -> Any:
-        """Return the result of :meth:`apply`, or slots and generations of -1 for a ``Write`` that
-        failed."""
+        """Return the result of :meth:`apply`. For a ``Write`` that failed, return slots and
+        generations of -1."""
         parts: list[Operation] = []
         with _listed(failures, position):
             try:
@@ -164,10 +165,11 @@ class ReplayHost(Shard):
         return None
 
     def apply(self, operation: Operation, known: _Written | None = None) -> Any:
-        """Apply one operation. Raises what the operation raises.
+        """Apply one operation. Errors of the operation are raised.
 
         Args:
-            known: the earlier writes of the request. A client in this process has none.
+            known: the earlier writes of the request. Operations of a client in this process belong
+                to no request.
 
         Returns:
             For a ``Write``, slots and generations, int64 [n] each. For an ``Invoke``, the method's
@@ -189,7 +191,7 @@ class ReplayHost(Shard):
         else:  # the rows were refused
             self._storage.directory.count(Word.STALE_UPDATES, operation.priority.size)
             return None
-        self._sampler()  # raises if there is none
+        self._sampler()  # raises if there is no sampler
         update(self._storage.directory, slot, operation.priority, generation)
         return None
 
@@ -210,14 +212,14 @@ class ReplayHost(Shard):
         self._sampler().alpha = alpha
 
     def empty(self, reset_write_count: bool, era: int) -> None:
-        """Drop all rows for all processes, and begin an era."""
+        """Drop all rows for all processes, and begin a new era."""
         with self._new_era(era):
             self._storage.empty(reset_write_count=reset_write_count)
 
     def return_draws(self, slot: np.ndarray, generation: np.ndarray, leaf: np.ndarray) -> None:
-        """Return drawn rows that will not be used, with the leaves of their draw, [n] each.
+        """Undo draws of rows that will not be used, given the leaves at the draw, [n] each.
 
-        These draws must not count for ``max_times_sampled``."""
+        Such draws must not count for ``max_times_sampled``."""
         directory = self._storage.directory
         if directory.times_sampled is not None and directory.gate is not None:
             give_back(directory, slot, generation, leaf)
@@ -227,14 +229,14 @@ class ReplayHost(Shard):
         if self._prioritized is None:
             raise ConfigurationError(
                 "no client of this buffer samples by priority; use RPCPrioritizedSampler, or set "
-                "no priority"
+                "no priorities"
             )
         return self._prioritized
 
     @contextlib.contextmanager
     def _new_era(self, era: int) -> Iterator[None]:
-        """Begin a new era. While the ``with`` block drops the rows, largest priorities are not
-        exchanged."""
+        """Begin a new era. While the ``with`` block drops the rows, hosts and clients do not
+        exchange largest priorities."""
         words = self._storage.directory.words
         words[Word.ERA] = -1
         try:
@@ -243,7 +245,8 @@ class ReplayHost(Shard):
             words[Word.ERA] = era
 
     def raise_max_priority(self, value: float, era: int) -> None:
-        """Note the largest priority that a client knows. NaN and other eras are ignored."""
+        """Record the largest priority that a client knows. Ignore NaN, and priorities of other
+        eras."""
         directory = self._storage.directory
         if not math.isnan(value) and not directory.get_float(Word.MAX_PRIORITY) >= value:
             with directory.lock():
@@ -252,11 +255,17 @@ class ReplayHost(Shard):
                     directory.set_float(Word.MAX_PRIORITY, value)
                     directory.words[Word.MAX_SLOT] = -1
 
+    def largest_priority(self) -> tuple[float, int]:
+        """Return the largest priority seen, or NaN, and its era."""
+        # read the era first, so that the largest priority is of this era or a later one
+        era = self._storage.directory.words[Word.ERA]
+        return self._storage.directory.get_float(Word.MAX_PRIORITY), era
+
     def draw(self, count: int, law: Law, *, stored: bool = False) -> tuple[HostState, Drawn | None]:
         """Draw ``count`` rows or slices. Return the host's state, and the rows.
 
         There may be fewer rows than ``count``, or None, as in a :class:`Reply`. With ``stored``,
-        they are in their stored form, see ``row.stacks``."""
+        the rows are in their stored form, see ``row.stacks``."""
         directory = self._storage.directory
         words = directory.words
         if law.slices is None:
@@ -265,8 +274,7 @@ class ReplayHost(Shard):
             drawn, mass, minimum = self._draw_slices(count, law, law.slices, stored)
         if drawn is not None and directory.gate is None:
             directory.count(Word.DRAWN, drawn.index.numel())
-        # read the era first, so that the largest priority is of this era or a later one
-        era = words[Word.ERA]
+        largest, era = self.largest_priority()
         state = HostState(
             directory.length,
             directory.high,
@@ -274,7 +282,7 @@ class ReplayHost(Shard):
             int(words[Word.WRITE_COUNT]),
             mass,
             minimum,
-            directory.get_float(Word.MAX_PRIORITY),
+            largest,
             directory.get_float(Word.ALPHA),
             era,
             *(() if directory.gate is None else directory.gate.counts()),
@@ -282,7 +290,8 @@ class ReplayHost(Shard):
         return state, drawn
 
     def _draw_rows(self, count: int, law: Law, stored: bool) -> tuple[Drawn | None, float, float]:
-        """Draw rows or windows. Return them, the mass of all rows, and the smallest leaf."""
+        """Draw rows or windows. Return the drawn rows or windows, the mass of all rows, and the
+        smallest leaf."""
         if law.window is None:
             return self._draw_by(self._sampler_of(law), count, stored)
         with self._slicing:
@@ -300,7 +309,7 @@ class ReplayHost(Shard):
                 drawn = sampler.draw(self._storage, count, stored=stored)
                 return drawn, drawn.mass, drawn.minimum
             except TooFewDrawsError as error:
-                count = error.left  # what is available; a host does not wait for the limiter
+                count = error.left  # take what is left, because a host must not wait
             except RuntimeError:
                 if directory.length:
                     raise
@@ -314,7 +323,7 @@ class ReplayHost(Shard):
     def _draw_slices(
         self, count: int, law: Law, slices: SliceLaw, stored: bool
     ) -> tuple[Drawn | None, float, float]:
-        """Draw slices, or none if none is possible. See :meth:`SharedSliceSampler.draw_slices`."""
+        """Draw slices, if there are any. See :meth:`SharedSliceSampler.draw_slices`."""
         key = replace(law, slices=replace(slices, slice_len=1))
         with self._slicing:  # without a deadline, because the work inside has deadlines
             sampler = self._cached(key, self._slicer)
@@ -322,8 +331,8 @@ class ReplayHost(Shard):
             return sampler.draw_slices(self._storage, count, stored=stored)
 
     def _cached(self, law: Law, build: Callable[[Law], Any]) -> Any:
-        """Return the sampler for a law that needs a copy of the rows' order. Called under
-        ``_slicing``."""
+        """Return the cached sampler for a law. Such a sampler keeps a copy of the rows' order.
+        Called under ``_slicing``."""
         sampler = self._slicers.pop(law, None) or build(law)
         while len(self._slicers) >= _MOST_SLICERS:
             del self._slicers[next(iter(self._slicers))]
@@ -361,7 +370,7 @@ class ReplayHost(Shard):
 
     def _pack(self, drawn: Drawn) -> dict[str, Any]:
         handles = [drawn.index.numpy(), drawn.generation.numpy(), drawn.leaf]
-        # not copied, because nothing else refers to these tensors
+        # not copied, because nothing else refers to the tensors
         packed = pack([*handles, *map(array_of, drawn.tensors)], copy=False)
         lengths = None if drawn.lengths is None else drawn.lengths.numpy()
         anchors = None if drawn.anchors is None else drawn.anchors.numpy()
@@ -373,10 +382,10 @@ class ReplayHost(Shard):
             "anchors": anchors,
         }
 
-    # --- reading and replacing; clients make changes by an ``Invoke`` --------------
+    # --- reading and replacing; clients make changes by an ``Invoke`` ------------------------
 
     def read(self, slots: torch.Tensor) -> tuple[str, list[Part]]:
-        """Return the rows in slots, int64 [n], as text of their spec and packed columns.
+        """Return the rows in slots, int64 [n]: their spec as text, and their packed columns.
 
         This process need not have imported the rows' tensorclasses."""
         _, columns = self._storage.columns_at(slots.numpy())
@@ -406,15 +415,16 @@ class ReplayHost(Shard):
         return now, left, directory.length, directory.rows.text, packed
 
     def generations_of(self, slots: np.ndarray) -> np.ndarray:
-        """Return the generations in slots, int64 [n]; -1 if a slot has no published row."""
+        """Return the generations of the rows in slots, int64 [n], with -1 for a slot without a
+        published row."""
         return self._storage.generations_of(torch.from_numpy(slots)).numpy()
 
     def agree_on_rows(self, spec: str) -> str:
-        """Create the files for rows of this spec, unless files exist. Return the spec of the
-        shard's rows.
+        """Create the files for rows of this spec, unless the shard already has files. Return the
+        spec of the shard's rows.
 
         Raises:
-            DirectoryError: there is no room for them.
+            DirectoryError: there is no room for the files.
         """
         directory = self._storage.directory
         directory.create_rows(spec_from_text(spec))
@@ -456,7 +466,8 @@ class ReplayHost(Shard):
         """Return whether this process can access a shard's files in that folder, and may write to
         them.
 
-        No other disk has a folder of this name, because a part of the name is random."""
+        The folder cannot be confused with one on another machine's disk, because a part of its name
+        is random."""
         with contextlib.ExitStack() as steps:
             try:
                 RowFiles(Path(folder), self._storage.directory.rows, steps)
@@ -472,9 +483,9 @@ class ReplayHost(Shard):
         alpha: float | None,
         ranges: Sequence[tuple[int, int]],
     ) -> list[Chunk]:
-        """Write the rows in ranges of slots to the files of a shard, from ``ends`` on.
+        """Write the rows of these slots to the files of a shard, from the positions ``ends`` on.
 
-        Blocks until they are on the disk, because a host does not work outside of calls.
+        Blocks until the rows are on the disk, because a host works only during calls.
 
         Raises:
             OSError: the disk is full, or the files do not exist any more.
@@ -492,7 +503,7 @@ class ReplayHost(Shard):
         return chunks
 
     def begin_restore_of(self, head: Head, era: int) -> int:
-        """Do what ``begin_restore`` does, and begin an era."""
+        """Do what ``begin_restore`` does, and begin a new era."""
         with self._new_era(era):
             return self.begin_restore(head)
 
@@ -509,8 +520,8 @@ class ReplayHost(Shard):
         return int(directory.words[Word.ERA]), counts
 
     def settle(self, era: int, agreed: int, samples: int) -> None:
-        """Set the era to ``agreed``, if it is still ``era``, and add ``samples`` to the number of
-        samples."""
+        """Set the era to ``agreed``, if the present era is still ``era``, and add ``samples`` to
+        the number of samples."""
         directory = self._storage.directory
         with directory.lock():
             if directory.words[Word.ERA] == era:

@@ -44,8 +44,8 @@ class HostAddress:
     path: str
     job_id: str
     identity: tuple[str, int, int]
-    """Boot id, device and inode of the lock file. They are the same in all processes that can
-    access it."""
+    """Boot id of the machine, device and inode of the lock file. These values are the same in all
+    processes that can access the file."""
 
     def is_here(self) -> bool:
         """Return whether this process can use the host's directory directly."""
@@ -91,9 +91,9 @@ class KeptHost(ReplayHost):
         """
         if terms != self._terms:
             raise ConfigurationError(
-                f"{current_session().me.name} still has {self.storage.directory.path} for replay "
-                f"buffer {self._key[1]!r} with {self._terms}, here {terms}; use the same "
-                "arguments, release that buffer, or use another name"
+                f"process {current_session().me.name} still has replay buffer {self._key[1]!r} in "
+                f"{self.storage.directory.path} with {self._terms}, but this call asks for "
+                f"{terms}; use the same arguments, release that buffer, or use another name"
             )
 
     def serve(self, request: Request) -> Reply:
@@ -107,8 +107,8 @@ class KeptHost(ReplayHost):
         """Close the directory now. Idempotent.
 
         Returns:
-            Whether the directory still exists, although it should be removed, because another
-            process uses it.
+            True if the directory should be removed, but still exists because another process uses
+            it.
 
         Raises:
             DeadlineError: a write did not end in time. Nothing has changed, and the call can be
@@ -129,11 +129,11 @@ class KeptHost(ReplayHost):
             try:
                 _close_host(self._key, clean)
             except BaseException:
-                with LOCKS.hosts:  # so that the next call, or the end of the session, tries again
+                with LOCKS.hosts:  # the next call, or the session's end, tries again
                     _hosts.setdefault(self._key, self)
                 raise
             self._released = True
-            # the session keeps this object, and the storage would keep its memory
+            # free the storage's memory now, because the session keeps a reference to this object
             del self._storage, self._cursor, self._prioritized, self._slicers, self._passes
         return not stays and path.exists()
 
@@ -154,11 +154,12 @@ def open_host(name: str, terms: HostTerms) -> ReplayHost:
         if host is None:
             world = session.world
             job_id = _job_here(world)
-            # This name must not change when other hosts are lost. After a restart, ranks and shards
-            # may have other numbers, but this node must find its directory again.
+            # This name must not change when other hosts are lost, because after a restart ranks and
+            # shards may have other numbers, but this node must find its directory again.
             place = f"{name}-{world.local_rank}"
-            # If the directory is for later jobs, they must know its name. Otherwise each job has
-            # its own directory, which is useless once the job cannot be restarted.
+            # If the directory is for later jobs, later jobs must be able to derive its name.
+            # Otherwise each job has its own directory, which is useless once the job cannot be
+            # restarted.
             parent = terms.scratch_dir
             named = parent is not None or terms.keep or terms.resume
             prefix = _prefix()
@@ -192,7 +193,7 @@ def open_host(name: str, terms: HostTerms) -> ReplayHost:
 def _close_host(key: tuple[str, str], clean: bool) -> None:
     with LOCKS.hosts:
         host = _hosts.pop(key, None)
-    if host is not None:  # it was not released before
+    if host is not None:  # the host was not released before
         host.close(clean)
         own_files.leave_user_folder()
 
@@ -204,17 +205,19 @@ def _prefix() -> str:
 def _job_here(world: World) -> str:
     """Return the job id that the job's directories on this machine carry.
 
-    If the job's id is the stamp of a process of another machine, this machine cannot check the id,
-    and the id changes if rank 0 moves. Return the stamp of this machine's launcher instead, because
-    the launcher stays the same process in all restarts."""
+    The job's id may be the stamp of a process of another machine. Then this machine cannot check
+    whether that process is alive, and the id changes if rank 0 moves to another machine. In this
+    case, return the stamp of this machine's launcher, which stays the same process in all
+    restarts."""
     return (is_stamp(world.job_id) and world.starter) or world.job_id
 
 
 def remove_what_the_dead_left(world: World, name: str) -> None:
-    """Remove directories that dead processes of the job left on this machine. Call it at the clean
-    end of a job.
+    """Remove directories that dead processes of the job left on this machine. Call this function
+    when a job ends cleanly.
 
-    Directories that are kept stay, and so do directories that a process has open."""
+    Directories that were built with ``keep`` stay, and so do directories that a process has
+    open."""
     prefix, job_id = _prefix(), _job_here(world)
     with contextlib.suppress(OSError):
         for each in [each for folder in own_files.user_folders() for each in folder.iterdir()]:

@@ -1,6 +1,6 @@
 """Close the objects that belong to a session's buffers in this process.
 
-They are closed when the session ends, or some time after nothing refers to them."""
+These objects are closed when the session ends, or some time after nothing refers to them."""
 
 from __future__ import annotations
 
@@ -36,23 +36,24 @@ LOCKS = _Locks()
 class _InUse:
     """The clients or the direct storages of this process in one session.
 
-    Each copy of a buffer that this process unpickles has its own client or storage. One to which
-    nothing refers is closed when the next is opened, because opening blocks for calls anyway.
-    Garbage collection does not close it, because garbage collection must not block.
+    Each copy of a buffer that this process unpickles has its own client or storage. When nothing
+    refers to such a client or storage any more, it is closed as soon as the next one is opened,
+    because opening blocks for calls anyway. Garbage collection does not close it, because garbage
+    collection must not block.
     """
 
     def __init__(self, close: Callable[[Any, bool], None]) -> None:
         self._close = close
         self._alive: weakref.WeakSet[Any] = weakref.WeakSet()
         self.dropped: deque[Callable[..., None]] = deque()
-        """Functions that take ``clean``. Each closes an object to which nothing refers."""
+        """Functions that take ``clean``. Each closes an object to which nothing refers any more."""
 
     def add(self, user: Any) -> None:
-        self._close_dropped(clean=False)  # the host removes the directory
+        self._close_dropped(clean=False)  # not clean, because the host removes the directory
         self._alive.add(user)
 
     def _close_dropped(self, clean: bool) -> None:
-        with contextlib.suppress(IndexError):  # none is left, or another thread was faster
+        with contextlib.suppress(IndexError):  # no function is left, or another thread was faster
             while True:
                 self.dropped.popleft()(clean=clean)
 
@@ -71,7 +72,7 @@ def close_at_end(session: Session, client: ReplayClient) -> None:
             clients = _clients[key] = _InUse(lambda client, clean: client.close())
             session.on_leave(lambda clean: _leave(key, clean))
     clients.add(client)
-    # without a reference to the client
+    # a function that referred to the client would keep the client from being freed
     weakref.finalize(
         client, clients.dropped.append, lambda clean: close_links(links, timeout_s)
     ).atexit = False

@@ -1,4 +1,4 @@
-"""A client's interface to a replay host, by local calls (``local_link``) or RPC
+"""A client's interface to a replay host. Calls are local (``local_link``) or by RPC
 (``remote_link``)."""
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ class Link(Protocol):
 
     name: str
     max_priority: float = math.nan
-    """The largest priority of the buffer, as far as its client knows; NaN if there is none."""
+    """The largest priority of the buffer, as far as the link's client knows; NaN if no priority is
+    known."""
     era: int = 0
-    """The era of the host and of ``max_priority``, as far as its client knows."""
+    """The era of the host and of ``max_priority``, as far as the link's client knows."""
+    largest: tuple[float, int] = (math.nan, 0)
+    """The largest priority in the host's last reply, or NaN, and its era."""
     replies: int = 0
     """How often the host has answered."""
     answered_at: float = 0.0
@@ -43,13 +46,13 @@ class Link(Protocol):
     """The shortest duration of recent short calls; 0 if there was none."""
 
     sends_rows: bool = True
-    """Whether rows are sent to another process, so that fewer bytes are faster."""
+    """Whether rows are sent to another process. If so, sending fewer bytes is faster."""
     limited: bool = False
     """Whether the buffer has a rate limiter, so that every reply must have the host's state."""
 
     def counts(self) -> Counts | None:
-        """Return the host's counts plus what this link has sent since its last reply, or None
-        before the first reply."""
+        """Return the counts in the host's last reply plus the samples that were queued here since
+        then. Return None before the first reply."""
 
     def put(
         self, operation: Made, *, size: int = 0, urgent: bool = True, written: Written | None = None
@@ -65,7 +68,7 @@ class Link(Protocol):
         """Draw ``count`` rows or slices after all earlier operations. If ``count`` is None, only
         wait for these operations.
 
-        ``law`` also defines the masses of the answer. It may be None if these do not matter.
+        ``law`` also defines the masses in the answer. It may be None if the masses do not matter.
         """
 
     @property
@@ -80,7 +83,8 @@ class Link(Protocol):
     def check_entry(self) -> None:
         """Raise DirectoryError if this is a signal handler that interrupted a use of this link.
 
-        Other threads that wait for the interrupted use may hold a lock that the handler needs."""
+        Other threads may wait for the interrupted use while they hold a lock that the handler
+        needs."""
 
     def failure(self) -> Exception | None:
         """Return an error that has not been raised yet, or None."""
@@ -94,9 +98,10 @@ class Link(Protocol):
         """None if the host answers, otherwise the error."""
 
     def close(self, flush_s: float) -> None:
-        """Flush the link, which cannot be used afterwards.
+        """Flush and close the link.
 
-        Operations still queued after ``flush_s`` may be sent until the session ends."""
+        Operations that are still queued after ``flush_s`` seconds may be sent until the session
+        ends."""
 
 
 def await_answer(future: Future[Any], link: Link, begin: float, timeout_s: float) -> Any:
@@ -106,8 +111,8 @@ def await_answer(future: Future[Any], link: Link, begin: float, timeout_s: float
     earlier requests first.
 
     Raises:
-        DeadlineError: the host sent no answer for ``timeout_s``. If the request is still queued, it
-            is not sent any more.
+        DeadlineError: the host sent no answer for ``timeout_s``. If the request is still queued at
+            that time, it will not be sent.
     """
     while True:
         answered_at = link.answered_at

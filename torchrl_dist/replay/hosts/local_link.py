@@ -13,7 +13,7 @@ from torchrl_dist.replay.law.limiter import Counts
 
 
 class LocalLink(Link):
-    """Calls a host in this process, which uses a directory of this node."""
+    """Calls a host in this process. The host uses a directory of this node."""
 
     fine = True
     sends_rows = False
@@ -34,6 +34,7 @@ class LocalLink(Link):
             operation = operation()
         self._host.raise_max_priority(self.max_priority, self.era)
         result = self._host.apply(operation)
+        self.largest = self._host.largest_priority()
         if written is not None:
             written(*result)
 

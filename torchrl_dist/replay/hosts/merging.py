@@ -1,4 +1,5 @@
-"""Merge small operations of a client, because each operation costs bytes and time of the host.
+"""Merge a client's small operations, because each operation costs the host time and adds bytes to
+the message.
 
 Only neighbouring operations are merged, so that their order stays, and only if the merged operation
 has the same effect.
@@ -41,7 +42,7 @@ def merged(operations: Sequence[Operation], most_rows: int) -> list[tuple[Operat
             or own_kind is None
             or own_kind != kind
             or entries + size > (most_rows if isinstance(operation, Write) else _MOST_ENTRIES)
-            # one update with two priorities of a row might store either; the later must win
+            # an update with two priorities for a row may store either, but the later one must win
             or not slots.isdisjoint(own_slots)
         ):
             if run:
@@ -55,7 +56,7 @@ def merged(operations: Sequence[Operation], most_rows: int) -> list[tuple[Operat
 
 
 def _kind(operation: Operation) -> tuple[Hashable, int]:
-    """Return a key and the number of entries.
+    """Return a key and the operation's number of entries.
 
     Operations with equal keys may be merged. Operations whose key is None are never merged."""
     if isinstance(operation, Write):
@@ -68,7 +69,7 @@ def _kind(operation: Operation) -> tuple[Hashable, int]:
 
 
 def _joined(run: list[Operation]) -> Operation:
-    first = run[0]  # the others have the same type, because their ``_kind`` is the same
+    first = run[0]  # all have the same type, because their ``_kind`` is the same
     if len(run) == 1:
         return first
     if isinstance(first, Write):
@@ -116,7 +117,7 @@ def parts_of(operation: Operation) -> list[Operation]:
         start = 0
         for number, count in operation.parts:
             rows = slice(start, start + count)
-            # each part has all frames of the operation
+            # each part gets all frames of the operation
             part = [array[rows] for array in arrays[:of_rows]] + arrays[of_rows:]
             packed = pack(part, copy=False)
             priority = None if operation.priority is None else operation.priority[rows]

@@ -20,15 +20,15 @@ from torchrl_dist.replay.row.stacks import values
 
 @dataclass(frozen=True)
 class Write:
-    """Append rows of one ``extend``, or of several that were merged.
+    """Append the rows of one ``extend``, or of several calls of ``extend`` that were merged.
 
     Attributes:
         spec: the row spec as text, see ``packing``.
         count: number of rows.
-        packed: their stored form, see ``row.stacks``.
-        priority: float64 [count], without alpha and eps. None: the largest priority seen.
+        packed: the stored form of the rows, see ``row.stacks``.
+        priority: float64 [count], without alpha and eps. None stands for the largest priority seen.
         parts: for each ``extend``, its number and its count of rows. The number is unique in the
-            request; ``SetWrittenPriorities`` refers to it.
+            request, because ``SetWrittenPriorities`` refers to it.
     """
 
     spec: str
@@ -40,7 +40,8 @@ class Write:
 
 @dataclass(frozen=True)
 class SetPriorities:
-    """Set priorities, float64 [n], of slots. Rows of other generations stay unchanged.
+    """Set the priorities, float64 [n], of the rows in slots. Skip a slot that holds a row of
+    another generation.
 
     ``parts``: the number of entries of each merged update.
     """
@@ -53,7 +54,7 @@ class SetPriorities:
 
 @dataclass(frozen=True)
 class SetWrittenPriorities:
-    """Set priorities of an earlier ``extend`` in the same request.
+    """Set priorities of the rows of an earlier ``extend`` in the same request.
 
     The client does not know the slots of these rows yet."""
 
@@ -63,14 +64,15 @@ class SetWrittenPriorities:
 
 @dataclass(frozen=True)
 class CountSamples:
-    """Count rows of this host that samples returned, for the rate limiter."""
+    """Count rows of this host that samples have returned, for the rate limiter."""
 
     rows: int
 
 
 @dataclass(frozen=True)
 class Invoke:
-    """Call a method of the host, in order with the operations. The reply has its result."""
+    """Call a method of the host, in order with the operations. The reply has the method's
+    result."""
 
     method: str
     args: tuple[Any, ...]
@@ -86,8 +88,8 @@ Operation = Write | SetPriorities | SetWrittenPriorities | CountSamples | Invoke
 class SliceLaw:
     """The slices of trajectories that are drawn, see ``SharedSliceSampler``.
 
-    ``consecutive``: neighbours must be consecutive steps, because other shards may have rows of the
-    trajectory.
+    ``consecutive``: neighbouring rows of a slice must be consecutive steps, because other shards
+    may have rows of the trajectory.
     """
 
     slice_len: int
@@ -117,12 +119,12 @@ class Request:
     """A client's message.
 
     Attributes:
-        operations: applied in this order, even if some of them fail.
-        draw: number of rows or slices; 0 for the state only, None for neither.
+        operations: applied in the order of the tuple, even if some of them fail.
+        draw: number of rows or slices; 0 for the state only; None for neither rows nor state.
         law: the law of the draw.
         max_priority: the largest priority that the client knows, or NaN. In a sharded buffer, it
             may be the priority of a row in another shard.
-        era: era of that priority. In another era, the host ignores it.
+        era: the era of that priority. A host in another era ignores the priority.
     """
 
     operations: tuple[Operation, ...] = ()
@@ -136,10 +138,11 @@ class HostState(NamedTuple):
     """A host's directory at one instant. The last three values are for the rate limiter.
 
     ``mass``: the sum of the masses of all units that can be drawn, 0 if there are none.
-    ``minimum``: the smallest mass of a row, inf without rows. ``max_priority``: without alpha; NaN
-    if there is none. ``era``: a number that changes with each emptying and restore of the buffer.
-    All shards have the same number. It is -1 during an emptying. Clients pass largest priorities
-    from shard to shard only within an era, so that a priority of an earlier era cannot come back.
+    ``minimum``: the smallest mass of a row, inf without rows. ``max_priority``: the largest
+    priority, to which alpha is not applied; NaN if there is none. ``era``: a number that changes
+    with each emptying and restore of the buffer. All shards have the same number. It is -1 while
+    the rows are being dropped. Clients pass the largest priority from one shard to another only if
+    both are in the same era, so that a priority of an earlier era cannot come back.
     """
 
     length: int
@@ -157,10 +160,10 @@ class HostState(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """A part of a request that raised. The other parts were done.
+    """A part of a request that raised an error. The other parts of the request were done.
 
-    ``position``: the position of the operation. -1 stands for the largest priority, which is set
-    first, and the number of operations for the draw."""
+    ``position``: the position of the operation. -1 stands for setting the largest priority, which
+    is done first. A position equal to the number of operations stands for the draw."""
 
     position: int
     message: str
@@ -174,23 +177,25 @@ class Reply:
     Attributes:
         written: slot and generation, int64 [n] each, of every ``Write`` in the request; -1 for
             rows that were not kept.
-        results: results of every ``Invoke`` in the request; None for a failed one.
-        failures: failures of the largest priority and of the operations.
+        results: results of every ``Invoke`` in the request; None for an ``Invoke`` that failed.
+        failures: failures of the operations, and of setting the largest priority.
         draw_failure: failure of the draw; the reply then has no state and no rows.
+        largest: the largest priority that the host has seen, or NaN, and its era.
         state: the state at the draw; None if none was requested.
         count: number of rows or slices drawn. It is smaller than requested if the rows that may be
             sampled have too few draws left, and 0 if the buffer is empty or has no slice.
         spec: row spec of the drawn rows as text.
         lengths: number of rows of each slice or window.
         anchors: see ``Drawn``.
-        packed: slot and generation of each row, leaf of each unit, and the stored form of the
-            rows (``row.stacks``); see ``rows``.
+        packed: slot and generation of each row, leaf of each unit, and the stored form of the rows
+            (``row.stacks``); see the method ``rows``.
     """
 
     written: tuple[tuple[np.ndarray, np.ndarray], ...] = ()
     results: tuple[Any, ...] = ()
     failures: tuple[Failure, ...] = ()
     draw_failure: Failure | None = None
+    largest: tuple[float, int] = (math.nan, 0)
     state: HostState | None = None
     count: int = 0
     lengths: np.ndarray | None = None
@@ -200,7 +205,7 @@ class Reply:
 
     @cached_property
     def rows(self) -> Drawn:
-        """The drawn units, of which there is at least one."""
+        """The drawn units. There must be at least one unit."""
         slot, generation, leaf, *stored = unpack(self.packed)
         spec = spec_from_text(self.spec)
         drawn = Drawn.of(spec, slot, generation, leaf, values(stored, spec))

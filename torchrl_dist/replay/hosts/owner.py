@@ -1,6 +1,6 @@
 """The handle through which every process reaches the hosts of a buffer.
 
-The hosts are in one process of the job, or in several processes, with a shard each."""
+A buffer has one host, or several hosts in different processes of the job, with a shard each."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _MAX_QUEUED_BYTES = 2**26
 
 
 _terms: dict[tuple[str, str], dict[str, Any]] = {}
-"""The arguments on which the processes of a buffer agree, by session and name. Only the driver's
-process has them."""
+"""The arguments on which the processes of a buffer agree, by session and name. Only the driver has
+these arguments."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ class ReplayOwner:
         return self.shard_capacity * len(self.hosts)
 
     def direct(self) -> HostAddress | None:
-        """Return the only host, if this process uses its directory without RPC; otherwise None."""
+        """Return the only host if this process uses the host's directory without RPC, otherwise
+        None."""
         if self.shortcut and len(self.hosts) == 1 and self.hosts[0].is_here():
             return self.hosts[0]
         return None
@@ -81,8 +82,8 @@ class ReplayOwner:
 
         Warns:
             UserWarning: another process of a host's node still has the directory open. The
-                directory is removed when that process closes its buffer. If the directory is kept
-                anyway, there is no warning.
+                directory is removed when that process closes its buffer. There is no warning for a
+                directory that is kept anyway.
 
         Raises:
             DeadlineError, PeerLostError: a host did not answer. The other hosts have released the
@@ -98,8 +99,9 @@ class ReplayOwner:
             try:
                 if future.result():
                     warnings.warn(
-                        f"{address.path} on {address.host.peer} is still in use by another process "
-                        "there; it is removed when that process has closed its buffer",
+                        f"the directory {address.path} of {address.host.peer} is still in use by "
+                        "another process of its node; it is removed when that process has closed "
+                        "its buffer",
                         stacklevel=3,
                     )
             except Exception as error:
@@ -171,40 +173,43 @@ def host_replay(
     """Store a replay buffer in processes of the job, or find it there.
 
     Every process that uses the buffer calls this function with the same arguments, in any order.
-    Alternatively, one process calls it and sends the result to the others. ``min_shards``,
-    ``shortcut``, ``max_queued_bytes`` and ``timeout_s`` may differ between processes. Blocks for
-    one call to the driver and two per host (with several hosts, three or four in the first
-    process). The driver and the hosts must have entered the session.
+    Alternatively, one process calls this function and sends the result to the others.
+    ``min_shards``, ``shortcut``, ``max_queued_bytes`` and ``timeout_s`` may differ between
+    processes. The function blocks for one call to the driver and two calls per host. With several
+    hosts, the first process needs three or four calls per host. The driver and the hosts must have
+    entered the session.
 
     Args:
         session: the session of this process.
         capacity: number of rows of the whole buffer. Each host stores
             ``ceil(capacity / len(hosts))``.
         hosts: the processes that store the rows, preferably one per node. Default: only the driver.
-            Shards are numbered in this order. The row in ``slot`` of shard ``s`` has the index ``s
-            * shard_capacity + slot``.
+            Shards are numbered in the order of ``hosts``. The row in ``slot`` of shard ``s`` has
+            the index ``s * shard_capacity + slot``.
         name: distinguishes the buffers of one job.
         scratch_dir: folder on each host's node in which the host makes its directory. Default: this
             user's folder in ``/dev/shm``, or in the folder for temporary files.
         resume, keep: as in :class:`SharedMemmapStorage`. If the launcher restarts a job, the job
             finds its rows without these arguments. With one of them, or with a ``scratch_dir``, the
-            directory is named after the buffer only. A later job then finds it with ``resume``, and
-            two jobs cannot use it at the same time. Otherwise each job has its own directory, and
-            the next buffer removes the directories of jobs that cannot be restarted.
+            directory's name depends only on the buffer's name, not on the job. A later job then
+            finds the directory with ``resume``, and two jobs cannot use it at the same time.
+            Otherwise each job has its own directory, and the next buffer removes the directories of
+            jobs that cannot be restarted.
         write_to: with ``"own"``, rows go to the shard of the writer's node, or to all shards in
-            turn if the node has none. With ``"all"``, rows always go to the shards in turn. In its
-            turn, a shard takes a whole ``extend``, or as much as it has room for.
+            turn if the node has none. With ``"all"``, rows always go to all shards in turn. In its
+            turn, a shard takes all rows of an ``extend``, or as many as it has room for.
         min_shards: calls succeed while at least this many shards answer, and raise otherwise.
         shortcut: whether processes on a host's node use its directory instead of RPC. ``False`` is
             for measurements.
-        max_queued_bytes: the most bytes that a process queues for one host. Beyond them, ``extend``
-            waits.
+        max_queued_bytes: the most bytes that a process queues for one host. If the queue is full,
+            ``extend`` waits.
         limiter: the rate limiter of the whole buffer. ``torchrl_dist.replay.hosts.totals_gate``
-            defines which counts it uses, and how fresh they are.
-        frames: as in :class:`SharedMemmapStorage`. A host finds repeated frames among those that
-            it stored recently, whichever process sent them.
-        timeout_s: deadline of every call and wait. Default: the session's.
-        sampling: further values on which all processes that pass them must agree.
+            defines which counts the limiter uses, and how fresh these counts are.
+        frames: as in :class:`SharedMemmapStorage`. A host finds repeated frames among the frames
+            that it stored recently, regardless of which process sent them.
+        timeout_s: deadline of every call and wait. Default: the session's ``timeout_s``.
+        sampling: values that describe how the buffer is sampled. All processes that pass this
+            argument must pass equal values.
 
     Raises:
         ConfigurationError: arguments are invalid, or differ from those of another process.
@@ -237,7 +242,9 @@ def host_replay(
     if write_to not in ("own", "all"):
         raise ConfigurationError(f"got write_to={write_to!r}, expected 'own' or 'all'")
     if not 1 <= min_shards <= len(peers):
-        raise ConfigurationError(f"got min_shards={min_shards}, expected 1 to {len(peers)}")
+        raise ConfigurationError(
+            f"got min_shards={min_shards}, expected 1 to {len(peers)}, the number of hosts"
+        )
     shard_capacity = -(-capacity // len(peers))
     if limiter is not None:
         limiter.check_capacity(capacity)
@@ -291,7 +298,7 @@ def host_replay(
 
 
 def _check_apart(addresses: Sequence[HostAddress]) -> None:
-    """Check that each shard has a directory of its own.
+    """Check that each shard has its own directory.
 
     Raises:
         ConfigurationError: two shards would share one directory. This happens if a launcher
@@ -303,7 +310,7 @@ def _check_apart(addresses: Sequence[HostAddress]) -> None:
         if other != shard:
             peers = [addresses[each].host.peer for each in (other, shard)]
             raise ConfigurationError(
-                f"replay shards {other} and {shard} ({peers[0]} and {peers[1]}) are one folder, "
+                f"replay shards {other} and {shard} ({peers[0]} and {peers[1]}) share one folder, "
                 f"{address.path}, because the launcher presents one machine as several nodes; pass "
                 "hosts= with one process of each machine"
             )
@@ -315,9 +322,10 @@ def _settle(
     """Let the shards continue together after a restart, although some may be new or lost.
 
     All shards get the same era, because largest priorities are not passed between shards of
-    different eras. The inserts and samples of a lost shard are unknown. Without them, the limiter's
-    difference may be out of its range, and writes or samples would wait indefinitely. Therefore the
-    number of samples is changed, so that the difference is at the nearer end of the range.
+    different eras. The inserts and samples of a lost shard are unknown. Without these counts, the
+    limiter's difference may be outside its range, and writes or samples would wait indefinitely.
+    In this case, the number of samples is changed so that the difference is at the nearer end of
+    the range.
     """
     standings = [remote.call("standing", timeout_s=timeout_s) for remote in remotes]
     eras = [era for era, _ in standings]
@@ -336,14 +344,15 @@ def _settle(
 
 
 def _agree(session: Session, name: str, terms: dict[str, Any], timeout_s: float | None) -> bool:
-    """Agree with the other processes on the terms. Return whether these are the first ones.
+    """Agree with the other processes on the arguments of the buffer (``terms``). Return whether
+    this process is the first.
 
     Raises:
-        ConfigurationError: another process uses other terms.
+        ConfigurationError: another process uses other arguments.
     """
     known = session.call(session.peers[0], _terms_of, name, terms, timeout_s=timeout_s)
     differ = [
-        f"{key}={known[key]!r}, here {key}={value!r}"
+        f"{key}={known[key]!r}, but here {key}={value!r}"
         for key, value in terms.items()
         if known is not None and value != known[key] and not (key == "sampling" and value is None)
     ]
@@ -356,12 +365,13 @@ def _agree(session: Session, name: str, terms: dict[str, Any], timeout_s: float 
 
 
 def _terms_of(name: str, terms: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the earlier terms, or record these and return None. Runs in the driver."""
+    """Return the terms of an earlier call. If there was no such call, record ``terms`` and return
+    None. Runs in the driver."""
     session = current_session()
     with LOCKS.hosts:
         known = _terms.get((session.session_id, name))
         if known is not None:
-            if known["sampling"] is None:  # the buffer was built from its parts
+            if known["sampling"] is None:  # the buffer was not built by replay_buffer
                 known["sampling"] = terms["sampling"]
             return dict(known)
         _terms[session.session_id, name] = terms
@@ -370,13 +380,13 @@ def _terms_of(name: str, terms: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _end(session: Session, name: str, parent: str | None, clean: bool) -> None:
-    """Forget the terms of a buffer. Runs in the driver when its session ends."""
+    """Forget the terms of a buffer. Runs in the driver when the driver's session ends."""
     _withdraw(name, session.session_id)
     if clean and session.lost() and parent is None:  # rows in a scratch_dir stay for a later job
         remove_what_the_dead_left(session.world, name)
 
 
 def _withdraw(name: str, session_id: str | None = None) -> None:
-    """Free a buffer's name for a new one. Runs in the driver."""
+    """Free a buffer's name for a new buffer. Runs in the driver."""
     with LOCKS.hosts:
         _terms.pop((session_id or current_session().session_id, name), None)

@@ -2,13 +2,12 @@
 
 Each shard has the pass of its own rows (``parts/passes.py``), so no process draws a row twice in
 one pass. A pass of the buffer has the same number in all shards. A process asks for rows of the
-pass that it knows. A shard in an earlier pass begins the requested one, and a shard in a later pass
-returns no rows. The next pass begins with the first draw that finds nothing left in any shard that
-answers.
+pass that it knows. A shard in an earlier pass begins the requested pass, and a shard in a later
+pass returns no rows. A draw begins the next pass if no shard that answers has rows left.
 
-The number of rows from each shard is drawn as if all rows left were in one buffer. Other processes
+How many rows come from each shard is drawn as if one buffer had all remaining rows. Other processes
 also draw, so a shard may have fewer rows than its last answer said. The other shards are then asked
-for the rest.
+for the missing rows.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from torchrl_dist.replay.row.stacks import values
 
 
 class PassSource:
-    """Draws batches of passes through a client. Draws nothing ahead.
+    """Draws the batches of a pass through a client. It draws nothing ahead.
 
     Args:
         sampler: has ``drop_last`` and ``shuffle``, random numbers for the choice of shards, and
-            ``_begins``, which is called with the number of the pass before the first rows of
-            a batch are drawn.
+            ``_begins``. Before the first rows of a batch are drawn, ``_begins`` is called with the
+            number of the pass.
     """
 
     batches_ahead = 0
@@ -46,21 +45,23 @@ class PassSource:
         shards = len(client.links)
         self.number = 0
         """The number of the latest pass that this process knows."""
-        self._left = np.zeros(shards, np.int64)  # upper bounds of the rows that remain in it
+        self._left = np.zeros(shards, np.int64)  # upper bounds of rows left in the pass
         self._lengths = np.zeros(shards, np.int64)
         self._lock = renewed(self, "_lock", threading.RLock)
 
     @property
     def left(self) -> int:
-        """Upper bound of the rows that remain in the pass, over all shards."""
+        """Upper bound of the number of rows that remain in the pass, over all shards."""
         return int(self._left.sum())
 
     def drop(self) -> None:
-        """Ask again how many rows remain, because the rows have been replaced."""
+        """Forget how many rows remain, so that the next draw asks again. Call this method after
+        rows were replaced."""
         self._left = np.zeros_like(self._left)
 
     def next(self, count: int) -> Drawn:
-        """Return the next rows of the pass, fewer at its end. Blocks, mostly for one call.
+        """Return the next ``count`` rows of the pass, or fewer at its end. Usually blocks for one
+        call.
 
         Raises:
             NoRowsError: no row is published.
@@ -129,7 +130,7 @@ class PassSource:
         }
         answers = client.order_each("take_of_pass", calls, trouble=client.note_trouble)
         left = np.zeros_like(self._left) if look else self._left.copy()
-        left[[shard for shard, count in enumerate(counts) if count]] = 0  # the shard is lost
+        left[[shard for shard, count in enumerate(counts) if count]] = 0  # until it answers
         found, numbers = [], {}
         if look:
             self._lengths = np.zeros_like(left)
@@ -148,7 +149,7 @@ class PassSource:
                 self._look()
                 return found
         for shard, number in numbers.items():
-            if number < self.number:  # a pass begins with the first rows that are taken
+            if number < self.number:  # the shard begins the pass when its first rows are taken
                 left[shard] = self._lengths[shard]
         self._left = left
         return found

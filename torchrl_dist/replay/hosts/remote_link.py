@@ -1,15 +1,15 @@
 """A client's link to one replay host by RPC. Callers queue operations, and the host gets them in
 order.
 
-A link has at most one call in flight, which has no timeout. The call ends with the host's answer,
-or when the session knows that the host is lost. It is never repeated, so its operations are applied
-once, no matter how long the host was stopped. A caller that waits has a deadline, which every
-answer of the host restarts.
+A link has at most one call in flight. This call has no timeout: it ends with the host's answer, or
+when the session knows that the host is lost. It is never repeated, so its operations are applied
+once, no matter how long the host was stopped. A caller that waits has a deadline, and every answer
+of the host restarts this deadline.
 
-Operations that come during a call are queued, and small ones are merged. A busy host therefore gets
-fewer and larger calls. The link limits their size, so that the host needs only a part of the
-deadline for each. Threads of the transport and of the link make the calls. An exception that a
-signal handler raises in the main thread therefore never leaves a call incomplete.
+Operations that come during a call are queued, and small operations are merged. A busy host
+therefore gets fewer and larger calls. The link limits the size of a call, so that the host needs
+only a part of the deadline for it. Threads of the transport and of the link make the calls. An
+exception that a signal handler raises in the main thread therefore leaves no call incomplete.
 """
 
 from __future__ import annotations
@@ -51,18 +51,20 @@ from torchrl_dist.replay.law.limiter import Counts
 from torchrl_dist.runtime import Remote
 from torchrl_dist.runtime.awake import awake
 
-# Priorities wait this long for a draw, so that one message has both. If a learner samples more
-# often than this, it sends one message per batch instead of two.
+# Priorities wait this long for a draw, so that one message carries both. A learner that samples at
+# least this often sends one message per batch instead of two.
 _COMPANY_S = 0.02
 
-# The most operations of one request. An operation of more than 32 KiB counts once per 32 KiB. A
+# The most operations of one request. A larger operation counts as one operation per 32 KiB. A
 # request is therefore limited to about 16 MiB, unless a single operation is larger. The host needs
-# about 100 us per count, that is, a twentieth of a second for a full request.
+# about 100 us per counted operation, that is, a twentieth of a second for a full request.
 _MOST_OPERATIONS = 512
 _BYTES_PER_OPERATION = 2**15
-# The most operations of the first request. It is small, because the connection may be slow.
+# The most operations of the first request. The first request is small, because the connection may
+# be slow.
 _FIRST_OPERATIONS = 8
-# A fraction of the deadline. After a call that takes longer, the next calls are smaller.
+# A fraction of the deadline. After a call that takes longer than this fraction, the next calls are
+# smaller.
 _LONG_CALL = 0.25
 # Calls of at most this many bytes measure the round trip. The fastest of the last ``_LATELY`` such
 # calls counts, because slower calls had to wait for the host or the connection.
@@ -74,8 +76,9 @@ _LATELY = 16
 class _Queued:
     """A queued operation, or a request for rows, which has no operation.
 
-    Only a ``Write`` may have ``written``. An ``Invoke`` may have ``future``, and a request for rows
-    always has it. A request whose ``count`` is None only waits for earlier operations."""
+    Only a ``Write`` may have ``written``. An ``Invoke`` may have a ``future``, and a request for
+    rows always has a ``future``. A request whose ``count`` is None only waits for earlier
+    operations."""
 
     operation: Made | None = None
     size: int = 0
@@ -94,7 +97,7 @@ class _Queued:
         return self.operation() if callable(self.operation) else self.operation
 
     def start(self) -> bool:
-        """Return False if it was cancelled. Otherwise, it cannot be cancelled any more."""
+        """Return False if the entry was cancelled. Otherwise, it can no longer be cancelled."""
         future = self.future
         return future is None or future.running() or future.set_running_or_notify_cancel()
 
@@ -120,13 +123,13 @@ class _Call:
 class RemoteLink(Link):
     """A link to a host in another process.
 
-    ``put``, ``order`` and ``ask`` do not wait while the queue has room. If a host answers late, no
-    operation is lost. Once the host is lost, all calls raise PeerLostError.
+    ``put``, ``order`` and ``ask`` do not wait while the queue has room. If the host answers late,
+    no operation is lost. Once the host itself is lost, all calls raise PeerLostError.
 
     Args:
         host: a handle to a ``ReplayHost``.
-        timeout_s: if the host does not answer for this time, it counts as silent (see ``problem``),
-            and callers that wait for room in the queue get an error.
+        timeout_s: if the host does not answer within this time, it counts as silent (see
+            ``problem``), and callers that wait for room in the queue get an error.
         max_queued_bytes: the most bytes of operations that are queued or in flight.
         merged_rows: the most rows of a merged ``Write``, see ``merging``.
     """
@@ -143,12 +146,12 @@ class RemoteLink(Link):
         self._merged_rows = merged_rows
         self._queue: deque[_Queued] = deque()
         self._bytes = 0  # queued and in flight
-        # callers that wait for room, in order of arrival, so that none starves
+        # callers that wait for room, in order of arrival, so that each gets its turn
         self._line: deque[object] = deque()
         self._under_way: _Call | None = None
         self._most = _FIRST_OPERATIONS
         self._since: float | None = None
-        """The time since which the host owes an answer."""
+        """When the current wait for the host began; None if nothing is queued or in flight."""
         self._due = False  # whether to send the queue now
         self._errors: deque[Exception] = deque(maxlen=8)
         self._lost: PeerLostError | None = None
@@ -161,8 +164,9 @@ class RemoteLink(Link):
         now_and_in_children(self, RemoteLink._renew)
 
     def _renew(self) -> None:
-        # ``with`` statements use the lock itself, not a condition. With a condition, a signal
-        # handler could raise after the lock is taken and before the block that releases it begins.
+        # ``with`` statements must use the lock itself, not a condition. With a condition, a signal
+        # handler could raise an exception after the lock is taken and before the block that
+        # releases it begins.
         self._lock = threading.RLock()
         self._room = threading.Condition(self._lock)
         self._work = threading.Condition(self._lock)
@@ -177,9 +181,9 @@ class RemoteLink(Link):
         Args:
             operation: the operation, or a function that returns it. The link calls the function
                 when all earlier operations have been answered or are in the same message.
-            size: the operation's bytes. With 0, this call never waits for room.
-            urgent: whether to send it immediately. Otherwise it may wait 20 ms, to be sent together
-                with a draw.
+            size: the operation's bytes. With 0, ``put`` never waits for room.
+            urgent: whether to send the operation immediately. Otherwise the operation may wait 20
+                ms, to be sent together with a draw.
             written: called in another thread when a ``Write`` has been applied.
 
         Raises:
@@ -235,7 +239,7 @@ class RemoteLink(Link):
                     raise DeadlineError(
                         f"{self.name} has not taken any of {self._bytes / 2**20:.1f} MiB of queued "
                         f"operations within {self._timeout_s:g} s, so there is no room for {size} "
-                        "more bytes; the host hangs, or cannot be reached"
+                        "more bytes; check whether the host's process hangs, or cannot be reached"
                     )
                 self._room.wait(left)
                 self._require_host()
@@ -271,8 +275,9 @@ class RemoteLink(Link):
     def check_entry(self) -> None:
         if self._lock._is_owned():  # type: ignore[attr-defined]  # not in typeshed
             raise DirectoryError(
-                "a signal handler that interrupted a use of the buffer cannot use it itself. Have "
-                "the handler set a flag, and act on it between two uses"
+                "a signal handler that interrupted a use of the buffer cannot use the buffer. "
+                "Have the handler only set a flag, and act on the flag between two uses of the "
+                "buffer"
             )
 
     def failure(self) -> Exception | None:
@@ -285,7 +290,7 @@ class RemoteLink(Link):
 
     @property
     def problem(self) -> Exception | None:
-        """The error if the host is lost or silent; otherwise None. A silent host has not answered
+        """The error if the host is lost or silent, otherwise None. A silent host has not answered
         within the deadline, but may still answer."""
         if self._lost is None and self._is_silent():
             return DeadlineError(f"{self.name} did not answer within {self._timeout_s:g} s")
@@ -300,7 +305,7 @@ class RemoteLink(Link):
             if self._lost is not None or self._closed:
                 return
             asked = self.ask(None, None)
-            asked.set_running_or_notify_cancel()  # so that a timeout cannot cancel it
+            asked.set_running_or_notify_cancel()  # so that a timeout cannot cancel the call
             self._closed = True
             self._room.notify_all()
         await_answer(asked, self, awake(), flush_s)
@@ -318,8 +323,8 @@ class RemoteLink(Link):
             self._pump()
 
     def _wait_s(self) -> float | None:
-        """Return the seconds until the queue must be sent. Return None if it is empty, a call is in
-        flight, or the host is lost."""
+        """Return the seconds until the queue must be sent. Return None if the queue is empty, a
+        call is in flight, or the host is lost."""
         if self._under_way is not None or not self._queue or self._lost is not None:
             return None
         if self._due:
@@ -342,8 +347,8 @@ class RemoteLink(Link):
         self._send(call)
 
     def _take(self) -> _Call | None:
-        """Take as much from the head of the queue as one request may hold. A draw by
-        another law ends the request, because a request has one law."""
+        """Take as much from the head of the queue as one request may hold. The request ends before
+        a draw by another law, because a request has one law."""
         queued: list[_Queued] = []
         asks: list[_Queued] = []
         law, left = None, self._most
@@ -366,7 +371,7 @@ class RemoteLink(Link):
             self._queue.popleft()
         if not self._queue:
             self._due = False
-            # an exception may have interrupted ``_add`` after it increased the sum
+            # an exception may have interrupted ``_add`` after it had increased the sum
             self._bytes = sum(each.size for each in queued)
         if not queued and not asks:  # all of them were cancelled
             self._since = None
@@ -410,7 +415,7 @@ class RemoteLink(Link):
                 self._note_loss(call, error)
             else:
                 self._note_refusal(call, error)
-        except Exception as error:  # a bug, which the thread's future would hide
+        except Exception as error:  # a bug, which the future would hide
             traceback.print_exc()
             self._note_refusal(call, error)
             raise
@@ -431,11 +436,12 @@ class RemoteLink(Link):
                 untold.append(reply.draw_failure)
         with self._lock:
             self.replies += 1
+            self.largest = reply.largest
             self._state = reply.state or self._state
             self._uncounted -= sum(_samples(each.operation) for each in call.queued)
             self._errors.extend(map(self._as_error, untold))
         self._finish(call)
-        self._pump()  # the host works on the next request while this reply is unpacked
+        self._pump()  # the host works on the next request while this process unpacks this reply
         self._answer(call, reply, draw_error)
 
     def _as_error(self, failure: Failure) -> RemoteError:
@@ -510,8 +516,8 @@ class RemoteLink(Link):
     def _note_refusal(self, call: _Call, error: BaseException) -> None:
         """Handle the error of a request that could not be sent, or that the host could not read."""
         self._finish(call)
-        # A caller that waits gets the error from its future. The next call raises the error of an
-        # operation for which no caller waits.
+        # A caller that waits gets the error from its future. If no caller waits for an operation,
+        # the next call raises the error.
         untold = any(each.future is None for each in call.queued) or not (call.queued or call.asks)
         with self._lock:
             if isinstance(error, Exception) and untold:
@@ -523,8 +529,8 @@ class RemoteLink(Link):
             rest = [*call.asks, *call.queued, *self._queue]
             queued = [each for each in rest if each.operation is not None]
             self._lost = PeerLostError(
-                f"{error}; {len(queued)} operations of this process were not applied, or it is not "
-                "known whether they were applied"
+                f"{error}; {len(queued)} operations of this process were not applied, or it is "
+                "not known whether the host applied them"
                 if queued
                 else str(error)
             )

@@ -1,8 +1,8 @@
 """Samplers for rows in other processes.
 
-Each inherits from a sampler of one node, but gets its batches from a client of the hosts. If a
-buffer has a single host, processes on the host's node use its directory. There, the sampler draws
-from the directory, like its base class.
+Each sampler inherits from a sampler for one node, but gets its batches from a client of the hosts.
+If a buffer has a single host, processes on the host's node use the host's directory. In these
+processes, the sampler draws from the directory, like its base class.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from torchrl_dist.replay.row.spec import RowSpec
 
 
 class _SamplerOfOwner(SharedSampler):
-    """The base of these samplers. A sampler is bound either to a directory, like its base class, or
-    to a client."""
+    """The base of the samplers for rows in other processes. A sampler is bound either to a
+    directory, like its base class, or to a client."""
 
     _prioritized = False
 
@@ -55,16 +55,16 @@ class _SamplerOfOwner(SharedSampler):
         self._set_owner(owner, prefetch, batches_per_call)
 
     def _set_owner(self, owner: ReplayOwner, prefetch: int | None, batches_per_call: int) -> None:
-        """Note the owner and the options."""
+        """Record the owner and the options."""
         if (prefetch is not None and prefetch < 0) or batches_per_call < 1:
             raise ConfigurationError(
-                f"prefetch={prefetch}, batches_per_call={batches_per_call}: expected at least 0 "
-                "and 1"
+                f"prefetch={prefetch}, batches_per_call={batches_per_call}: expected prefetch of "
+                "at least 0, and batches_per_call of at least 1"
             )
         if prefetch is not None and batches_per_call > max(1, prefetch):
             raise ConfigurationError(
-                f"batches_per_call={batches_per_call} draws ahead of use: prefetch at least as "
-                f"many batches, got prefetch={prefetch}"
+                f"batches_per_call={batches_per_call} draws that many batches ahead, but "
+                f"prefetch={prefetch} allows fewer; pass prefetch= of at least batches_per_call"
             )
         self.owner = owner
         self._prefetch = prefetch
@@ -80,7 +80,7 @@ class _SamplerOfOwner(SharedSampler):
 
     @property
     def batches_ahead(self) -> int:
-        """The number of batches to draw ahead at present, see ``prefetch``."""
+        """The number of batches that are drawn ahead at present, see ``prefetch``."""
         return 0 if self._source is None else self._source.batches_ahead
 
     def attach(self, storage: Storage) -> Any:
@@ -93,16 +93,17 @@ class _SamplerOfOwner(SharedSampler):
             return self._storage
         if getattr(storage, "owner", None) != self.owner:
             raise ConfigurationError(
-                f"{type(self).__name__} samples from RemoteStorage(owner) with its own owner, got "
-                f"{type(storage).__name__}; pass one owner to the sampler and the storage"
+                f"{type(self).__name__} samples only from RemoteStorage(owner) with the same owner "
+                f"as the sampler, got a {type(storage).__name__} without this owner; pass one "
+                "owner to the sampler and to the storage"
             )
         if not isinstance(storage, RemoteStorage):  # on the node of a single host
             return super().attach(storage)
         if getattr(self, "_max_priority_within_buffer", False):
             raise ConfigurationError(
-                "max_priority_within_buffer=True: over hosts, new rows get the largest priority "
-                "ever set, because no host knows the priorities of the others; leave it out, or "
-                "pass the priorities of new rows with them"
+                "max_priority_within_buffer=True does not work over hosts, where new rows get the "
+                "largest priority ever set, because no host knows the priorities of the other "
+                "hosts; leave it out, or pass priorities when you write rows"
             )
         self._check_limiter(storage)
         self._prepare(storage)
@@ -137,7 +138,7 @@ class _SamplerOfOwner(SharedSampler):
             self._invoke(self._storage, "number_rows")
 
     def _invoke(self, storage: RemoteStorage, method: str, *args: Any) -> None:
-        """Call a method of all hosts, and wait for the result."""
+        """Call a method of all hosts, and wait until they have run it."""
         client = storage.client
         client.invoke_everywhere(method, *args)
         try:
@@ -169,7 +170,8 @@ class _SamplerOfOwner(SharedSampler):
         return batch
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Return whether ``sample`` could begin now. Over hosts, this blocks for one call."""
+        """Return whether ``sample`` could begin now. Over hosts, this method blocks for one
+        call."""
         remote = self.attach(storage)
         if self._source is None:
             return super().can_sample(storage, batch_size)
@@ -178,7 +180,7 @@ class _SamplerOfOwner(SharedSampler):
         return len(remote) > 0 and (gate is None or gate.can_sample(count, self._source))
 
     def note_written(self, index: torch.Tensor, generation: torch.Tensor) -> None:
-        if self._source is None:  # otherwise the client notes them when the host answers
+        if self._source is None:  # otherwise the client notes rows when the host answers
             super().note_written(index, generation)
 
     def _empty(self) -> None:
@@ -190,8 +192,9 @@ class _SamplerOfOwner(SharedSampler):
 class RPCRandomSampler(_SamplerOfOwner, SharedRandomSampler):
     """Sample rows of other processes uniformly with replacement.
 
-    Every row of all shards has the same probability, given the shards' lengths in their replies for
-    the batch. On the node of a single host, this is a :class:`SharedRandomSampler`.
+    Every row of all shards has the same probability, given the shards' numbers of rows in their
+    replies for the batch. On the node of a single host, this sampler works as a
+    :class:`SharedRandomSampler`.
 
     Args:
         owner: the storage's owner.
@@ -216,26 +219,30 @@ class RPCPrioritizedSampler(_SamplerOfOwner, SharedPrioritizedSampler):
     Law, weights and defaults are those of :class:`SharedPrioritizedSampler`. With several shards,
     law and weights are those of one buffer that holds all rows. Row ``i`` is drawn with probability
     exactly ``p_i / sum(p)``, given the sums in the shards' replies for that batch. Its weight is
-    ``(p_i / min(p)) ** -beta``. Sum and minimum are over all shards (``shard_law`` has the proof).
-    On the node of a single host, this is a :class:`SharedPrioritizedSampler` over the host's
-    directory.
+    ``(p_i / min(p)) ** -beta``. The sum and the minimum are over all shards (``shard_law`` has the
+    proof). On the node of a single host, this sampler works as a :class:`SharedPrioritizedSampler`
+    over the host's directory.
 
     One call per batch sends this process's priorities, and returns rows, indices and weights. With
-    ``prefetch=0``, a batch reflects everything that this process wrote before. Otherwise an
-    operation takes effect at most ``batches_ahead + batches_per_call`` batches later. Hosts draw
+    ``prefetch=0``, a batch reflects everything that this process wrote before. With other values,
+    an operation takes effect at most ``batches_ahead + batches_per_call`` batches later. A priority
+    above all earlier ones becomes the priority of new rows in other shards when its host has
+    answered, because the host drops it if its row was overwritten. Hosts draw
     the random numbers, so ranks with equal seeds draw different batches.
 
     Args:
         max_capacity: the buffer's capacity in rows, over all shards.
-        alpha: priority exponent, >= 0. All processes share it, and must pass the same value.
+        alpha: priority exponent, >= 0. All processes share the exponent, and must pass the same
+            value.
         beta: exponent of the importance weights in this process, >= 0. A change also applies to
             batches that were drawn ahead.
         eps, dtype, reduction: as in :class:`SharedPrioritizedSampler`.
         owner: the storage's owner.
-        prefetch: number of batches to draw ahead, which hides the round trip. Once less than half
-            of them are left, one call asks for the rest. None: two, or as many as hide a round trip
-            of 2 ms or more, up to 256 batches and 16 MiB. With a rate limiter, None means two.
-            ``batches_ahead`` is the present number.
+        prefetch: number of batches to draw ahead, so that the learner does not wait for the round
+            trip. Once less than half of these batches are left, one call asks for the missing
+            batches. Default: two. If the round trip takes 2 ms or more, the default is as many
+            batches as hide the round trip, up to 256 batches and 16 MiB. With a rate limiter, the
+            default is always two. The attribute ``batches_ahead`` is the current number.
         batches_per_call: the fewest batches per call, at most ``prefetch``. A larger number saves
             messages, but makes rows older.
 
@@ -281,8 +288,8 @@ class RPCPrioritizedSampler(_SamplerOfOwner, SharedPrioritizedSampler):
     def _set_owner(self, owner: ReplayOwner, *ahead: Any) -> None:
         if self._max_capacity != owner.capacity:
             raise ConfigurationError(
-                f"the sampler has capacity {self._max_capacity}, its owner {owner.capacity} over "
-                f"{len(owner.hosts)} hosts; pass owner.capacity"
+                f"the sampler has capacity {self._max_capacity}, but the buffer of its owner has "
+                f"{owner.capacity} over {len(owner.hosts)} hosts; pass max_capacity=owner.capacity"
             )
         super()._set_owner(owner, *ahead)
 
@@ -331,8 +338,9 @@ class _SlicesOfOwner(_SamplerOfOwner, SharedSliceSampler):
             )
         if self.pad_output and self.span[1]:
             raise ConfigurationError(
-                "pad_output=True over hosts does not work with a span to the right: a slice may "
-                "then have no row for padding; pass one of them"
+                "with a buffer over hosts, pad_output=True cannot be combined with a span to the "
+                "right, because a slice may then have no row that can be repeated as padding; "
+                "leave out pad_output= or the span"
             )
         super()._set_owner(owner, *ahead)
 
@@ -357,7 +365,7 @@ class _SlicesOfOwner(_SamplerOfOwner, SharedSliceSampler):
         lengths = batch.lengths
         assert lengths is not None
         shape = shape_of(lengths, length)
-        if self.pad_output:  # the last row of a slice fills the rest of it
+        if self.pad_output:  # the rest of a slice is filled with its last row
             step = torch.arange(length)
             first = lengths.cumsum(0) - lengths
             places = (first[:, None] + torch.minimum(step, lengths[:, None] - 1)).reshape(-1)
@@ -369,7 +377,8 @@ class _SlicesOfOwner(_SamplerOfOwner, SharedSliceSampler):
         return batch
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Return whether a run of rows is long enough. Over hosts, this blocks for two calls."""
+        """Return whether a run of rows is long enough. Over hosts, this method blocks for two
+        calls."""
         if not super().can_sample(storage, batch_size):
             return False
         return self._source is None or self._source.can_draw(batch_size)
@@ -379,16 +388,18 @@ class RPCSliceSampler(_SlicesOfOwner):
     """Sample slices of trajectories from rows of other processes.
 
     It replaces TorchRL's ``SliceSampler``, and draws as :class:`SharedSliceSampler` does. With
-    several shards the law is that of one buffer that holds all rows. Every run of rows that is long
-    enough has exactly the same probability, given the numbers of runs in the shards' replies for
-    that batch. All rows of a slice are in one shard, and are read together or not at all. On the
-    node of a single host, this is a :class:`SharedSliceSampler`.
+    several shards, the law is that of one buffer that holds all rows. Every run (consecutive rows
+    of one trajectory) that is long enough has exactly the same probability, given the numbers of
+    runs in the shards' replies for that batch. All rows of a slice are in one shard, and are read
+    together or not at all. On the node of a single host, this sampler works as a
+    :class:`SharedSliceSampler`.
 
     With several hosts, rows must number the steps of their trajectory (``step_key``), as TorchRL's
     ``StepCounter`` does. Rows of a trajectory may be in several shards, for example because a host
-    did not answer for a while. Such a trajectory has a gap in each shard, which no slice crosses.
+    did not answer for a while. Such a trajectory has a gap in each shard, and no slice crosses a
+    gap.
 
-    A draw after a write scans the versions of the host's whole ring.
+    The first draw after a write scans the versions of all slots of the host.
 
     Args:
         owner: the storage's owner.
@@ -399,7 +410,7 @@ class RPCSliceSampler(_SlicesOfOwner):
     Raises:
         ConfigurationError: as :class:`SharedSliceSampler`, and for ``end_key``.
         RuntimeError: from ``sample``, if there is no row, or no run is long enough.
-        RemoteError: from ``sample``, if the rows do not have the keys.
+        RemoteError: from ``sample``, if the rows do not have the keys that the sampler needs.
         DeadlineError, PeerLostError: from any call, if fewer than ``owner.min_shards`` hosts
             answer.
 
@@ -451,18 +462,18 @@ class RPCPrioritizedSliceSampler(
         tensor([2, 3, 2, 3])
     """
 
-    __init__ = _SamplerOfOwner.__init__  # without the signature of RPCPrioritizedSampler
+    __init__ = _SamplerOfOwner.__init__  # not with the signature of RPCPrioritizedSampler
 
 
 class RPCSamplerWithoutReplacement(SharedSamplerWithoutReplacement, _SamplerOfOwner):
     """Sample rows of other processes uniformly without replacement, over the whole job.
 
     It replaces TorchRL's ``SamplerWithoutReplacement``, and draws as
-    :class:`SharedSamplerWithoutReplacement` does. In a pass over all shards, all processes together
-    draw each row at most once. The next pass begins when a sample finds no rows left in the shards
-    that answer. If a shard does not answer at that moment, the ended pass omits its remaining rows.
-    Nothing is drawn ahead, so each sample waits for a call. Rows of a batch are in the order of
-    their shards. On the node of a single host, this is a
+    :class:`SharedSamplerWithoutReplacement` does. During a pass over all shards, all processes
+    together draw each row at most once. The next pass begins when a sample finds no rows left in
+    the shards that answer. If a shard does not answer at that moment, the ended pass omits its
+    remaining rows. Nothing is drawn ahead, so each sample waits for a call. Rows of a batch are in
+    the order of their shards. On the node of a single host, this sampler works as a
     :class:`SharedSamplerWithoutReplacement`.
 
     Args:

@@ -1,7 +1,7 @@
 """Save and restore a replay host's directory, a few chunks at a time to keep every call short.
 
 Each call has a deadline, and the speed of connection and disk is unknown. The first calls are
-therefore small, and the time that they take decides how large the next ones are.
+therefore small, and the time that they take decides how large the next calls are.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from torchrl_dist.replay.saving.snapshot import CHUNK_BYTES, Chunk, Head
 _CHUNKS_AHEAD = 2
 _CHUNKS_WRITTEN = 16  # the most chunks that one call writes to the disk
 _FIRST_BYTES, _LEAST_BYTES = 2**18, 2**14
-# A fraction of the deadline. After a longer call, the next calls move fewer bytes.
+# A fraction of the deadline. After a call that takes longer than this fraction, the next calls move
+# fewer bytes.
 _LONG_CALL = 0.25
 
 
 class Pace:
-    """Chooses the bytes of rows per call, so that a call takes a small part of its deadline."""
+    """Chooses how many bytes of rows a call moves, so that a call takes a small part of its
+    deadline."""
 
     def __init__(self, deadline_s: float, most: int) -> None:
         self.bytes = min(_FIRST_BYTES, most)
@@ -37,8 +39,8 @@ class Pace:
         self._most = most
 
     def note(self, begin: float, moved: int) -> None:
-        """Note that a call moved ``moved`` bytes and began at ``begin``, by
-        ``time.monotonic()``."""
+        """Record that a call moved ``moved`` bytes and began when ``time.monotonic()`` was
+        ``begin``."""
         took = time.monotonic() - begin
         if took > _LONG_CALL * self._deadline_s:
             self.bytes = max(_LEAST_BYTES, self.bytes // 2)
@@ -47,7 +49,7 @@ class Pace:
 
 
 def _some(ranges: Iterator[tuple[int, int]], rows: int) -> list[tuple[int, int]]:
-    """Take the next ranges of slots, until together they have ``rows`` slots."""
+    """Take the next ranges of slots until together they have at least ``rows`` slots."""
     found = []
     for start, stop in itertools.islice(ranges, _CHUNKS_WRITTEN):
         found.append((start, stop))
@@ -58,13 +60,13 @@ def _some(ranges: Iterator[tuple[int, int]], rows: int) -> list[tuple[int, int]]
 
 
 class RemoteShard(Shard):
-    """A host's directory, which is saved and restored a few chunks at a time to keep every call
+    """A host's directory. It is saved and restored a few chunks at a time, to keep every call
     short.
 
     Args:
         era: the era that a restore begins. It is the same for all shards; see ``HostState``.
         host_writes: whether a host that can access the checkpoint's folder writes its rows there
-            itself. With ``False``, for measurements, it always sends them.
+            itself. With ``False``, which is for measurements, the host always sends its rows.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class RemoteShard(Shard):
         self._shard = shard
         self._era = era
         self._host_writes = host_writes
-        self._pace: Pace | None = None  # the pace of a restore
+        self._pace: Pace | None = None  # the pace of the restore
 
     def _call(self, method: str, *args: Any) -> Any:
         return self._client.call(self._shard, method, *args)

@@ -31,8 +31,8 @@ from torchrl_dist.replay.saving.snapshot import CHUNK_BYTES
 
 
 class _StorageOfOwner(Storage):
-    """A storage that is pickled as its owner. The process that unpickles it builds a storage of its
-    own from the owner."""
+    """A storage whose pickle contains only its owner. The process that unpickles it builds its own
+    storage from the owner."""
 
     owner: ReplayOwner
 
@@ -101,7 +101,7 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
             return storage
         return super().__new__(cls)
 
-    _pace: Pace | None = None  # of reads by index
+    _pace: Pace | None = None  # for reads by index
 
     def __init__(self, owner: ReplayOwner) -> None:
         self.owner = owner
@@ -120,15 +120,16 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
         """Block until the hosts have applied everything that this process queued.
 
         Raises:
-            DeadlineError: a host with operations of this process does not answer. They stay queued.
+            DeadlineError: a host does not answer although operations of this process are queued for
+                it. These operations stay queued.
             PeerLostError: the only host, or too many of several hosts, are lost.
             RemoteError: an operation failed at a host.
         """
         self.client.flush()
 
     def close(self) -> None:
-        """Flush, and end this process's use of the storage. The session does this at its end,
-        too."""
+        """Flush, and end this process's use of the storage. The end of the session also closes the
+        storage."""
         self.client.close()
 
     @property
@@ -186,8 +187,9 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
         """Queue rows, see :meth:`SharedMemmapStorage.append`.
 
         The returned slots and generations are -1 until the host has answered. If a limiter limits
-        writes, this blocks for one call, and then until the limiter admits the rows. If one shard
-        cannot hold all rows, this blocks until the hosts have written them."""
+        writes, ``append`` blocks for one call to the hosts, and then until the limiter admits the
+        rows. If one shard cannot hold all rows, ``append`` blocks until the hosts have written
+        them."""
         check_batch(data)
         if priority is not None:
             check_priorities(priority)
@@ -200,13 +202,13 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
     def _append_in_parts(
         self, data: TensorDictBase, priority: np.ndarray | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append more rows than one shard can hold, in parts that go to the shards in turn."""
+        """Append more rows than one shard can hold. Parts of the rows go to the shards in turn."""
         count, room = rows.batch_of(data)[0], self.owner.shard_capacity
         if self.client.own_shard is not None:
             warnings.warn(
-                f"an extend of {count} rows keeps the last {room}, because rows of this process go "
-                f"to the shard of its node, which has room for {room}; extend with fewer rows, or "
-                "build the buffer with write_to='all'",
+                f"an extend of {count} rows keeps only the last {room}, because rows of this "
+                f"process go to the shard of its node, which has room for {room}; extend with "
+                "fewer rows, or build the buffer with write_to='all'",
                 stacklevel=5,
             )
             return self.client.write(data, priority)
@@ -276,14 +278,15 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
         """See the base class. Blocks for one call.
 
         Raises:
-            DeadlineError, PeerLostError: a host did not answer. The others have retired their rows.
+            DeadlineError, PeerLostError: a host did not answer. The other hosts have retired their
+                rows.
         """
         calls = {shard: (oldest, version_key) for shard in range(len(self.client.links))}
         return sum(self.client.order_each("retire", calls).values())
 
     def empty(self, *, reset_write_count: bool = True) -> None:
-        """Drop all rows, for all processes. A host that does not answer now drops its rows when it
-        answers again."""
+        """Drop all rows, for all processes. A host that does not answer now will drop its rows when
+        it answers again."""
         try:
             self.client.invoke_everywhere("empty", reset_write_count, secrets.randbits(62))
             self.client.apply_queued()
@@ -295,8 +298,8 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
     def generations_of(self, index: torch.Tensor) -> torch.Tensor:
         """Return the generation in each slot. Blocks.
 
-        It is -1 for a number outside the buffer, for a slot without a published row, and in a shard
-        that does not answer."""
+        The generation is -1 for an index outside the buffer, for a slot without a published row,
+        and in a shard that does not answer."""
         found = np.full(index.numel(), -1, dtype=np.int64)
         known = index.reshape(-1).numpy()
         parts = self.client.by_shard(np.where(known < self.max_size, known, -1))
@@ -321,36 +324,39 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
 
         Raises:
             IndexError: one bound counts from the first slot and the other from the last, as in
-                ``:-2``. Over several shards the first count includes unused slots, and the second
-                does not.
+                ``:-2``. Over several shards, these positions differ, because only a count from the
+                first slot includes unused slots.
         """
         bounds = [bound for bound in (index.start, index.stop) if bound is not None]
         if not any(bound < 0 for bound in bounds):
             return False
         if index.start is None or any(bound >= 0 for bound in bounds):
             raise IndexError(
-                f"got {index.start}:{index.stop} over several shards: both bounds of a slice must "
-                "count from the end, or neither; name the rows by the indices that extend returned"
+                f"got the slice {index.start}:{index.stop} of a buffer with several shards, "
+                "expected both bounds to count from the end, or neither; name the rows by the "
+                "indices that extend returned"
             )
         return True
 
     def _from_the_end(self, index: torch.Tensor) -> torch.Tensor:
-        """Resolve -1, -2, ... to the last written slots, in the order of the shards."""
+        """Convert -1, -2, ... to the indices of the last written slots, in the order of the
+        shards."""
         states = self.client.states_by_shard()
         high = np.array([0 if state is None else state.high for state in states])
         ends = np.cumsum(high)
         place = index.clamp_max(-1).numpy() + ends[-1]
         if (place < 0).any():
             raise IndexError(
-                f"index {index.min()} is before the first of the {ends[-1]} slots in use"
+                f"index {index.min()} is before the first of the {ends[-1]} slots in use; pass an "
+                "index that sample or extend returned"
             )
         shard = np.searchsorted(ends, place, side="right")
         slot = place - (ends - high)[shard]
         return torch.from_numpy(global_index(shard, slot, self.owner.shard_capacity))
 
     def _rows_at(self, index: np.ndarray, *, wait: bool = True) -> TensorDictBase:
-        """Read rows in parts. Each part has a deadline of its own, because the connection's speed
-        is unknown."""
+        """Read rows in parts. Each part has its own deadline, because the connection's speed is
+        unknown."""
         left = self.client.by_shard(index) or [(0, index, index)]
         self._pace = pace = self._pace or Pace(self.client.timeout_s, CHUNK_BYTES)
         spec, found, places = None, [], []
@@ -416,6 +422,7 @@ def _part_of(value: torch.Tensor, at: torch.Tensor, count: int, key: Any) -> tor
     """
     if value.numel() % max(1, count):
         raise ConfigurationError(
-            f"got {list(value.shape)} for {key!r}, expected one value per index: [{count}, ...]"
+            f"got values of shape {list(value.shape)} for {key!r}; pass one value per index, that "
+            f"is, [{count}, ...]"
         )
     return value.reshape(count, -1)[at] if count else value

@@ -1,24 +1,25 @@
-"""The rate limiter of a buffer in other processes, by totals over its shards.
+"""The rate limiter of a buffer in other processes. It uses totals over the buffer's shards.
 
 *One definition for one host and for many shards.* Inserts, samples and size are sums over the
 shards. Each shard counts the rows published there. The rows of a batch count at their shards when
-the batch is returned to its caller, not when it is drawn ahead. Every reply has the counts, from
-which the processes that sample and write decide whether to wait. Shards never delay a request, so
-none of their threads ever waits.
+the batch is returned to its caller, not when it is drawn ahead. Every reply has the counts. The
+processes that sample and write use these counts to decide whether to wait. Shards never delay a
+request, so a shard's threads never wait.
 
-*How fresh the counts are.* To the counts in a shard's last reply, a process adds its own operations
-since then, so the limiter is exact for one process that samples and one that writes. The process
-knows operations of others only up to the shards' last replies. The difference may therefore leave
-its range: downwards by the batches that each other process has returned since, at most ``prefetch +
-batches_per_call + 1`` of them, and upwards by one ``extend`` of each other process. A waiting
-process asks the shards again after 2 ms, then with pauses of up to 50 ms, so it never waits for an
-outdated reason.
+*How fresh the counts are.* A process adds its own operations since a shard's last reply to the
+counts in that reply. The limiter is therefore exact for one process that samples and one that
+writes. The process knows operations of other processes only up to the shards' last replies. The
+difference that ``law.limiter`` defines may therefore leave its range. Each other process may lower
+the difference by up to ``prefetch + batches_per_call + 1`` batches below the range, or raise it by
+one ``extend`` above the range. A waiting process asks the shards again after 2 ms, then with pauses
+of up to 50 ms, so it does not wait because of outdated counts.
 
 Each shard enforces ``max_times_sampled`` exactly. A row counts when it is drawn, so all processes
-together never return it more often. Rows that a process has drawn ahead may still be returned, so
-they are part of the size that it uses. Spare draws, and draws that were dropped, are returned with
-the next message to the shard. A row is returned less often than allowed only if a process died or
-ended with unused draws. These are at most ``prefetch + batches_per_call`` batches and spare draws.
+together never return a row more often. Rows that a process has drawn ahead may still be returned,
+so this process counts them as part of the size. Unused draws (spare ones, and those of dropped
+batches) are sent back with the next message to the shard. A row is returned less often than allowed
+only if a process died or ended with unused draws. Such draws are at most ``prefetch +
+batches_per_call`` batches and their spare draws.
 
 The last known counts of a lost shard stay in the totals. After a restart, and in a process that
 starts after the loss, the lost shard's counts are unknown. If the other shards' counts are then
@@ -38,7 +39,7 @@ from torchrl_dist.forks import renewed
 from torchrl_dist.replay.hosts.batches import BatchSource
 from torchrl_dist.replay.hosts.client import ReplayClient
 from torchrl_dist.replay.law.limiter import Counts, RateLimiter
-from torchrl_dist.replay.node.gate import process_ends
+from torchrl_dist.replay.node.gate import process_ends, told_to_stop
 from torchrl_dist.replay.parts.drawn import Drawn
 from torchrl_dist.replay.parts.storage import NoRowsError
 from torchrl_dist.replay.row import _torchrl
@@ -54,12 +55,13 @@ class TotalsGate:
     def __init__(self, client: ReplayClient, limiter: RateLimiter) -> None:
         self.limiter = limiter
         self._client = client
-        self._admitted = 0  # rows of samples that their shards have not counted yet
-        self._settled: int | None = None  # samples that replace lost shards' counts, once known
+        self._admitted = 0  # sampled rows that their shards have not counted yet
+        self._settled: int | None = None  # number of samples that replaces lost shards' counts
         self._lock = renewed(self, "_lock", threading.RLock)
 
     def counts(self) -> Counts | None:
-        """Return the counts that this process knows; None until all shards have answered once."""
+        """Return the counts that this process knows, or None until all shards have answered
+        once."""
         with self._lock:
             counts = self._client.counts()
             if counts is None:
@@ -81,8 +83,8 @@ class TotalsGate:
         """Return the next batch of that many rows, once the limiter admits it.
 
         Raises:
-            RateLimitError: it was not admitted within the client's deadline, or other processes
-                took the last draws of the rows each time.
+            RateLimitError: the sample was not admitted within the client's deadline, or other
+                processes kept taking the last draws that the rows had left.
             NoRowsError: the shards that answer are empty, and the limiter is not the reason.
             ConfigurationError: samples of that many rows could wait indefinitely.
         """
@@ -103,9 +105,9 @@ class TotalsGate:
                 batch = source.next(count)
                 return batch
             except NoRowsError as error:
-                no_rows = error  # since the replies, other processes drew from the shards
+                no_rows = error  # other processes have drawn from the shards since the replies
             finally:
-                with self._lock:  # in one step, or other threads would see these rows twice
+                with self._lock:  # in one step, or other threads would count the rows twice
                     self._admitted -= count
                     if batch is not None:
                         self._client.count_samples(batch.index)
@@ -115,14 +117,17 @@ class TotalsGate:
                 if self.limiter.max_times_sampled is None:
                     raise no_rows
                 if awake() > deadline:
-                    raise self._error("draws of rows that other processes do not take first")
+                    raise self._error(
+                        "rows that may still be drawn and that no other process has drawn,"
+                    )
                 time.sleep(_LONGEST_PAUSE_S)
 
     def wait_to_write(self, storage: Storage) -> None:
         """Block until a write may begin, and earlier writes of this process have been answered.
 
         Raises:
-            RateLimitError: it was not admitted within the client's deadline. Nothing was written.
+            RateLimitError: the write was not admitted within the client's deadline. Nothing was
+                written.
         """
         if self.limiter.samples_per_insert is None:
             return
@@ -133,7 +138,7 @@ class TotalsGate:
     def _missing_inserts(self, batch_size: int, source: BatchSource) -> str | None:
         counts = self.counts()
         if counts is None:
-            return "an answer of the shards"
+            return "an answer from the shards"
         if self.limiter.max_times_sampled is not None:
             counts = counts._replace(size=counts.size + source.rows_ahead())
         missing = self.limiter.missing_inserts(counts, batch_size)
@@ -142,7 +147,7 @@ class TotalsGate:
     def _missing_samples(self) -> str | None:
         counts = self.counts()
         if counts is None:
-            return "an answer of the shards"
+            return "an answer from the shards"
         missing = self.limiter.missing_samples(counts)
         return f"{missing} more rows to be sampled before the next write" if missing else None
 
@@ -159,7 +164,9 @@ class TotalsGate:
                 if text is None:
                     return
                 left = deadline - awake()
-                if left <= 0 or process_ends.is_set() or gives_up():
+                if process_ends.is_set() or gives_up():
+                    raise told_to_stop(text)
+                if left <= 0:
                     raise self._error(text)
                 time.sleep(min(pause, left))
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
@@ -167,7 +174,8 @@ class TotalsGate:
     def _error(self, missing: str) -> RateLimitError:
         return RateLimitError(
             f"waited {self._client.timeout_s:g} s for {missing} in the buffer of "
-            f"{', '.join(link.name for link in self._client.links)}: {self.counts()}; "
-            f"{self.limiter}. Are the processes that do so gone, or do they wait, too? "
-            "A thread that both writes and samples must ask can_sample() first"
+            f"{', '.join(link.name for link in self._client.links)} (counts: {self.counts()}, "
+            f"limiter: {self.limiter}). Check whether the processes that write and sample have "
+            "ended, or also wait. A thread that both writes and samples must call can_sample() "
+            "first"
         )

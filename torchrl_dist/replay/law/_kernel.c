@@ -1,9 +1,9 @@
-/* Work under the directory's lock, in C, because NumPy needs a dozen passes for it.
+/* The work that is done under the directory's lock, in C, because NumPy needs a dozen passes for it.
  *
- * Optional: if this was not built, NumPy does the same work. Each function has a counterpart in
- * PriorityTree (tree.py) or NumpyKernel (node/kernel.py). Always change both. They are called through
- * ctypes.PyDLL, which keeps the GIL, because a thread that holds the directory's lock could otherwise
- * lose 5 ms to another Python thread.
+ * This kernel is optional: if it was not built, NumPy does the same work. Each function has a
+ * counterpart in PriorityTree (tree.py) or NumpyKernel (node/kernel.py). Always change both. The
+ * functions are called through ctypes.PyDLL, which keeps the GIL, because a thread that holds the
+ * directory's lock could otherwise lose 5 ms to another Python thread.
  *
  * A tree is an array of levels, leaves first. Every node is the sum of 32 nodes of the level below.
  */
@@ -23,7 +23,7 @@ enum { FANOUT = 32, SHIFT = 5, TOP = 1024 };
 #define IN_ORDER __atomic_thread_fence(__ATOMIC_RELEASE)
 
 /* tables.Word, and the columns and states of the claim table */
-enum { DIRTY = 0, LENGTH = 3, WRITE_COUNT = 4, ALPHA = 7, EPS = 8, MAX_SLOT = 10,
+enum { DIRTY = 0, CURSOR = 1, LENGTH = 3, WRITE_COUNT = 4, ALPHA = 7, EPS = 8, MAX_SLOT = 10,
        CLAIM_ROWS = 13, NEXT_WRITE_COUNT = 15, AVAILABLE = 47 };
 enum { COUNT, FIRST, MEMBER, STATE, COLUMNS };
 enum { WRITING = 1, PUBLISHING = 2 };
@@ -245,7 +245,8 @@ int replay_reserve(const Tables *tables, int64_t row, int64_t first, int64_t cou
 }
 
 /* Publish written rows. leaf is the leaf of each row; 0 means that the leaves are already stored.
- * Returns 0, or 1 (and changes nothing) if the claim is not the member's, or not being written. */
+ * Returns 0, or 1 (and changes nothing) if the claim is not the member's, or not in the state of
+ * writing. */
 int replay_publish(const Tables *tables, int64_t row, int64_t first, int64_t count,
                          int64_t member, double leaf, int64_t *generations) {
     volatile int64_t *words = tables->words, *claim = tables->claims + row * COLUMNS;
@@ -257,7 +258,7 @@ int replay_publish(const Tables *tables, int64_t row, int64_t first, int64_t cou
     IN_ORDER;
     words[NEXT_WRITE_COUNT] = words[WRITE_COUNT] + count;
     IN_ORDER;
-    claim[STATE] = PUBLISHING; /* from here on repair publishes them */
+    claim[STATE] = PUBLISHING; /* from here on, repair publishes the rows */
     IN_ORDER;
     for (int64_t i = 0; i < count; i++, slot = slot + 1 == capacity ? 0 : slot + 1) {
         tables->versions[slot] += 1;
@@ -277,6 +278,31 @@ int replay_publish(const Tables *tables, int64_t row, int64_t first, int64_t cou
     return 0;
 }
 
+/* Write rows at the cursor in one call: reserve, copy and publish. sources and targets: the address of
+ * the first row of each column. sizes: bytes per row of each column. leaf > 0: the leaf of each row.
+ * Returns the first ticket, or -1 (and changes nothing) if the table of claims has no unused row below
+ * CLAIM_ROWS, or another claim has one of the slots. */
+int64_t replay_append(const Tables *tables, int64_t count, int64_t member, double leaf,
+                      int64_t columns, const char *const *sources, char *const *targets,
+                      const int64_t *sizes, int64_t *generations) {
+    int64_t capacity = tables->capacity, used = tables->words[CLAIM_ROWS], row = 0;
+    int64_t first = tables->words[CURSOR], start = first % capacity;
+    int64_t before_end = count < capacity - start ? count : capacity - start;
+    while (row < used && tables->claims[row * COLUMNS + COUNT]) row++;
+    if (row == used || replay_reserve(tables, row, first, count, member, CURSOR, first + count))
+        return -1;
+    IN_ORDER;
+    for (int64_t column = 0; column < columns; column++) {
+        int64_t size = sizes[column];
+        char *target = targets[column];
+        memcpy(target + start * size, sources[column], (size_t)(before_end * size));
+        memcpy(target, sources[column] + before_end * size, (size_t)((count - before_end) * size));
+    }
+    IN_ORDER;
+    replay_publish(tables, row, first, count, member, leaf, generations);
+    return first;
+}
+
 /* Frames that are stored once, see node/frames.py. Both functions for them are called without the GIL. */
 
 static uint64_t load(const uint8_t *bytes, int64_t count) {
@@ -285,8 +311,8 @@ static uint64_t load(const uint8_t *bytes, int64_t count) {
     return word;
 }
 
-/* Frames with equal hashes are then compared. There are four lanes, because each multiplication waits
- * for the one before it in its lane. */
+/* If two frames have equal hashes, their bytes are compared, too. The hash has four lanes, because each
+ * multiplication waits for the one before it in its lane. */
 static int64_t hash_of(const uint8_t *frame, int64_t bytes) {
     const uint64_t prime = 0x9E3779B97F4A7C15u;
     uint64_t lanes[4] = {prime, prime ^ 1, prime ^ 2, prime ^ 3};
@@ -317,8 +343,9 @@ static int64_t hash_of(const uint8_t *frame, int64_t bytes) {
  * hints: [frames per value], zeros at first.
  * refs: result, per frame the ticket of an equal frame in the ring, or -1 - k for the k-th new frame.
  *
- * Stacks of neighbouring rows overlap. So the distance at which the previous frame with the same place
- * in its stack was found is tried first: comparing costs a third of hashing and a look-up. */
+ * Stacks of neighbouring rows overlap. So the function first tries the distance at which it found the
+ * previous frame with the same place in its stack, because a comparison costs a third of hashing and a
+ * look-up. */
 int64_t replay_find_frames(const int64_t *columns, int64_t column_count, int64_t bytes,
                            const uint8_t *ring, int64_t size, const volatile int64_t *table,
                            int64_t entries, int64_t oldest, int64_t *batch, int64_t batch_entries,
@@ -366,8 +393,9 @@ int64_t replay_find_frames(const int64_t *columns, int64_t column_count, int64_t
     return count;
 }
 
-/* Copy new frames into the ring, from the ticket first on. Enter each into the table, in the older entry
- * of its bucket of two. Simultaneous calls may lose entries; such a frame is later stored again. */
+/* Copy new frames into the ring, from the ticket first on. Enter each into the table, in place of the
+ * older entry of its bucket of two. Simultaneous calls may lose entries; such a frame is later stored
+ * again. */
 void replay_keep_frames(const int64_t *fresh, int64_t count, int64_t bytes, uint8_t *ring,
                         int64_t size, int64_t first, volatile int64_t *table, int64_t entries) {
     for (int64_t i = 0; i < count; i++) {

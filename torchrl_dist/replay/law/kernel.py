@@ -23,20 +23,26 @@ _FUNCTIONS = {
     "update": (ctypes.c_int, "ppppidpp"),
     "reserve": (ctypes.c_int, "piiiiii"),
     "publish": (ctypes.c_int, "piiiidp"),
+    "append": (ctypes.c_int64, "piidipppp"),
 }
-"""For each function, its result type, and a letter per argument."""
+"""For each function, the type of its result, and a letter for the type of each argument."""
 _COPIERS = {
     "find_frames": (ctypes.c_int64, "piipipiipippp"),
     "keep_frames": (None, "piipiipi"),
 }
 
 
-_PATH = Path(__file__).with_name("_kernel.abi3.so")  # for every Python from 3.10 on
+_PATH = Path(__file__).with_name("_kernel.abi3.so")  # one file for every Python from 3.10 on
 
 
 def _declared(library: _Library, functions: dict[str, tuple[Any, str]]) -> _Library:
     for name, (result, arguments) in functions.items():
-        function = getattr(library, f"replay_{name}")
+        function = getattr(library, f"replay_{name}", None)
+        if function is None:
+            raise ConfigurationError(
+                f"{_PATH} was built from another version of torchrl-dist; reinstall torchrl-dist, "
+                f"or set {_VARIABLE}=numpy"
+            )
         function.restype = result
         function.argtypes = [_TYPES[letter] for letter in arguments]
     return library
@@ -53,13 +59,13 @@ def _copier() -> ctypes.CDLL | None:
 
 
 def find_kernel() -> ctypes.PyDLL | None:
-    """Return the library, or None if NumPy does the work.
+    """Return the compiled kernel, or None if NumPy must do the work.
 
     The environment variable ``TORCHRL_DIST_KERNEL`` may require ``c`` or ``numpy``.
 
     Raises:
-        ConfigurationError: the variable is ``c`` but the kernel was not built, or it has another
-            value.
+        ConfigurationError: the variable is ``c`` but the kernel was not built, or the variable has
+            another value.
     """
     wanted = os.environ.get(_VARIABLE, "")
     if wanted not in ("", "c", "numpy"):
@@ -74,8 +80,8 @@ def find_kernel() -> ctypes.PyDLL | None:
 
 
 def find_copier() -> ctypes.CDLL | None:
-    """Return the kernel's functions for frames, which run without the GIL, or None as in
-    :func:`find_kernel`."""
+    """Return the kernel's functions for frames, which run without the GIL, or None if
+    :func:`find_kernel` returns None."""
     return None if find_kernel() is None else _copier()
 
 

@@ -1,19 +1,19 @@
 """The arithmetic of the rate limiter, without processes or waiting.
 
 The terms are Reverb's (Cassirer et al. 2021, "Reverb: A Framework For Experience Replay", section
-3.2). All numbers count rows since the buffer was last empty or its limiter was set:
+3.2). All numbers are counts of rows since the buffer was last emptied or its limiter was set:
 
     inserts      rows published, including rows that were overwritten later
-    samples      rows returned by samples; a row counts each time
+    samples      rows returned by samples; a row counts each time that it is returned
     size         rows that may be sampled: min(inserts, capacity); with max_times_sampled, the
                  published rows that have not been sampled that often
     difference   samples_per_insert * inserts - samples
-    range        samples_per_insert * min_size_to_sample -+ error_buffer
+    range        samples_per_insert * min_size_to_sample -+ error_buffer, from lower to upper
 
 A sample of ``k`` rows waits until ``size >= min_size_to_sample`` and ``difference - k`` is not
 below the range. A write waits while ``difference`` is above the range, unless ``size <
-min_size_to_sample``. Once a write need not wait, all its rows are written. The difference therefore
-stays in the range, except that writes in progress may take it above the upper end.
+min_size_to_sample``. When a write no longer has to wait, all its rows are written. The difference
+therefore stays in the range, except that writes in progress may take it above the upper end.
 
 *No process waits indefinitely* as long as some process samples and some process writes. This holds
 because a sample and a write never wait at the same time if ``k <= 2 * error_buffer``. A sample
@@ -23,8 +23,8 @@ waits in two cases:
 - ``difference < lower + k``. Then ``difference < lower + 2 * error_buffer = upper``, and writes do
   not wait either.
 
-With ``max_times_sampled``, a batch of ``k`` rows also needs rows with ``k`` draws left in total.
-``size >= k`` suffices for this, so ``k <= min_size_to_sample`` is required.
+With ``max_times_sampled``, a batch of ``k`` rows also needs ``k`` draws that are left in total over
+all rows. ``size >= k`` ensures this, so ``k <= min_size_to_sample`` is required.
 :meth:`RateLimiter.check_batch` refuses batches that break these conditions.
 """
 
@@ -52,21 +52,22 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class RateLimiter:
-    """Keep samples and inserts of a replay buffer in proportion. The module's docstring has the
+    """Keeps samples and inserts of a replay buffer in proportion. The module's docstring has the
     formula.
 
     Args:
         min_size_to_sample: samples wait until this many rows may be sampled. At least 1.
         samples_per_insert: average number of times that each row is sampled. Above 0. A sample of
-            256 rows counts 256. If it is None, writes never wait.
-        error_buffer: number of rows by which the difference may deviate from the middle of its
-            range before a process waits. At least half a batch. With larger values, fast and slow
-            phases can even out.
+            256 rows counts 256. If None, writes never wait.
+        error_buffer: number of rows by which ``samples_per_insert * inserts - samples`` may deviate
+            from the middle of its range before a process waits. At least half a batch. With a
+            larger value, processes wait less often when their speeds vary.
         max_times_sampled: a row that was sampled this many times (1 to 32767) is not sampled again.
-            It keeps its slot, and ``len`` counts it.
+            Such a row keeps its slot, and ``len`` counts it.
 
     Raises:
-        ConfigurationError: a value is out of range, or the ratio cannot be reached.
+        ConfigurationError: a value is out of range, or ``samples_per_insert`` is larger than
+            ``max_times_sampled``.
 
     Example:
         >>> limiter = RateLimiter(min_size_to_sample=100, samples_per_insert=4.0, error_buffer=128)
@@ -97,13 +98,13 @@ class RateLimiter:
             raise ConfigurationError(f"max_times_sampled must be 1 to {MOST_TIMES}, got {most}")
         if ratio is not None and most is not None and ratio > most:
             raise ConfigurationError(
-                f"samples_per_insert={ratio} cannot be reached with max_times_sampled={most}, "
-                "because it is larger; pass a smaller ratio, or a larger maximum"
+                f"samples_per_insert={ratio} is larger than max_times_sampled={most}, so it cannot "
+                "be reached; pass a smaller samples_per_insert, or a larger max_times_sampled"
             )
 
     @property
     def range(self) -> tuple[float, float]:
-        """The range of the difference. Without ``samples_per_insert``, it is unlimited."""
+        """The range of the difference. Without ``samples_per_insert``, the range is unlimited."""
         if self.samples_per_insert is None or self.error_buffer is None:
             return -math.inf, math.inf
         lower = self.samples_per_insert * self.min_size_to_sample - self.error_buffer
@@ -129,11 +130,11 @@ class RateLimiter:
         return max(0, math.ceil(self.difference(counts) - self.range[1]))
 
     def samples_to_settle(self, counts: Counts) -> int:
-        """After a part of the counts was lost, return the number to add to ``samples``. It may be
-        negative.
+        """Return the number to add to ``samples`` after a part of the counts was lost. The number
+        may be negative.
 
-        Adding it brings the difference back into its range. The result is 0 if no row has been
-        sampled and more rows must be written first."""
+        Adding this number brings the difference back into its range. The result is 0 if no row has
+        been sampled and more rows must be written first."""
         lower, upper = self.range
         difference = self.difference(counts)
         if difference > upper:
@@ -141,11 +142,13 @@ class RateLimiter:
         return -min(counts.samples, math.ceil(lower - difference)) if difference < lower else 0
 
     def check_capacity(self, capacity: int) -> None:
-        """Raise ConfigurationError if the buffer can never hold enough rows to be sampled."""
+        """Raise ConfigurationError if the buffer can never hold enough rows for a sample to
+        begin."""
         if self.min_size_to_sample > capacity:
             raise ConfigurationError(
                 f"min_size_to_sample={self.min_size_to_sample} is above the capacity {capacity}: "
-                "no sample would ever begin; pass a smaller number, or a larger capacity"
+                "no sample would ever begin; pass a smaller min_size_to_sample, or a larger "
+                "capacity"
             )
 
     def check_batch(self, batch_size: int) -> None:
@@ -153,23 +156,24 @@ class RateLimiter:
         if self.error_buffer is not None and batch_size > 2 * self.error_buffer:
             raise ConfigurationError(
                 f"error_buffer={self.error_buffer} is too small for batches of {batch_size} rows, "
-                "because a sample and a write could wait for each other; pass at least "
-                f"{batch_size / 2:g}, or sample fewer rows at once"
+                "because a sample and a write could wait for each other; pass "
+                f"error_buffer={batch_size / 2:g} or more, or sample fewer rows at once"
             )
         if self.max_times_sampled is not None and batch_size > self.min_size_to_sample:
             raise ConfigurationError(
-                f"with max_times_sampled={self.max_times_sampled} a batch of {batch_size} rows "
-                f"needs min_size_to_sample >= {batch_size}, got {self.min_size_to_sample}, because "
-                "fewer rows may not have enough draws left"
+                f"got min_size_to_sample={self.min_size_to_sample}, but with "
+                f"max_times_sampled={self.max_times_sampled}, a batch of {batch_size} rows needs "
+                f"at least {batch_size}, because fewer rows may not have enough draws left; pass a "
+                "larger min_size_to_sample, or sample fewer rows at once"
             )
 
 
 class Admission(Protocol):
     """The interface of ``node.gate.Gate``, which admits samples and writes of a replay directory.
 
-    The directory knows only this interface, so that lower modules need not know how processes wait.
-    All numbers count rows. A ``storage`` is a TorchRL storage; the locks of its buffers are
-    released during a wait.
+    The directory knows only this interface, so the modules below ``gate`` do not depend on how
+    processes wait. All numbers count rows. A ``storage`` is a TorchRL storage. During a wait, the
+    calling thread does not hold the locks of the storage's buffers.
     """
 
     limiter: RateLimiter

@@ -1,5 +1,4 @@
-"""The arithmetic of the ring: which slots consecutive tickets have. Pure functions on whole
-numbers.
+"""The arithmetic of the ring: which slots consecutive tickets have. All functions are pure.
 
 A *ticket* is the number of a reserved row, an int64 that only grows. Its *slot* is ``ticket %
 capacity``.
@@ -12,49 +11,104 @@ from typing import Any
 import torch
 
 
-def as_slots(index: Any) -> torch.Tensor:
+def as_slots(index: Any, width: int = 0) -> torch.Tensor:
     """Return an index of any shape as int64 on the CPU. A tensor that already has this form is
-    returned itself.
+    returned without a copy.
+
+    Args:
+        width: if not 0, the size of the rows' second dimension. A tuple, and an index of two or
+            more dimensions, then has both coordinates of each row, ``[..., 2]``. Any other index
+            has slots, as with one dimension.
 
     Raises:
-        IndexError: the index does not consist of whole numbers. Otherwise 1.9 would silently name
-            row 1, and a mask, also one of uint8, would name rows 0 and 1.
+        IndexError: the index does not consist of whole numbers, or does not have two coordinates
+            per row. If it were converted, 1.9 would silently name row 1, and a mask, even one of
+            uint8, would name rows 0 and 1.
     """
+    if width:
+        parts = isinstance(index, tuple)
+        found = as_slots(torch.stack(list(map(torch.as_tensor, index)), -1) if parts else index)
+        return slots_at(found, width) if parts or found.ndim > 1 else found
     found = torch.as_tensor(index, device="cpu")
     if found.dtype is torch.int64:
         return found
     if found.dtype is torch.bool:
-        raise IndexError("rows are named by their numbers here, got a mask; pass mask.nonzero()")
-    if found.dtype is torch.uint8:  # torch takes it as a mask in an index, but not elsewhere
+        raise IndexError("expected integer indices of rows, got a mask; pass mask.nonzero()")
+    if found.dtype is torch.uint8:  # torch takes uint8 as a mask in an index, but not elsewhere
         raise IndexError(
-            "uint8 might be a mask or numbers; pass index.bool().nonzero() for a mask, or "
-            "index.long() for numbers"
+            "got an index of dtype uint8, which may be a mask or numbers; pass "
+            "index.bool().nonzero() for a mask, or index.long() for numbers"
         )
     if found.numel() and (found.is_floating_point() or found.is_complex()):
         raise IndexError(
-            f"rows are named by whole numbers, got {found.dtype}: {found.reshape(-1)[:4].tolist()}"
-            "; pass index.long()"
+            f"expected an index of integers, got {found.dtype} {found.reshape(-1)[:4].tolist()}; "
+            "pass index.long()"
         )
     return found.to(torch.int64)
+
+
+def slots_at(coordinates: torch.Tensor, width: int) -> torch.Tensor:
+    """Return the slots of rows with two dimensions, int64 [...].
+
+    If the first coordinate of a row is -1, its slot is -1, too.
+
+    Args:
+        coordinates: int64 [..., 2].
+
+    Raises:
+        IndexError: a second coordinate is not below ``width``, or there are not two coordinates.
+    """
+    if not coordinates.ndim or coordinates.shape[-1] != 2:
+        raise IndexError(
+            "expected both coordinates of each row, [..., 2], got an index of shape "
+            f"{list(coordinates.shape)}; pass the index of a sample"
+        )
+    first, second = coordinates.unbind(-1)
+    known = first != -1
+    if (known & ((second < 0) | (second >= width))).any():
+        raise IndexError(
+            f"the second coordinates must be from 0 to {width - 1}, got "
+            f"{second[known].min()} to {second[known].max()}; pass the index of a sample"
+        )
+    return torch.where(known, first * width + second, -1)
+
+
+def coordinates_of(slots: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Invert :func:`slots_at`. A slot of -1 becomes ``(-1, -1)``."""
+    first = slots.div(width, rounding_mode="floor")
+    return first, torch.where(slots < 0, -1, slots - first * width)
+
+
+def whole_lines(claims: list[tuple[int, int]], width: int) -> list[tuple[int, int]]:
+    """Extend claims to multiples of ``width``, so that rows that are written between them begin
+    at such a multiple, too."""
+    return [
+        (first - first % width, rows + first % width + -(first + rows) % width)
+        for first, rows in claims
+    ]
 
 
 def largest_reservation(capacity: int) -> int:
     """Return the largest number of rows of one reservation.
 
-    It is an eighth of the ring, because ``len`` omits rows that are being rewritten, and because
-    several writers need room at the same time.
+    This number is an eighth of the ring. A larger reservation would make ``len`` drop noticeably,
+    because ``len`` does not count rows that are being rewritten. Several writers also need room at
+    the same time.
     """
     return max(1, capacity // 8)
 
 
-def split_rows(rows: int, capacity: int, most: int | None = None) -> list[tuple[int, int]]:
+def split_rows(
+    rows: int, capacity: int, most: int | None = None, width: int = 1
+) -> list[tuple[int, int]]:
     """Split the rows of an ``extend`` into ranges ``(start, stop)``, each small enough for one
-    reservation, and of at most ``most`` rows.
+    reservation, and of at most ``most`` rows. Each range is a multiple of ``width``.
 
-    If there are more rows than slots, the ranges have only the last ``capacity`` rows, which would
-    remain if all rows were written.
+    If there are more rows than slots, the ranges have only the last ``capacity`` rows, because
+    these would overwrite the earlier rows anyway.
     """
     step = min(largest_reservation(capacity), most or capacity)
+    step = max(step - step % width, width)
     first = max(0, rows - capacity)
     return [(start, min(start + step, rows)) for start in range(first, rows, step)]
 

@@ -1,40 +1,41 @@
-"""The law of a buffer over shards: which rows of which shard make one batch.
+"""The law of a buffer over shards: which rows of which shards make up one batch.
 
-Pure arithmetic on NumPy arrays. Other modules send the messages.
+This module does only arithmetic on NumPy arrays. Other modules send the messages.
 
 *Terms.* A shard's **mass** is the sum of its rows' leaves ``p`` at one instant. In a prioritized
 buffer, ``p = (priority + eps) ** alpha``. In a uniform buffer, ``p = 1``, so the mass is the
 length. A shard that is empty or lost has mass 0. The **law of the masses** ``r`` draws row ``x`` of
 shard ``s`` with probability ``p(x) / sum(r)``: shard ``s`` with probability ``r[s] / sum(r)``, then
-``x`` with ``p(x) / r[s]``. It is the law of a single buffer that holds the rows of all shards.
+``x`` with ``p(x) / r[s]``. This is the law of a single buffer that holds the rows of all shards.
 
-*The problem.* To need only one exchange of messages, a client chooses the shard of each draw before
-it asks the shards, by the masses ``r_old`` that it saw last. Each reply has rows that were drawn
-independently, and the shard's mass ``r_new`` at the instant of this draw. If the client took these
-rows as they are, the shards' shares would be those of ``r_old``, which is outdated.
+*The problem.* A client exchanges messages with the shards only once per batch. It therefore chooses
+the shard of each draw before it asks the shards, by the masses ``r_old`` that it saw last. Each
+reply has rows that were drawn independently, and the shard's mass ``r_new`` at the instant of the
+draw. If the client simply took these rows, the shards' shares of the batch would follow ``r_old``,
+which is outdated.
 
 *The correction* is the maximal coupling of two discrete laws (Lindvall 2002, "Lectures on the
-Coupling Method", I.5), here the shares ``P`` of ``r_old`` and ``Q`` of ``r_new``: a draw of shard
-``s`` keeps its shard with probability ``min(1, Q[s] / P[s])``. Otherwise it gets a new shard, drawn
-from ``(Q - P)+``, normalized. Then
+Coupling Method", I.5). The laws are the shares ``P`` of ``r_old`` and ``Q`` of ``r_new``. A draw of
+shard ``s`` keeps its shard with probability ``min(1, Q[s] / P[s])``. Otherwise the draw gets a new
+shard, drawn from ``(Q - P)+``, normalized. Then
 
     Pr(shard = s) = P[s] * min(1, Q[s] / P[s]) + d * (Q[s] - P[s])+ / d
                   = min(P[s], Q[s]) + (Q[s] - P[s])+ = Q[s],
 
 where ``d = sum((P - Q)+) = sum((Q - P)+)`` is the probability of a new shard. This probability is
-the total variation distance of ``P`` and ``Q``. No correction can have a smaller one. Each draw
-uses random numbers of its own, so the shards of a batch stay independent. The ``k``-th draw of a
-shard takes the ``k``-th row of its reply. This choice does not depend on the contents of the rows,
-so given the shards, the rows are independent draws from their shards. Therefore the batch consists
-of independent draws by the law of ``r_new``, exactly, however old ``r_old`` is. Only the number of
-rows that a reply lacks depends on the age of ``r_old``: a request asks for spare rows, and a redraw
-fetches the rows that are still missing.
+the total variation distance of ``P`` and ``Q``. No correction can give fewer draws a new shard.
+Each draw uses its own random numbers, so the shards of a batch stay independent. The ``k``-th draw
+of a shard takes the ``k``-th row of its reply. This choice does not depend on the contents of the
+rows, so given the shards, the rows are independent draws from their shards. Therefore the batch
+consists of independent draws by the law of ``r_new``, exactly, however old ``r_old`` is. Only the
+number of rows that are missing in the replies depends on the age of ``r_old``. To have enough rows,
+a request asks for spare rows, and a redraw fetches the rows that are still missing.
 
 *One batch*, with ``uniforms(n)`` giving float64 [n] in [0, 1)::
 
     if not known.has_mass: ask every shard for 0 rows; known.learn(masses)  # the first batch
     request = known.plan(batch_size, uniforms)
-    ask shard s for request.rows[s] rows, for every s                     # also where it is 0
+    ask shard s for request.rows[s] rows, for every s                     # even for 0 rows
     known.learn(masses, request)          # of the replies; 0 for a shard that did not answer
     shards = request.correct(masses, uniforms)
     row, missing = number_rows(shards, rows_received)                     # -1 where missing
@@ -53,11 +54,11 @@ from torchrl_dist.errors import ConfigurationError
 Uniforms = Callable[[int], np.ndarray]
 """``uniforms(n)`` returns float64 [n], independent and uniform in [0, 1)."""
 
-# The number of spare rows follows from the largest recent rise of a shard's share. Each batch
+# The number of spare rows is computed from the largest recent rise of a shard's share. Each batch
 # multiplies that rise by this factor. If masses change at random by 2 % per batch, 0.4 % of the
 # batches of 256 need a redraw, and 8 shards send 13 % more rows.
 _FADE = 0.95
-# The rise that is assumed until a change was seen: a twentieth of the share.
+# The rise that is assumed until a change has been seen, as a fraction of the share.
 _FIRST_RISE = 0.05
 
 
@@ -68,23 +69,27 @@ def shares(masses: np.ndarray) -> np.ndarray:
         masses: [shards], floats or integers >= 0; 0 for a lost or empty shard.
 
     Raises:
-        ConfigurationError: a mass is negative or not finite, or all are 0, so there is nothing to
-            draw.
+        ConfigurationError: a mass is negative or not finite, or all masses are 0, so there is
+            nothing to draw.
     """
     masses = np.asarray(masses, dtype=np.float64)
     if not ((masses >= 0) & (masses < np.inf)).all():  # NaN also fails
-        raise ConfigurationError(f"masses must be finite and >= 0, got {masses.tolist()}")
+        raise ConfigurationError(
+            "the masses of shards (sums of priority ** alpha) must be finite and >= 0, got "
+            f"{masses.tolist()}"
+        )
     largest = masses.max(initial=0.0)
     if largest == 0:
         raise ConfigurationError(
-            f"cannot draw: all {masses.size} shards have mass 0; expected rows in one of them"
+            f"there are no rows to draw, because all {masses.size} shards have mass 0 (the sum of "
+            "their priorities ** alpha); write rows first"
         )
-    scaled = masses / largest  # so that the sum neither overflows nor loses denormal masses
+    scaled = masses / largest  # so that the sum does not overflow, and denormal masses count
     return scaled / scaled.sum()
 
 
 def choose_shards(masses: np.ndarray, count: int, uniforms: Uniforms) -> np.ndarray:
-    """Draw ``count`` independent shards by ``masses``, int64 [count], but never one of mass 0.
+    """Draw ``count`` independent shards by ``masses``, int64 [count], but never a shard of mass 0.
 
     Raises:
         ConfigurationError: as ``shares`` does.
@@ -95,7 +100,7 @@ def choose_shards(masses: np.ndarray, count: int, uniforms: Uniforms) -> np.ndar
 def correct_shards(
     shards: np.ndarray, old_masses: np.ndarray, new_masses: np.ndarray, uniforms: Uniforms
 ) -> np.ndarray:
-    """Turn independent shards by ``old_masses`` into independent shards by ``new_masses``.
+    """Turn independent draws by ``old_masses`` into independent draws by ``new_masses``.
 
     As few draws as possible get another shard (maximal coupling, see the module's docstring).
 
@@ -114,7 +119,8 @@ def correct_shards(
     total_rise = rise.sum()
     if total_rise == 0.0:
         return shards
-    # u < Q / P, without the division. If a share did not fall, its draws are kept despite rounding.
+    # u < Q / P, without the division. If a share did not fall, its draws are kept, even if the
+    # products are rounded.
     keep = (uniforms(shards.size) * old[shards] < new[shards]) | (new[shards] >= old[shards])
     moved = np.flatnonzero(~keep)
     if not moved.size:
@@ -129,7 +135,7 @@ def number_rows(shards: np.ndarray, received: np.ndarray) -> tuple[np.ndarray, n
 
     Args:
         shards: int64 [n], the corrected shard of each draw.
-        received: int64 [shards], rows received from each shard, first draw and redraws together.
+        received: int64 [shards], the number of rows that each shard has sent, including redraws.
 
     Returns:
         ``(row, missing)``. ``row`` is int64 [n], and -1 where the shard has sent too few rows.
@@ -149,8 +155,8 @@ def number_rows(shards: np.ndarray, received: np.ndarray) -> tuple[np.ndarray, n
 
 
 def spare_rows(expected: np.ndarray) -> np.ndarray:
-    """Return the spare rows that suffice in all but 1 of 1,000 batches, if ``expected`` are needed
-    on average.
+    """Return the number of spare rows that suffices in 999 of 1,000 batches, if ``expected`` are
+    needed on average.
 
     A shard whose share rises from ``P`` to ``Q`` gets Binomial(n, Q - P) further draws in a batch
     of ``n``. The result is the mean of this distribution, plus 3.3 standard deviations of the
@@ -174,8 +180,8 @@ class ShardRequest:
     Attributes:
         shards: int64 [batch_size], the shard of each draw, by ``masses``.
         masses: float64 [shards], the masses known before the request.
-        rows: int64 [shards], rows to ask of each shard, including spare ones. Ask all shards, also
-            for 0 rows, because every reply has the shard's mass.
+        rows: int64 [shards], the number of rows to ask each shard for, including spare rows. Ask
+            all shards, even for 0 rows, because every reply has the shard's mass.
     """
 
     shards: np.ndarray
@@ -194,31 +200,32 @@ class ShardRequest:
 class KnownMasses:
     """The masses that a client saw last, and how fast they change.
 
-    Several requests may be in flight at the same time, because each remembers the masses that it
-    was made with. Calls must not overlap, so the caller must hold a lock.
+    Several requests may be in flight at the same time, because each request remembers the masses by
+    which it was planned. Calls must not overlap, so the caller must hold a lock.
 
     Args:
-        shard_count: number of shards, lost ones included.
+        shard_count: number of shards, including lost shards.
     """
 
     def __init__(self, shard_count: int) -> None:
         if shard_count < 1:
             raise ConfigurationError(f"shard_count must be at least 1, got {shard_count}")
         self.masses = np.zeros(shard_count)
-        """float64 [shards]. It is replaced, never changed in place."""
-        # by how much each shard's share may rise until it replies
+        """float64 [shards]. This array is replaced, never changed in place."""
+        # by how much each shard's share may rise between a request and its reply
         self._rise: np.ndarray | None = None
 
     @property
     def has_mass(self) -> bool:
-        """Whether a shard is known to have rows. If not, first ask all shards for their masses."""
+        """Whether any shard is known to have rows. If not, first ask all shards for their
+        masses."""
         return bool((self.masses > 0).any())
 
     def plan(self, batch_size: int, uniforms: Uniforms) -> ShardRequest:
         """Choose the shard of each draw, and how many rows to ask for.
 
         Raises:
-            ConfigurationError: no mass is known, or all are 0.
+            ConfigurationError: no mass is known, or all masses are 0.
         """
         old = shares(self.masses)
         chosen = choose_shards(self.masses, batch_size, uniforms)
@@ -228,11 +235,11 @@ class KnownMasses:
         return ShardRequest(chosen, self.masses, draws + spare)
 
     def learn(self, masses: np.ndarray, request: ShardRequest | None = None) -> None:
-        """Remember the masses in replies.
+        """Store the masses that the shards reported.
 
         Args:
             masses: [shards], 0 for a shard that is empty or did not reply.
-            request: the request that was answered; None if it asked only for masses.
+            request: the request that was answered; None if the client asked only for masses.
         """
         self.masses = np.array(masses, dtype=np.float64)
         if request is None or not self.has_mass:
@@ -242,7 +249,7 @@ class KnownMasses:
 
 
 def largest_priority(*seen: float | np.ndarray) -> float:
-    """Return the largest priority of the job, as far as the replies and this client have seen.
+    """Return the largest priority in the job that the replies and this client have seen.
 
     As in a single buffer, new rows get this priority in every shard. Therefore send it with each
     request, and let each shard keep the larger of this priority and its own. NaN means that there
@@ -265,8 +272,8 @@ def split_index(index: np.ndarray, shard_capacity: int) -> tuple[np.ndarray, np.
 
 
 def _select(probabilities: np.ndarray, uniforms: np.ndarray) -> np.ndarray:
-    """Return the shard at each quantile, int64, but never one of probability 0."""
+    """Return the shard at each quantile, int64, but never a shard of probability 0."""
     cumulative = np.cumsum(probabilities)
     chosen = np.searchsorted(cumulative, uniforms * cumulative[-1], side="right")
-    # the product may be rounded up to the very end
+    # rounding may put the product at the end of the last interval
     return np.minimum(chosen, np.flatnonzero(probabilities)[-1])

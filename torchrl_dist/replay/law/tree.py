@@ -27,7 +27,7 @@ from torchrl_dist.replay.law.kernel import address, find_kernel
 
 FANOUT = 32
 _SHIFT = 5
-_TOP_SIZE = 1024  # a level with at most this many nodes needs no level above it
+_TOP_SIZE = 1024  # a level with at most this many nodes is the top level
 
 
 def level_sizes(capacity: int) -> list[int]:
@@ -41,7 +41,7 @@ def level_sizes(capacity: int) -> list[int]:
 
 
 def tree_bytes(capacity: int) -> int:
-    """Return the bytes of the buffer that :class:`PriorityTree` needs."""
+    """Return the size in bytes of the buffer that :class:`PriorityTree` needs."""
     sizes = level_sizes(capacity)
     return 8 * (sizes[0] + 2 * sum(sizes[1:])) + _mark_bytes(sizes)
 
@@ -60,7 +60,7 @@ class PriorityTree:
     """
 
     def __new__(cls, *_: object, **__: object) -> PriorityTree:
-        # ``_CTree`` has the methods below in C
+        # ``_CTree`` implements the methods below in C
         return super().__new__(cls if find_kernel() is None else _CTree)
 
     def __init__(self, capacity: int, buffer: memoryview | bytearray | mmap | None = None) -> None:
@@ -106,8 +106,8 @@ class PriorityTree:
         self.marks[:] = 1
 
     def refresh(self) -> None:
-        """Recompute the ancestors of leaves written since the last call. The cost is per block of
-        leaves."""
+        """Recompute the ancestors of leaves that were written since the last call. The cost grows
+        with the number of blocks of leaves that were written."""
         marked = blocks = np.flatnonzero(self.marks)
         if not blocks.size:
             return
@@ -116,7 +116,7 @@ class PriorityTree:
             self._sums[level][blocks] = np.einsum("ij->i", children)  # takes half as long as sum(1)
             if level > 1:
                 children = _children(self._minima[level - 1], blocks)
-            # 0 is a leaf without a row, or a padding node, which is never computed
+            # 0: a leaf without a row, or a padding node, whose sum is never computed
             np.putmask(children, children <= 0, np.inf)
             self._minima[level][blocks] = children.min(1)
             parents = blocks >> _SHIFT
@@ -134,7 +134,7 @@ class PriorityTree:
 
     @property
     def minimum(self) -> float:
-        """Smallest leaf above 0; ``inf`` if there is none."""
+        """Smallest leaf above 0; ``inf`` if all leaves are 0."""
         minima = self._minima[-1]
         positive = minima[minima > 0]
         return float(positive.min()) if positive.size else float("inf")
@@ -146,8 +146,8 @@ class PriorityTree:
             uniforms: float64 [n] in [0, 1).
 
         Returns:
-            ``(slots, leaves)``, int64 [n] and float64 [n]. If a leaf in the answer is 0, draw
-            again; rounding at the edge of a node causes this in about one draw in 1e15.
+            ``(slots, leaves)``, int64 [n] and float64 [n]. If a returned leaf is 0, draw again.
+            Rounding at the edge of a node causes this in about one draw in 1e15.
 
         Raises:
             ValueError: all leaves are 0.
@@ -177,8 +177,8 @@ class PriorityTree:
 
         Returns:
             ``(slots, leaves, minimum, total)``: int64 [n], float64 [n], and the values of the
-            properties :attr:`minimum` and :attr:`total`. As in :meth:`draw`, draw again for a leaf
-            of 0.
+            properties :attr:`minimum` and :attr:`total`. As in :meth:`draw`, draw again if a
+            returned leaf is 0.
 
         Raises:
             ValueError: all leaves are 0.
@@ -189,7 +189,7 @@ class PriorityTree:
 
 
 class _CTree(PriorityTree):
-    """The same tree in C."""
+    """The tree with its methods in C."""
 
     def __init__(self, capacity: int, buffer: memoryview | bytearray | mmap | None = None) -> None:
         super().__init__(capacity, buffer)
@@ -198,7 +198,8 @@ class _CTree(PriorityTree):
         self._refresh = library.replay_refresh
         self._draw = library.replay_draw
         self._sample = library.replay_sample
-        # per process, because processes that share the buffer have it at different addresses
+        # computed per process, because processes that share the buffer map it at different
+        # addresses
         self._kept = (
             _addresses(self._sums),
             _addresses(self._minima),
@@ -239,9 +240,11 @@ class _CTree(PriorityTree):
         return out[:count].view(np.int64), out[count:], minimum, total
 
 
-_EMPTY = "cannot draw: no leaf is above 0"
+_EMPTY = (
+    "there are no rows to draw, because all leaves (powers of priorities) are 0; write rows first"
+)
 _UPPER = np.triu(np.ones((FANOUT, FANOUT)))
-_BLAS_ROWS = 256  # for more rows, BLAS may start threads
+_BLAS_ROWS = 256  # with more rows at once, BLAS may start threads
 
 
 def _children(level: np.ndarray, nodes: np.ndarray) -> np.ndarray:

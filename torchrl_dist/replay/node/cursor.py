@@ -1,4 +1,4 @@
-"""The right to write slots: reserve, publish, abandon, and the repair after a kill.
+"""Reserve slots, publish or abandon the rows written there, and repair the state after a kill.
 
 The life of a row::
 
@@ -26,7 +26,9 @@ from torchrl_dist.replay.law.placement import (
     largest_reservation,
     overlaps,
     slot_ranges,
+    whole_lines,
 )
+from torchrl_dist.replay.node.dimensions import other_dimensions
 from torchrl_dist.replay.node.directory import ReplayDirectory
 from torchrl_dist.replay.node.frames import Plan, StalePlanError
 from torchrl_dist.replay.node.priorities import (
@@ -50,7 +52,8 @@ from torchrl_dist.replay.node.times_sampled import exhausted, is_too_old, set_ti
 
 _RETRY_S = 1e-3
 _T = TypeVar("_T")
-# reservations return through functions of these modules before the rows are written
+# the methods that reserve slots are in these modules; the function that calls into these modules
+# writes the rows
 _MODULES = (__name__, "torchrl_dist.replay.node.gate")
 
 
@@ -61,23 +64,30 @@ class Reservation(NamedTuple):
     first_ticket: int
     count: int  # type: ignore[assignment]  # hides tuple.count, which is not used
     ranges: tuple[tuple[int, int], ...]
-    """Slot ranges ``(start, stop)`` in the order of the tickets: one, or two at the wrap-around."""
+    """Slot ranges ``(start, stop)`` in the order of the tickets: one range, or two if the slots
+    continue at slot 0."""
 
     def slots(self) -> np.ndarray:
         """The slots, int64 [count], in the order of the tickets."""
-        runs = [np.arange(start, stop) for start, stop in self.ranges]
-        return runs[0] if len(runs) == 1 else np.concatenate(runs)
+        return _slots_of(self.ranges)
+
+
+def _slots_of(ranges: Sequence[tuple[int, int]]) -> np.ndarray:
+    runs = [np.arange(start, stop) for start, stop in ranges]
+    return runs[0] if len(runs) == 1 else np.concatenate(runs)
 
 
 class SharedCursor:
     """The shared write position of a replay directory.
 
-    Every process and thread may call all methods. These block only for the directory's lock
-    (``DeadlineError`` after its timeout).
+    Every process and thread may call all methods. Unless a method's docstring says otherwise, it
+    blocks only for the directory's lock (``DeadlineError`` after its timeout).
     """
 
     def __init__(self, directory: ReplayDirectory) -> None:
         self._directory = directory
+        self.width = 0
+        """``Word.WIDTH`` as this process expects it when it writes."""
 
     @property
     def directory(self) -> ReplayDirectory:
@@ -95,10 +105,11 @@ class SharedCursor:
         """Reserve slots for the rows ``start`` to ``stop`` of ``source``, and tickets for frames.
 
         Args:
-            source: [n, ...] per column.
+            source: the values of the rows, [n, ...] per column.
             reserve: a method that reserves the slots, called with ``arguments`` and ``plan=``. Its
-                module must be in ``_MODULES``, because a write counts as ended once the frame that
-                called these modules has returned.
+                module must be in ``_MODULES``, because a write belongs to the stack frame of the
+                function that called into these modules. When that function has returned, the write
+                has ended.
 
         Returns:
             The result of ``reserve``, and the plan, which is None without ``frames=``.
@@ -108,7 +119,7 @@ class SharedCursor:
             plan = None if frames is None else frames.plan(source, start, stop)
             try:
                 return reserve(*arguments, plan=plan), plan
-            except StalePlanError:  # others wrote many frames since the plan
+            except StalePlanError:  # other processes have written many frames since
                 continue
 
     def reserve(self, count: int, plan: Plan | None = None) -> Reservation:
@@ -121,9 +132,11 @@ class SharedCursor:
             DeadlineError: live writers hold so many slots that no run of ``count`` is free.
         """
         directory = self._directory
-        limit = largest_reservation(directory.capacity)
+        limit = max(largest_reservation(directory.capacity), self.width)
         if not 0 < count <= limit:
-            raise ValueError(f"a reservation takes 1 to {limit} rows, got {count}")
+            raise ValueError(
+                f"one reservation takes 1 to {limit} rows, got {count}; reserve fewer rows at once"
+            )
         deadline = time.monotonic() + directory.timeout_s
         while True:
             with directory.lock():
@@ -132,14 +145,16 @@ class SharedCursor:
                 return reservation
             if time.monotonic() > deadline:
                 raise DeadlineError(
-                    f"no {count} free slots in {directory.path} within "
-                    f"{directory.timeout_s:g} s: other processes hold reservations over the "
-                    f"whole ring of {directory.capacity}; use a larger capacity or fewer writers"
+                    f"waited {directory.timeout_s:g} s for {count} free neighbouring slots in "
+                    f"{directory.path}, but other processes are writing to slots all over the "
+                    f"buffer, whose capacity is {directory.capacity}; use a larger capacity or "
+                    "fewer writers"
                 )
             time.sleep(_RETRY_S)
 
     def try_reserve(self, count: int, plan: Plan | None = None) -> Reservation | None:
-        """Do :meth:`reserve` under the lock. Return None if other writers are in the way."""
+        """Try :meth:`reserve` once, under the lock. Return None if other writers hold too many
+        slots."""
         directory = self._directory
         self.check_unranked()
         row, capacity = self._free_row(), directory.capacity
@@ -149,27 +164,56 @@ class SharedCursor:
         reservation = self._take(row, ticket, count, Word.CURSOR, ticket + count, plan)
         if reservation is None:
             if self._live_claims(ticket, count):  # this call also ends claims of dead members
-                free = first_free_ticket(ticket, count, self._live_claims(), capacity)
+                claims = self._live_claims()
+                if self.width:
+                    claims = whole_lines(claims, self.width)
+                free = first_free_ticket(ticket, count, claims, capacity)
                 if free is None:
                     return None
                 ticket = free
             reservation = self._take(row, ticket, count, Word.CURSOR, ticket + count, plan)
         return reservation
 
+    def append(self, addresses: Sequence[int], count: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """Try to write and publish rows in one step, with the largest priority seen.
+
+        Args:
+            addresses: the address of each column's first row. The rows of a column are contiguous.
+
+        Returns:
+            The rows' slots and generations, int64 [count] each; or None, with nothing changed, if
+            the rows must be written by :meth:`reserve` and :meth:`publish`.
+        """
+        directory = self._directory
+        with directory.lock():
+            self.check_unranked()
+            if directory.words[Word.OLDEST_COLUMN]:
+                return None
+            leaf = default_leaf(directory)
+            done = directory.kernel.append(addresses, count, directory.member, leaf)
+        if done is None:
+            return None
+        first, generations = done
+        return _slots_of(slot_ranges(first, count, directory.capacity)), generations
+
     def check_unranked(self) -> None:
         """
         Raises:
-            ConfigurationError: only the best rows are kept, see ``ranking``.
+            ConfigurationError: the buffer keeps only its best rows, see ``ranking``; or its rows
+                have other dimensions, see ``dimensions``.
         """
+        if self._directory.words[Word.WIDTH] != self.width:
+            raise other_dimensions(self._directory, self.width)
         if self._directory.words[Word.RANKED]:
             raise ConfigurationError(
-                f"the rows in {self._directory.path} are kept by their rank, and rows in the order "
-                "of writing would overwrite the best ones: build the buffer with "
-                "writer=SharedMaxValueWriter(...), as in the other processes"
+                f"the rows in {self._directory.path} are kept by their rank, but the writer of "
+                "this process would overwrite the oldest rows, even those with the highest ranks; "
+                "build the buffer with writer=SharedMaxValueWriter(...), as in the other processes"
             )
 
     def _frames_admit(self, row: int, plan: Plan | None) -> bool:
-        """Whether a plan's frames can be reserved. Called under the lock, before :meth:`_take`."""
+        """Return whether a plan's frames can be reserved. Called under the lock, before
+        :meth:`_take`."""
         frames = self._directory.frames
         if frames is None or frames.admits(row, plan):
             return True
@@ -182,7 +226,7 @@ class SharedCursor:
         """Claim the slots for this process, and set ``word`` to ``value``. Called under the lock.
 
         Returns:
-            None if another claim is in the way."""
+            None if another claim has one of the slots."""
         directory = self._directory
         ranges = tuple(slot_ranges(first, count, directory.capacity))
         reservation = Reservation(row, first, count, ranges)
@@ -195,16 +239,16 @@ class SharedCursor:
         return None
 
     def publish(self, reservation: Reservation, priority: np.ndarray | None = None) -> np.ndarray:
-        """Make the written rows visible to every process: all, or none if the claim was lost.
+        """Make all written rows visible to every process, or none of them if the claim was lost.
 
         Args:
             reservation: from :meth:`reserve`. Its rows have been written.
-            priority: float64 [count], checked, without alpha and eps. Default: the largest priority
-                seen.
+            priority: float64 [count], before eps and alpha are applied, and valid according to
+                ``priorities.check_new``. Default: the largest priority seen.
 
         Returns:
             The generation of each row, int64 [count]. It is -1 if the buffer was emptied after the
-            reservation, which also drops these rows.
+            reservation, because emptying drops the rows.
         """
         with self._directory.lock():
             return self.publish_locked(reservation, priority)
@@ -212,7 +256,7 @@ class SharedCursor:
     def publish_locked(
         self, reservation: Reservation, priority: np.ndarray | None = None
     ) -> np.ndarray:
-        """Do :meth:`publish` under the lock."""
+        """Do the work of :meth:`publish` for a caller that holds the lock."""
         directory = self._directory
         row, first, count, _ = reservation
         generations = None
@@ -232,7 +276,7 @@ class SharedCursor:
             old = is_too_old(directory, slots)
             directory.begin()
             leaves[old] = 0.0
-            # first, because repair can recover a priority only from the leaves
+            # the leaves come first, because repair can recover a priority only from them
             directory.tree.set(slots, leaves)
             if old.any():
                 self._retire(slots[old])
@@ -244,11 +288,12 @@ class SharedCursor:
         return generations
 
     def _retire(self, slots: np.ndarray) -> None:
-        """Note that rows to be published are too old. Called between begin and commit."""
+        """Record that the rows that are about to be published in ``slots`` are too old. Called
+        between begin and commit."""
         directory = self._directory
         words = directory.words
         set_times_sampled(directory, slots, words[Word.MAX_TIMES_SAMPLED], published=False)
-        words[Word.AVAILABLE] -= slots.size  # publishing adds all rows
+        words[Word.AVAILABLE] -= slots.size  # because publishing adds all rows
         words[Word.RETIRED_ROWS] += slots.size
 
     def skip(self, count: int) -> None:
@@ -258,14 +303,15 @@ class SharedCursor:
         with directory.lock():
             self.check_unranked()
             directory.begin()
-            # INSERT_BASE moves too, because these rows can never be sampled
+            # INSERT_BASE grows, too, so that the limiter does not count these rows, which can never
+            # be sampled
             moved = (Word.CURSOR, Word.WRITE_COUNT, Word.INSERT_BASE)
             directory.store_all({word: words[word] + count for word in moved})
             directory.commit()
 
     def abandon(self, reservation: Reservation) -> None:
-        """Release the slots without publishing them. They stay unpublished until the ring reaches
-        them again."""
+        """Release the slots without publishing them. The slots stay unpublished until the ring
+        reaches them again."""
         directory = self._directory
         with directory.lock():
             if self._owns(reservation) and not directory.holds_its_equal(reservation):
@@ -276,13 +322,13 @@ class SharedCursor:
         """Abandon this thread's writes that an interrupt (Ctrl-C) cut off.
 
         Called before a write begins. A write that a signal handler interrupted keeps its slots,
-        because it continues after the handler.
+        because the write continues after the handler.
         """
         for reservation in self._directory.interrupted_writes():
             self.abandon(reservation)
 
     def _hold(self, reservation: Reservation) -> None:
-        """Note before the claim that this thread writes, so that no claim is without a note."""
+        """Record that this thread writes. Called before the claim, so that each claim is noted."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_globals["__name__"] in _MODULES:
             frame = frame.f_back
@@ -290,10 +336,10 @@ class SharedCursor:
         self._directory.hold(reservation, frame)
 
     def claim_slots(self, slots: np.ndarray, plan: Plan | None = None) -> list[Reservation]:
-        """Reserve given slots to write them in place. They keep their position in the ring.
+        """Reserve given slots to write them in place. The slots keep their position in the ring.
 
         Args:
-            slots: distinct slots, int64 [n]. Their rows are unpublished until the write is
+            slots: distinct slots, int64 [n]. The rows there stay unpublished until this write is
                 published, as in any write.
             plan: the frames of the rows, if the slots are neighbours.
 
@@ -322,8 +368,8 @@ class SharedCursor:
         return taken
 
     def _claim_run(self, start: int, count: int, plan: Plan | None) -> Reservation | None:
-        # Not in ``claim_slots``, because a frame that cleans up after an interrupt must not hold
-        # the lock, see ``FairLock``.
+        # ``claim_slots`` cleans up after an interrupt. At that time, its own stack frame must not
+        # hold the lock (see ``FairLock``), so the code that holds the lock is in this method.
         with self._directory.lock():
             return self._try_claim_run(start, count, plan)
 
@@ -332,8 +378,9 @@ class SharedCursor:
         directory = self._directory
         if time.monotonic() > deadline:
             raise DeadlineError(
-                f"slots {first} to {last} of {directory.path} were being written by others for "
-                f"{directory.timeout_s:g} s; are they stopped? Continue or kill them"
+                f"waited {directory.timeout_s:g} s for slots {first} to {last} of "
+                f"{directory.path}, but other processes are still writing to these slots; if these "
+                "processes are stopped, continue them (SIGCONT) or kill them"
             )
         time.sleep(_RETRY_S)
 
@@ -343,20 +390,20 @@ class SharedCursor:
         row, words = self._free_row(), self._directory.words
         if row is None or self._live_claims(start, count) or not self._frames_admit(row, plan):
             return None
-        high = max(words[Word.IN_PLACE], start + count)  # the ring may not have reached the slots
+        high = max(words[Word.IN_PLACE], start + count)  # the cursor may not be there yet
         return self._take(row, start, count, Word.IN_PLACE, high, plan)
 
     def wait_for_rows(self, deadline: float, least: int = 1) -> bool:
-        """Wait until ``least`` rows are published, as long as a live process is writing some.
+        """Wait until ``least`` rows are published, but only while a live process is writing rows.
 
         Args:
             deadline: on ``time.monotonic``.
 
         Returns:
-            False if fewer are published, and no live process is writing any.
+            False if fewer rows are published, and no live process is writing rows.
 
         Raises:
-            DeadlineError: it passed; the message names the writers.
+            DeadlineError: the deadline passed; the message names the writers.
         """
         directory = self._directory
         self.drop_interrupted()
@@ -374,9 +421,10 @@ class SharedCursor:
             if time.monotonic() > deadline:
                 raise DeadlineError(
                     f"waited {directory.timeout_s:g} s for {least} published rows of "
-                    f"{directory.path}, but processes {sorted(writers)} have not published theirs; "
-                    "are they stopped? Continue or kill them (rows of a killed one are "
-                    "dropped), or allow more with timeout_s"
+                    f"{directory.path}, but processes {sorted(writers)} have not finished the rows "
+                    "that they are writing; if these processes are stopped, continue them "
+                    "(SIGCONT) or kill them (the unfinished rows of a killed process are dropped), "
+                    "or pass a larger timeout_s"
                 )
             time.sleep(_RETRY_S)
 
@@ -393,10 +441,10 @@ class SharedCursor:
         """Empty the directory, then set words and the cursor.
 
         Args:
-            cursor: the next ticket of the saved directory. Tickets never decrease, so the next
-                ticket here is the first with the same slot that is below neither ``cursor`` nor the
-                present one.
-            high: slots in use.
+            cursor: the next ticket of the saved directory. The next ticket of this
+                directory becomes the smallest ticket that has the same slot and is not below
+                ``cursor`` or the current next ticket, because tickets never decrease.
+            high: number of slots in use.
             values: other words to set.
             limiter: the limiter's counts, see ``Gate.set_state``.
             length: number of rows that will be published.
@@ -408,7 +456,7 @@ class SharedCursor:
         words = directory.words
         with directory.lock():
             directory.begin()
-            words[Word.EMPTYING] = _WITH_COUNTS  # a kill in here leaves an empty buffer
+            words[Word.EMPTYING] = _WITH_COUNTS  # after a kill, repair completes the emptying
             empty_locked(directory)
             now = words[Word.CURSOR]
             words[Word.CURSOR] = max(cursor, now + (cursor - now) % directory.capacity)
@@ -430,9 +478,10 @@ class SharedCursor:
     def claim_unless_passed(
         self, slot: int, count: int, since: int, plan: Plan | None = None
     ) -> Reservation | None:
-        """Reserve ``count`` slots from ``slot`` on, except those reserved since ticket ``since``.
+        """Reserve the ``count`` slots from ``slot`` on, except those that have been reserved since
+        the cursor was at ticket ``since``.
 
-        The excepted slots are the first of the run. Returns ``None`` if no slot is left. Blocks
+        The excepted slots come first in the range. Returns ``None`` if no slot is left. Blocks
         while other processes write the remaining slots.
 
         Raises:
@@ -456,8 +505,9 @@ class SharedCursor:
     ) -> None:
         """Make written rows visible, with leaves ``leaf``, float64 [count].
 
-        Their version is ``version``, or the next version of their slot if that is larger. The
-        leaves are converted if ``alpha``, their exponent, is given and has changed since.
+        Each row gets the version ``version``, or the next version of its slot if that is larger.
+        ``alpha`` is the exponent with which the leaves were computed. If it is given, the leaves
+        are converted to the current exponent.
         """
         directory = self._directory
         words = directory.words
@@ -471,7 +521,7 @@ class SharedCursor:
             if alpha is not None:
                 leaf = under_alpha_now(directory, leaf, alpha)
             # Rows with a leaf of 0 had reached the saved ``max_times_sampled``. They may be sampled
-            # again if the present limit is higher; the counts of all other rows restart.
+            # again if the current limit is higher; the counts of all other rows restart.
             used_up = np.flatnonzero(leaf == 0)
             times = words[Word.RESTORED_TIMES]
             if directory.times_sampled is None or times < words[Word.MAX_TIMES_SAMPLED]:
@@ -479,7 +529,8 @@ class SharedCursor:
                 leaf[used_up] = default_leaf(directory)
             directory.tree.set_range(start, stop, leaf)
             words[Word.NEXT_WRITE_COUNT] = words[Word.WRITE_COUNT]
-            # odd, so not published yet; repair can publish them, because the leaves are stored
+            # odd versions, so the rows are not published yet; repair can publish the rows, because
+            # their leaves are stored
             versions[:] = np.maximum(versions, version - 1)
             claim[CLAIM_STATE] = CLAIM_PUBLISHING
             if directory.times_sampled is not None:
@@ -497,7 +548,7 @@ class SharedCursor:
         return sum(count for _, count in self._live_claims())
 
     def being_written(self, slots: np.ndarray) -> np.ndarray:
-        """Return whether a live process will publish a row in each slot, bool [n].
+        """Return for each slot whether a live process will publish a row there, bool [n].
 
         Called under the lock."""
         directory = self._directory
@@ -513,8 +564,9 @@ class SharedCursor:
     def _live_claims(self, first: int = 0, count: int | None = None) -> list[tuple[int, int]]:
         """Return ``(first ticket, count)`` of each live claim, and end the claims of dead members.
 
-        With ``count``, only claims on the slots of ``count`` tickets from ``first`` on. The slots
-        of dead members are free then, because they are unpublished. Called under the lock.
+        If ``count`` is given, only claims on the slots of the ``count`` tickets from ``first`` on
+        are considered. When a claim has ended, its slots are free, because they are unpublished.
+        Called under the lock.
         """
         directory = self._directory
         claims = directory.claims[: directory.words[Word.CLAIM_ROWS]]
@@ -548,18 +600,19 @@ class SharedCursor:
     def _still_ours(self, reservation: Reservation) -> bool:
         """Return whether the reservation may be published. Called under the lock.
 
-        It is False if the buffer was emptied after the reservation. The reservation then ends here.
+        The result is False if the buffer was emptied after the reservation. In this case, this
+        method also ends the reservation.
 
         Raises:
-            RuntimeError: other processes took it over although this process lives.
+            RuntimeError: other processes took the reservation over although this process is alive.
         """
         directory = self._directory
         if not self._owns(reservation):
             raise RuntimeError(
-                f"the reservation of tickets {reservation.first_ticket} to "
-                f"{reservation.first_ticket + reservation.count - 1} in {directory.path} was "
-                "taken over, because this process's locks on the directory were dropped. Did some "
-                "code close descriptors that it did not open?"
+                "other processes took over the slots that this process had reserved (tickets "
+                f"{reservation.first_ticket} to {reservation.first_ticket + reservation.count - 1} "
+                f"in {directory.path}), because this process had lost its locks on the directory; "
+                "look for code that closes file descriptors that it did not open"
             )
         claim = directory.claims[reservation.row]
         if claim[CLAIM_STATE] != CLAIM_DISCARDED:
@@ -578,8 +631,8 @@ class SharedCursor:
 
 
 def empty(directory: ReplayDirectory, *, reset_write_count: bool = True) -> None:
-    """Unpublish every row. Generations continue to grow, so a slot and an earlier generation name
-    no row."""
+    """Unpublish every row. Generations continue to grow, so a slot together with an earlier
+    generation never names a new row."""
     with directory.lock():
         directory.begin()
         directory.words[Word.EMPTYING] = _WITH_COUNTS if reset_write_count else _ROWS_ONLY
@@ -593,9 +646,9 @@ _ROWS_ONLY, _WITH_COUNTS = 1, 2  # values of Word.EMPTYING
 
 
 def finish_emptying(directory: ReplayDirectory) -> None:
-    """Empty the buffer as EMPTYING says. Called under the lock.
+    """Empty the buffer in the way that ``Word.EMPTYING`` names. Called under the lock.
 
-    It also completes the work of a process that was killed between two of its stores."""
+    This function also completes an emptying whose process was killed between two stores."""
     words = directory.words
     empty_locked(directory)
     if words[Word.EMPTYING] == _WITH_COUNTS:
@@ -609,7 +662,7 @@ def finish_emptying(directory: ReplayDirectory) -> None:
 
 
 def empty_locked(directory: ReplayDirectory) -> None:
-    """Do :func:`empty` for a caller that holds the lock and has begun a change."""
+    """Do the work of :func:`empty` for a caller that holds the lock and has begun a change."""
     words, claims = directory.words, directory.claims
     claims[claims[:, CLAIM_COUNT] > 0, CLAIM_STATE] = CLAIM_DISCARDED
     directory.kernel.unpublish(0, directory.capacity)
@@ -625,10 +678,11 @@ def empty_locked(directory: ReplayDirectory) -> None:
 def repair(directory: ReplayDirectory) -> None:
     """Repair the state after a holder of the lock was killed. Called under the lock.
 
-    Stores in the journal, a change of alpha, an emptying and publications are completed if they had
-    begun. A publication can be completed, because its rows are whole, even if an interrupt cut it
-    off in a live process. Other claims of dead members lapse, and a patch loses its rows. Then
-    leaves and length are corrected by the versions, and the tree by the leaves.
+    It completes stores in the journal, a change of alpha, an emptying and publications that had
+    begun. The rows of a publication are whole, so it can be completed even if an interrupt cut it
+    off in a live process. Other claims of dead members lapse, and the rows of an interrupted patch
+    are dropped. Then leaves and length are corrected to fit the versions, and the tree to fit the
+    leaves.
     """
     claims, versions, tree = directory.claims, directory.versions, directory.tree
     if directory.words[Word.JOURNAL]:

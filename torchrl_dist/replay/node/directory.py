@@ -15,7 +15,7 @@ Files::
     pass.bin        with sampling without replacement: the rows left in the pass; see ``passes``
     frames.json     with ``frames=``: the keys whose frames are stored once; see ``frames``
 
-``files`` defines when each of them is created, adopted and removed.
+The module ``files`` defines when each of these files is created, adopted and removed.
 
 Invariants at every instant, even if processes are killed:
 
@@ -26,7 +26,7 @@ Invariants at every instant, even if processes are killed:
    after the last one. A process that takes the lock and finds ``DIRTY`` set repairs what the killed
    holder left (:meth:`ReplayDirectory.lock`, ``cursor.repair``).
 3. Rows are written outside the lock, only by the member whose claim covers their slots, while
-   their versions are odd. Claims of live members never share a slot. Claims of dead ones lapse.
+   their versions are odd. Claims of live members never share a slot. Claims of dead members lapse.
    Patches and ranked rows (``ranking``) are written under the lock.
 4. Versions and tickets never decrease, so (slot, version // 2) permanently names one row. The only
    exception is the odd version of a row that is being patched (``patches``).
@@ -112,7 +112,8 @@ class Held(NamedTuple):
 
     reservation: Any
     frame: FrameType
-    """The frame of the write. While it is on the thread's stack, the write continues."""
+    """The stack frame of the write. The write continues as long as this frame is on its thread's
+    stack."""
     thread: int
 
 
@@ -127,15 +128,17 @@ class ReplayDirectory:
         versions: int64 [capacity].
         claims: int64 [MAX_CLAIMS, 4].
         tree: the priority tree.
-        kernel: makes the changes to the tables, see ``kernel``.
+        kernel: the object that changes the tables, see the module ``kernel``.
         member: id of this process, ``serial * MAX_MEMBERS + index``; unique in the directory.
         sharers: number of storages of this process that share the view.
-        pid: process of this member. After a fork, it is the parent's until the first use.
-        fair_lock: the lock without repair, on bytes of the file ``lock_fd``.
-        repair: repairs the state after a killed holder.
+        pid: id of this member's process. In a forked child, this is the parent's id until the child
+            first uses the directory.
+        fair_lock: the lock on bytes of the file ``lock_fd``. Entering it does not repair the state.
+        repair: the function that repairs the state after a holder of the lock was killed.
         gate: the gate of the rate limiter, or None.
         users: int64 [MAX_MEMBERS, 5], with a limiter, see ``gate``.
-        times_sampled: int64 [capacity], with a limiter that has ``max_times_sampled``.
+        times_sampled: int64 [capacity], with a limiter that has ``max_times_sampled``; see the
+            module ``times_sampled``.
     """
 
     gate: Admission | None = None
@@ -171,11 +174,12 @@ class ReplayDirectory:
     def lock(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager for exclusive use of the shared state.
 
-        On entry it repairs the state if a holder was killed. Its holder must not enter it again.
-        Changes belong between :meth:`begin` and :meth:`commit`.
+        Entering repairs the state if a holder was killed. A thread that holds the lock must not
+        enter again. Changes belong between :meth:`begin` and :meth:`commit`.
 
         Raises:
-            DeadlineError: on entry, after ``timeout_s``, naming the holder.
+            DeadlineError: on entry, if the lock was not free within ``timeout_s``. The message
+                names the holder.
             DirectoryError: on entry, if the directory was closed.
         """
         return self
@@ -186,7 +190,7 @@ class ReplayDirectory:
         fair_lock = self.fair_lock
         fair_lock.check_entry()
         try:
-            fair_lock.__enter__()  # checks after the wait whether the lock was closed
+            fair_lock.__enter__()  # raises if the lock was closed during the wait
             if self.words[Word.DIRTY]:
                 self.repair(self)
             fair_lock.inside = sys._getframe(1)
@@ -205,7 +209,8 @@ class ReplayDirectory:
             raise
 
     def check_entry(self) -> None:
-        """Check that this thread may wait for another lock, whose holder may wait for :meth:`lock`.
+        """Check that this thread may wait for another lock whose holder may be waiting for
+        :meth:`lock`.
 
         Raises:
             DirectoryError: this thread holds the directory's lock, so it is in a signal handler
@@ -217,20 +222,20 @@ class ReplayDirectory:
             once(LOCKS.joining)
 
     def begin(self) -> None:
-        """Announce a change. Call it first under the lock."""
+        """Announce a change. Call this method under the lock, before the first store."""
         self.words[Word.DIRTY] = 1
 
     def commit(self) -> None:
-        """Mark the change as complete. Call it last under the lock."""
+        """Mark the change as complete. Call this method under the lock, after the last store."""
         self.words[Word.DIRTY] = 0
 
     def store_all(self, values: Mapping[int, int]) -> None:
         """Store several words between :meth:`begin` and :meth:`commit`.
 
-        If the process is killed meanwhile, either all of them are stored or none.
+        Even if the process is killed during the call, either all words are stored, or none of them.
 
         Args:
-            values: values by :class:`Word`, or by :meth:`cell` of the user table.
+            values: the new values, by :class:`Word` or by :meth:`cell` of the user table.
         """
         words = self.words
         at: int = Word.JOURNAL
@@ -238,11 +243,12 @@ class ReplayDirectory:
         for entry in values.items():
             words[at + 1], words[at + 2] = entry
             at += 2
-        words[Word.JOURNAL] = len(values)  # from here on, repair stores them
+        words[Word.JOURNAL] = len(values)  # from here on, repair can complete the stores
         self.finish_storing()
 
     def finish_storing(self) -> None:
-        """Make the stores that :meth:`store_all` put into the journal. Repair repeats this."""
+        """Make the stores that :meth:`store_all` put into the journal. After a kill, repair makes
+        them again."""
         words = self.words
         for at in range(words[Word.JOURNAL]):
             where, value = words[Word.JOURNAL + 1 + 2 * at], words[Word.JOURNAL + 2 + 2 * at]
@@ -254,11 +260,11 @@ class ReplayDirectory:
 
     @staticmethod
     def cell(row: int, column: int) -> int:
-        """Return the place of a cell of the user table, for :meth:`store_all`."""
+        """Return a cell of the user table as a key for :meth:`store_all`."""
         return CONTROL_WORDS + row * USER_COLUMNS + column
 
     def is_alive(self, member: int) -> bool:
-        """Return whether the member's process lives. It may be stopped."""
+        """Return whether the member's process is alive. A stopped process is alive, too."""
         if member == self.member:
             return True
         serial, index = divmod(member, MAX_MEMBERS)
@@ -268,7 +274,8 @@ class ReplayDirectory:
 
     @property
     def identity(self) -> int:
-        """The identity of this directory. A later directory at the same path has another one."""
+        """The identity of this directory. A later directory at the same path has another
+        identity."""
         return self.words[Word.IDENTITY]
 
     @property
@@ -282,7 +289,7 @@ class ReplayDirectory:
         return bool(self.words[Word.KEEP] or self.words[Word.INTERRUPTED])
 
     def live_members(self) -> list[int]:
-        """Return the ids of members whose process lives."""
+        """Return the ids of members whose process is alive."""
         serials = self.members[:, MEMBER_SERIAL]
         ids = [int(serials[i]) * MAX_MEMBERS + int(i) for i in np.flatnonzero(serials)]
         return [member for member in ids if self.is_alive(member)]
@@ -294,9 +301,10 @@ class ReplayDirectory:
     # --- writes of this process --------------------------------------------------------------
 
     def hold(self, reservation: Any, frame: FrameType) -> None:
-        """Note that this thread writes until ``frame`` has returned.
+        """Record that this thread writes until ``frame`` has returned.
 
-        Called under the lock before the claim, so that no interrupt leaves a claim without a note.
+        Called under the lock before the claim, so that the claim is recorded even if an interrupt
+        follows.
 
         Raises:
             DirectoryError: this process is leaving the directory.
@@ -309,13 +317,13 @@ class ReplayDirectory:
         self._held[id(reservation)] = Held(reservation, frame, threading.get_ident())
 
     def let_go(self, reservation: Any) -> None:
-        """Note that the write has ended."""
+        """Record that the write has ended."""
         self._held.pop(id(reservation), None)
 
     def holds_its_equal(self, reservation: Any) -> bool:
         """Return whether another write has the same slots. Called under the lock.
 
-        If so, this write was interrupted before it claimed them."""
+        If so, this write was interrupted before it claimed the slots."""
         return any(
             held.reservation == reservation and held.reservation is not reservation
             for held in list(self._held.values())
@@ -345,7 +353,8 @@ class ReplayDirectory:
                 if is_on_stack(held.frame, tops.get(held.thread))
             }
         finally:
-            tops.clear()  # this frame is among them, and would keep all of them alive
+            # the values include this frame, and this cycle of references would keep them alive
+            tops.clear()
 
     # --- scalars -----------------------------------------------------------------------------
 
@@ -358,10 +367,15 @@ class ReplayDirectory:
     def high(self) -> int:
         """Number of slots in use, 0 .. capacity.
 
-        These are the slots from 0 on that were reserved since the buffer was last empty, or that
-        precede a slot written in place."""
+        These are the slots from 0 on that were reserved since the buffer was last emptied. If a
+        slot was written in place, it and all slots before it are in use, too."""
         words = self.words
         return min(max(words[Word.CURSOR] - words[Word.BASE], words[Word.IN_PLACE]), self.capacity)
+
+    @property
+    def width(self) -> int:
+        """The size of the rows' second dimension, or 0; see ``dimensions``."""
+        return max(0, self.words[Word.WIDTH])
 
     def get_float(self, word: Word) -> float:
         return self.floats[word]
@@ -372,7 +386,7 @@ class ReplayDirectory:
     def count(self, word: Word, amount: int = 1) -> None:
         """Add to a counter, with or without the lock.
 
-        Without the lock, one of two simultaneous additions may get lost, which is harmless in
+        Without the lock, one of two simultaneous additions may be lost, which is harmless in
         statistics."""
         self.words[word] += amount
 
@@ -394,7 +408,8 @@ class ReplayDirectory:
     def tensors(self) -> list[torch.Tensor]:
         """The shared rows, one tensor [capacity, ...] per column of :attr:`rows`.
 
-        Instead of stored frames, a column has zeros that take no memory, see :meth:`read`."""
+        A column whose frames are stored once has zeros here, which take no memory; see
+        :meth:`read`."""
         if self._rows is None and self.rows is None:
             return []
         return self._tensors
@@ -403,22 +418,23 @@ class ReplayDirectory:
     def arrays(self) -> list[np.ndarray]:
         """:attr:`tensors` as arrays, see :func:`array_of`.
 
-        Instead of stored frames, a column has their cells, int32 [capacity, stack]."""
+        A column whose frames are stored once has the cells of its frames, int32 [capacity,
+        stack]."""
         if self._rows is None and self.rows is None:
             return []
         return self._arrays
 
     @property
     def frames(self) -> Frames | None:
-        """The frames that are stored once, or None if no such rows were written."""
+        """The frames that are stored once, or None if no row with such frames was written."""
         if self._rows is None and self.rows is None:
             return None
         return self._frames
 
     def read(self, slots: np.ndarray | slice) -> list[np.ndarray]:
-        """Return the values in these slots, [n, ...] per column, without a check of their versions.
+        """Return the values in these slots, [n, ...] per column, without checking their versions.
 
-        They are copies, except slices of columns without stored frames."""
+        The values are copies, unless the slots are a slice and the column has no stored frames."""
         columns = self._taken(slots)
         return columns if self._frames is None else self._frames.expand(columns, _take)
 
@@ -434,22 +450,25 @@ class ReplayDirectory:
         return _take(self.arrays, slots)
 
     def set_frames(self, stacks: Mapping[tuple[str, ...], int]) -> None:
-        """Set the keys whose frames are stored once, before the first rows, for all processes.
+        """Set the keys whose frames are stored once, for all processes.
+
+        Call it before the first row is written.
 
         Args:
             stacks: number of frames per value, by key.
 
         Raises:
-            ConfigurationError: other keys are set, or there are rows without stored frames.
+            ConfigurationError: the directory has other keys, or rows whose frames are not stored
+                once.
         """
         with self.lock():
             known = self._stacks()
             if self.words[Word.ROWS_READY] or self.words[Word.FRAMES_SET]:
                 if known != stacks:
                     raise ConfigurationError(
-                        f"frames={shown(stacks)}: {self.path} is used with "
+                        f"frames={shown(stacks)}: {self.path} was set up with "
                         f"{f'frames={shown(known)}' if known else 'no frames'}; pass the same "
-                        "frames in every process, and use a new scratch_dir to change them"
+                        "frames= in every process, or choose a new scratch_dir for other frames="
                     )
                 return
             entries = [{"key": list(key), "stack": stack} for key, stack in stacks.items()]
@@ -466,7 +485,8 @@ class ReplayDirectory:
             raise damaged(self.path, f"{files.FRAMES} cannot be read ({error})") from error
 
     def spec_for(self, spec: RowSpec) -> RowSpec:
-        """Return the spec of the rows. Before the first row, it is what ``spec`` would become."""
+        """Return the spec of the rows. Before the first row is written, return the spec that rows
+        with ``spec`` would get."""
         if self.rows is not None:
             return self.rows
         spec = with_stacks(spec, self._stacks())
@@ -475,18 +495,20 @@ class ReplayDirectory:
         return replace(spec, columns=(*spec.columns, *more)) if more else spec
 
     def create_rows(self, spec: RowSpec) -> None:
-        """Allocate the data files. The first writer calls it. Blocks while another process does so.
+        """Allocate the data files before the first row is written. Blocks while another process
+        allocates them.
 
         Raises:
-            ConfigurationError: the rows do not have the frames that are set.
-            DirectoryError: the disk has no room for them. No file is left behind.
+            ConfigurationError: the rows lack a key of ``frames=``, or its values are not stacks of
+                frames.
+            DirectoryError: the disk has no room for the files. No file is left behind.
         """
         with self.lock():
             if self.words[Word.ROWS_READY]:
                 return
             spec = self.spec_for(spec)
             frame_files = file_sizes(self.capacity, spec)
-            files.remove_data(self.path)  # left by a first writer that was killed in here
+            files.remove_data(self.path)  # a writer that was killed here may have left them
             folder = self.path / files.DATA
             try:
                 write_json(self.path / files.ROWS, spec.as_json())
@@ -498,15 +520,16 @@ class ReplayDirectory:
             except FileExistsError as error:
                 (self.path / files.ROWS).unlink()
                 raise DirectoryError(
-                    f"{folder} holds files of another program; remove them"
+                    f"{folder} already exists, with files of another program; remove them, or "
+                    "choose another scratch_dir"
                 ) from error
             except OSError as error:
                 files.remove_data(self.path)
                 wanted = data_size(spec, self.capacity) / 2**20
                 raise DirectoryError(
-                    f"could not allocate {wanted:.0f} MiB for {self.capacity} rows in "
-                    f"{self.path}: {error}; free space there, choose another scratch_dir or a "
-                    "smaller capacity"
+                    f"could not allocate {wanted:.0f} MiB for {self.capacity} rows in {self.path}: "
+                    f"{error}; free space there, or choose another scratch_dir or a smaller "
+                    "capacity"
                 ) from error
             self.words[Word.ROWS_READY] = 1
 
@@ -518,7 +541,7 @@ class ReplayDirectory:
             shape = (self.capacity, *column.shape)
             file = self.path / files.DATA / column.file_name
             buffer = map_file(file, data_bytes(column, self.capacity))
-            with torch.inference_mode(False):  # otherwise later writes outside that mode would fail
+            with torch.inference_mode(False):  # otherwise later writes in normal mode would fail
                 if column.stack:
                     tensors.append(torch.zeros((), dtype=column.dtype).expand(shape))
                     cells = np.frombuffer(buffer, np.int32).reshape(self.capacity, column.stack)
@@ -533,6 +556,7 @@ class ReplayDirectory:
             self._frames = Frames(
                 self.path / files.DATA, spec, self.versions, self.claims, self.words, self.kernel
             )
+        self.kernel.use_columns(arrays)
         self._tensors = tensors
         self._arrays = arrays
         self._rows = spec
@@ -541,7 +565,7 @@ class ReplayDirectory:
 
     def map_state(self) -> None:
         control = map_file(self.path / "control.bin", control_bytes())
-        # memoryviews return plain Python numbers, faster than NumPy returns scalars
+        # a memoryview is faster than an array, and returns plain Python numbers, not NumPy scalars
         self.words = memoryview(control)[: 8 * CONTROL_WORDS].cast("q")
         self.floats = memoryview(control)[: 8 * CONTROL_WORDS].cast("d")
         self.fair_lock.share_waiting(self.words, Word.WAITING)
@@ -578,7 +602,7 @@ class ReplayDirectory:
         self.times_sampled = tables[users:] if self.words[Word.MAX_TIMES_SAMPLED] else None
 
     def ask_for_numbers(self, hidden: ColumnSpec) -> None:
-        """Store numbers of rows in a hidden column. Call it before the first row is written.
+        """Add a hidden column with the numbers of rows. Call this before the first row is written.
 
         Raises:
             ConfigurationError: there are already rows without numbers.
@@ -589,10 +613,10 @@ class ReplayDirectory:
                 self.words[Word.HIDDEN] |= 1 << HIDDEN.index(hidden)
             elif hidden not in spec.columns:
                 raise ConfigurationError(
-                    f"the rows in {self.path} do not tell which row follows which, because no "
-                    "buffer asked for this before the first row was written; use the same sampler "
-                    "and sample_unit in the buffers of all processes. To sample slices, you can "
-                    "also store a trajectory id per row and pass traj_key="
+                    f"the rows in {self.path} do not record which row follows which, because no "
+                    "buffer needed this when the first row was written; use the same sampler and "
+                    "sample_unit in the buffers of all processes. To sample slices, you can also "
+                    "store a trajectory id per row and pass traj_key="
                 )
 
     def map_pass_table(self, size: int) -> np.ndarray:
@@ -624,19 +648,19 @@ class ReplayDirectory:
                 self.member = serial * MAX_MEMBERS + index
                 return
         raise DirectoryError(
-            f"more than {MAX_MEMBERS} processes share {self.path}; end some, or let them use the "
-            "buffer by RPC (replay_buffer)"
+            f"{MAX_MEMBERS} processes share {self.path} already, and no more can join; end some of "
+            "these processes, or let some use the buffer over RPC (replay_buffer)"
         )
 
     def join_after_fork(self) -> None:
         """Join as a new member, because a forked child inherits the mappings but no lock."""
         with once(LOCKS.joining):
             if self.pid == os.getpid():
-                return  # another thread has done it
+                return  # another thread has joined
             old = self.lock_fd, self.fair_lock, self._identity
             if self.fair_lock.closed:
                 raise DirectoryError(
-                    f"replay directory {self.path} was closed before the fork of this process; "
+                    f"replay directory {self.path} was closed before this process was forked; "
                     "build the storage again to use it"
                 )
             try:
@@ -651,7 +675,8 @@ class ReplayDirectory:
                 self.lock_fd, self.fair_lock, self._identity = old
                 raise DirectoryError(
                     f"replay directory {self.path} was removed before this forked process first "
-                    "used it; fork while another process has it open, or build it with keep=True"
+                    "used it; let another process keep it open until then, or build it with "
+                    "keep=True"
                 )
             close_lock_file(old[0])
             self.fair_lock.share_waiting(self.words, Word.WAITING)
@@ -663,7 +688,7 @@ class ReplayDirectory:
             leave_at_exit()
 
     def is_at_path(self) -> bool:
-        """Return whether the directory at our path is still the one that we have open."""
+        """Return whether the directory at the path is still the one that this view has open."""
         try:
             status = os.stat(self.path / "lock")
         except OSError:
@@ -674,8 +699,8 @@ class ReplayDirectory:
         """End this process's membership. The last process that leaves at a clean end removes all
         files.
 
-        Other processes may take the slots of a process that is not a member. So this waits until
-        the writes of this process have ended, and no new write can begin.
+        Other processes may take the slots of a process that is not a member. This method therefore
+        waits until the writes of this process have ended and no new write can begin.
 
         Raises:
             DeadlineError: a write of another thread did not end within ``timeout_s``, or the lock
@@ -694,7 +719,8 @@ class ReplayDirectory:
             files.remove(doomed)
 
     def _leave_between_writes(self, clean: bool) -> Path | None:
-        """Leave, and return the folder that must be removed, or None."""
+        """Leave when this process has no write in progress. Return the result of
+        :meth:`_give_up_membership`."""
         deadline = time.monotonic() + self.timeout_s
         while True:
             self.fair_lock.check_entry()
@@ -713,12 +739,14 @@ class ReplayDirectory:
             if time.monotonic() > deadline:
                 raise DeadlineError(
                     f"waited {self.timeout_s:g} s to close replay directory {self.path}: other "
-                    "threads of this process are still writing to it"
+                    "threads of this process are still writing to it; close it after these writes "
+                    "have ended"
                 )
             time.sleep(_RETRY_S)
 
     def _give_up_membership(self, clean: bool) -> Path | None:
-        """End the membership, and return the folder that must be removed, under its new name.
+        """End the membership. Return the folder's new path if it was renamed for removal, otherwise
+        None.
 
         Called under the lock."""
         index = self.member % MAX_MEMBERS
@@ -734,7 +762,8 @@ class ReplayDirectory:
 
 
 OPEN: dict[tuple[int, int], ReplayDirectory] = {}
-"""One view per directory and process, hence one member."""
+"""The views of the directories that this process has open, by device and inode of the lock file.
+There is only one view per directory, so this process is only one member."""
 
 
 class _Locks:
@@ -773,7 +802,8 @@ def leave_at_exit() -> None:
 
 
 def _leave_all() -> None:
-    """Leave all directories at the end of the process. After an unhandled exception, keep them."""
+    """Leave all directories at the end of the process. After an unhandled exception, keep their
+    files."""
     clean = getattr(sys, "last_value", None) is None and sys.exc_info()[1] is None
     for view in list(OPEN.values()):
         # if a write does not end, this process stays a member until the process has ended

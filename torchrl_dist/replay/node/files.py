@@ -1,8 +1,8 @@
-"""The files in a folder: which folder may become a replay directory, and what is removed.
+"""Check whether a folder may become a replay directory, and remove the files of a directory.
 
 Only files of this project are removed, each by its name, and only if a header marks them as this
-project's. The header is removed last, and a folder only once it is empty. No file is created in a
-folder that holds something else.
+project's. The header is removed last. A folder is removed only once it is empty. No file is created
+in a folder that holds something else.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ _NEW_HEADER, _NEW_ROWS, _NEW_FRAMES = (
     own_files.temporary(Path(name)).name for name in (HEADER, ROWS, FRAMES)
 )
 CLAIM = "claim.json"
-"""The recipe's run that the rows belong to; see ``recipes.training.run_directory``."""
+"""The file that names the recipe's run to which the rows belong; see
+``recipes.training.run_directory``."""
 _MADE_BEFORE_HEADER = frozenset({LOCK, *TABLES, _NEW_HEADER})
 _LIMITER = "limiter.bin"
 PASS = "pass.bin"
 FRAMES_OF_CLAIMS = "frames=.bin"
-"""In the data folder, see ``frames``. The name of a column's file has no "=" in this place."""
+"""A file in the data folder, see ``frames``. No column's file can have this name, because of the
+"="."""
 _MADE = _MADE_BEFORE_HEADER | {
     HEADER, _BEING_REMOVED, ROWS, _NEW_ROWS, DATA, _LIMITER, PASS, CLAIM, FRAMES, _NEW_FRAMES,
 }  # fmt: skip
@@ -53,7 +55,7 @@ class Header:
     Attributes:
         capacity: slots of the ring.
         job_id: the job that the directory belongs to.
-        starter: ``world.process_stamp`` of the process without which the job cannot be restarted,
+        starter: ``world.process_stamp`` of the process without which the job cannot be restarted.
             None if there is no such process, :data:`SLURM` if Slurm knows the job.
     """
 
@@ -66,7 +68,7 @@ class Header:
 
 
 def damaged(path: Path, found: str) -> DirectoryError:
-    """Return the error for a directory whose files are not as they were written."""
+    """Return the error for a directory with damaged files."""
     return DirectoryError(
         f"replay directory {path} is damaged: {found}. Nothing was changed; choose another "
         "scratch_dir, or remove the folder if you do not need its rows"
@@ -78,7 +80,7 @@ def read_header(folder: Path, name: str = HEADER) -> Header:
 
     Raises:
         FileNotFoundError: there is no such file.
-        DirectoryError: it cannot be read, or is not of this version's format.
+        DirectoryError: the file cannot be read, or its format is not that of this version.
     """
     try:
         content = json.loads(own_files.read_ours(folder / name))
@@ -90,15 +92,21 @@ def read_header(folder: Path, name: str = HEADER) -> Header:
         raise damaged(folder, f"{HEADER} is not the header of a replay directory")
     if content["format"] != FORMAT:
         raise DirectoryError(
-            f"{folder} has format {content['format']}, this version reads {FORMAT}; remove it "
-            "or use the version that wrote it"
+            f"{folder} has format {content['format']}, but this version of torchrl_dist reads only "
+            f"format {FORMAT}; remove the folder, or use the version of torchrl_dist that wrote it"
         )
     capacity, job_id = content.get("capacity"), content.get("job_id")
     starter = content.get("starter")
     if type(capacity) is not int or capacity < 1:
-        raise damaged(folder, f"{HEADER} has the capacity {capacity!r}, expected 1 row or more")
+        raise damaged(
+            folder, f"{HEADER} has capacity={capacity!r}, expected an integer of at least 1"
+        )
     if not isinstance(job_id, str) or not isinstance(starter, str | None):
-        raise damaged(folder, f"{HEADER} has the job {job_id!r} and the starter {starter!r}")
+        raise damaged(
+            folder,
+            f"{HEADER} has job_id={job_id!r} and starter={starter!r}, expected text for job_id, "
+            "and text or null for starter",
+        )
     return Header(capacity, job_id, starter)
 
 
@@ -124,8 +132,9 @@ def check_ours(folder: Path) -> None:
     """Refuse a folder that is neither empty nor a replay directory, before any file is created.
 
     Raises:
-        FileNotFoundError: there is no such folder, or it changes at this moment.
-        DirectoryError: it is a file, holds something else, or its header is damaged or missing.
+        FileNotFoundError: there is no such folder, or it is changing at this moment.
+        DirectoryError: the path is a file, the folder holds something else, or its header is
+            damaged or missing.
     """
     names = set(os.listdir(folder))
     if not names:
@@ -133,7 +142,7 @@ def check_ours(folder: Path) -> None:
     if LOCK not in names or not _is_empty_file(folder / LOCK):
         if HEADER in names:
             read_header(folder)
-            raise damaged(folder, f"its file {LOCK!r} is missing, or was replaced")
+            raise damaged(folder, f"its file {LOCK!r} is missing or was replaced")
         raise _not_ours(folder, names)
     if HEADER in names:
         read_header(folder)
@@ -146,8 +155,9 @@ def check_ours(folder: Path) -> None:
 def _not_ours(folder: Path, names: set[str]) -> DirectoryError:
     shown = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
     return DirectoryError(
-        f"{folder} holds files that do not belong to a replay buffer ({shown}); a scratch_dir must "
-        "be new, empty, or left by a buffer, because its last user removes it"
+        f"{folder} holds files that do not belong to a replay buffer ({shown}); choose a "
+        "scratch_dir that is new, empty, or left by a buffer, because the last process that uses a "
+        "scratch_dir removes it"
     )
 
 
@@ -157,7 +167,7 @@ def _is_empty_file(path: Path) -> bool:
 
 
 def holds_only_ours(folder: Path) -> bool:
-    """Return whether the folder holds only our files."""
+    """Return whether the folder holds only files of this project."""
     names = set(os.listdir(folder))
     if not names <= _MADE or (folder / DATA).is_symlink():
         return False
@@ -188,9 +198,9 @@ def _data_files(folder: Path) -> list[str]:
 
 
 def clear(folder: Path) -> None:
-    """Remove our files except the lock, which the caller holds.
+    """Remove this project's files except the lock file, whose lock the caller holds.
 
-    If it is interrupted, the next process that takes the lock calls it again, see
+    If this function is interrupted, the next process that takes the lock calls it again, see
     :func:`is_being_removed`."""
     _clear(folder)
     (folder / _BEING_REMOVED).unlink(missing_ok=True)
@@ -212,12 +222,13 @@ def is_being_removed(folder: Path) -> bool:
 def retire(folder: Path) -> Path | None:
     """Take a directory out of use. The caller holds its lock, and no other process uses it.
 
-    It is renamed atomically, and its new name is returned, for :func:`remove`. A folder that is a
-    mount point or holds other files is kept, but without our files.
+    The folder is renamed atomically. The function returns the new name, for :func:`remove`. A
+    folder that is a mount point or holds other files stays, and only this project's files in it are
+    removed.
     """
     doomed = folder.with_name(f".{folder.name}.removed-{os.getpid()}")
     if holds_only_ours(folder):
-        with contextlib.suppress(OSError):  # a mount point, or inside a folder of another user
+        with contextlib.suppress(OSError):  # fails for a mount point, or in another user's folder
             os.rename(folder, doomed)
             return doomed
     clear(folder)
@@ -228,27 +239,28 @@ def retire(folder: Path) -> Path | None:
 
 
 def remove(doomed: Path) -> bool:
-    """Remove our files in an unused folder, and the folder if it is then empty.
+    """Remove this project's files in an unused folder, and the folder if it is then empty.
 
     Returns:
         Whether the folder was removed."""
     with contextlib.suppress(OSError):
         _clear(doomed)
         (doomed / LOCK).unlink(missing_ok=True)
-        (doomed / _BEING_REMOVED).unlink(missing_ok=True)  # last: it marks the files as ours
+        # the header comes last, because it marks the folder as ours
+        (doomed / _BEING_REMOVED).unlink(missing_ok=True)
         doomed.rmdir()
     return not doomed.exists()
 
 
 def half_removed(folder: Path) -> Iterator[Path]:
-    """Return folders that :func:`retire` renamed and that a killed process did not remove.
+    """Yield folders that :func:`retire` renamed, but whose removing process was then killed.
 
-    They were earlier directories at this path."""
+    These folders were earlier directories at this path."""
     name = re.compile(re.escape(f".{folder.name}.removed-") + r"\d+")
     for each in folder.parent.iterdir():
         if name.fullmatch(each.name):
             with contextlib.suppress(OSError):
-                each.rmdir()  # its remover was killed after removing the header
+                each.rmdir()  # the process that removed it was killed after removing the header
             if is_half_removed(each):
                 yield each
 
@@ -256,8 +268,7 @@ def half_removed(folder: Path) -> Iterator[Path]:
 def is_half_removed(folder: Path) -> bool:
     """Return whether :func:`retire` renamed the folder.
 
-    Such a folder is this user's, and holds only our files, including a replay directory's
-    header."""
+    Such a folder belongs to this user and holds only this project's files, among them a header."""
     if re.fullmatch(r"\..+\.removed-\d+", folder.name) is None or not own_files.is_ours(folder):
         return False
     with contextlib.suppress(OSError, DirectoryError):

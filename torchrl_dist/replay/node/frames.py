@@ -1,37 +1,37 @@
 """Store each frame once, in a second ring of the replay directory. Rows refer to frames.
 
-Otherwise, if each row has a stack of four frames and the stack of the next step, a frame is stored
-up to eight times. For the keys that ``frames=`` names, the directory has two more kinds of files,
-and a row has numbers of frames instead of their bytes::
+If each row has a stack of four frames and also the stack of the next step, a frame would otherwise
+be stored up to eight times. For the keys that ``frames=`` names, the directory has two more kinds
+of files, and a row holds numbers that name frames, instead of the frames' bytes::
 
     data/frames=.bin          int64 [MAX_CLAIMS + capacity]: starts of claims, marks of slots
     data/frames=DIGEST.bin    a ring of frames, [size, ...], one per key; the key and
                               ("next", key) share it
 
 A frame has a *ticket*: its number, counted from the first frame ever reserved. The frame lies in
-the *cell* ``ticket % size`` of its ring. A ticket reserves this cell in every ring.
-``Word.FRAME_CURSOR``, the cursor, is the next ticket. A write
+the *cell* ``ticket % size`` of its ring. A ticket reserves the cell with this number in every ring.
+The *cursor*, ``Word.FRAME_CURSOR``, is the next ticket. A write
 
-1. looks for its frames, by their bytes, among those that this process wrote recently. Only equal
-   bytes are the same frame, so a sample returns what was written, whichever wrapper built the
-   stacks;
+1. looks for its frames among those that this process wrote recently, by comparing bytes. Two frames
+   are the same only if their bytes are equal, so a sample returns what was written, regardless of
+   the wrapper that built the stacks;
 2. reserves slots and, under the same lock, tickets for the frames that it did not find;
 3. copies these frames, then the rows, and publishes the rows.
 
 Invariants at every instant:
 
 - The slot of a row has a *mark*: the oldest ticket that the row refers to. When the row was
-  written, its mark was at most ``window`` tickets before the cursor.
+  written, its mark was at most :func:`window_of` tickets before the cursor.
 - If the cell of a new ticket holds a frame that a published row refers to, the writer unpublishes
   that row before it reserves the ticket. So if a row's version is the same after a reader's copy,
   the frames did not change during the copy.
-- A claim has a *start*: the oldest ticket that its rows refer to. While the claim exists, no ticket
-  is reserved whose cell holds a frame with this ticket or a later one. A writer that needs such a
-  ticket waits.
+- A claim has a *start*: the oldest ticket that its rows refer to. While the claim exists, no
+  process reserves a ticket if its cell still holds a frame whose ticket is the claim's start or
+  later. A writer that needs such a ticket waits.
 
 Two alternatives were rejected. Taking frames from neighbouring slots (Dopamine) requires a single
-writer of whole episodes. Chunks of a stream that live as long as their last row (Reverb) require a
-count of references, which a killed process would leave wrong.
+writer of whole episodes. Chunks of a stream that live as long as their last row (Reverb) require
+counting references, and a killed process would leave a wrong count.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ from torchrl_dist.tensors import array_of
 if TYPE_CHECKING:
     from torchrl_dist.replay.node.kernel import NumpyKernel
 
-_SPARE = 0.07  # share of frames beyond one per row, for the first stacks of episodes
+_SPARE = 0.07  # for the first stacks of episodes: extra frames, as a share of the rows
 _WINDOW = 32  # the window is the number of rows divided by this
-_FEW = 4096  # frames: least window and ring, unless a small buffer can never need that many
+_FEW = 4096  # minimum size of window and ring, in frames, unless the buffer cannot need that many
 _MOST_KNOWN = 2**17
-_DROPPED_AT_ONCE = 256  # a drop frees 1/256 of the ring more than needed
+_DROPPED_AT_ONCE = 256  # a drop frees 1/256 of the ring in addition to what is needed
 _MOST_FRAMES = 2**31 - 1  # rows store cells as int32
 _NEVER = 2**61  # larger than any ticket
 
@@ -68,7 +68,8 @@ Gather = Callable[[Sequence[np.ndarray], np.ndarray], list[np.ndarray]]
 
 
 class StalePlanError(Exception):
-    """Other processes wrote so many frames that a plan is outdated and must be made again."""
+    """Other processes wrote so many frames that a :class:`Plan` is outdated and must be made
+    again."""
 
 
 def frames_in(spec: RowSpec) -> int:
@@ -77,7 +78,7 @@ def frames_in(spec: RowSpec) -> int:
 
 
 def window_of(capacity: int) -> int:
-    """Return by how many tickets the mark of a new row may be behind the cursor."""
+    """Return how many tickets the mark of a new row may be behind the cursor."""
     return max(capacity // _WINDOW, min(4 * capacity, _FEW))
 
 
@@ -90,13 +91,13 @@ def ring_size(capacity: int, spec: RowSpec) -> int:
 def largest_write(capacity: int, spec: RowSpec) -> int:
     """Return the largest number of rows that one reservation may have.
 
-    Their frames fit into the ring even if all of them differ.
+    The frames of these rows fit into the ring even if all frames differ.
     """
     return max(1, (ring_size(capacity, spec) - window_of(capacity)) // frames_in(spec))
 
 
 def file_sizes(capacity: int, spec: RowSpec) -> dict[str, int]:
-    """Return the bytes of each file in ``data`` that a directory needs for frames.
+    """Return the size in bytes of each file in ``data`` that a directory needs for frames.
 
     Raises:
         ConfigurationError: a ring would have too many frames.
@@ -106,8 +107,8 @@ def file_sizes(capacity: int, spec: RowSpec) -> dict[str, int]:
     size = ring_size(capacity, spec)
     if size > _MOST_FRAMES:
         raise ConfigurationError(
-            f"frames= of {capacity} rows need a ring of {size} frames, expected at most "
-            f"{_MOST_FRAMES}; use a smaller max_size, or several hosts"
+            f"with frames=, a buffer of {capacity} rows needs room for {size} frames, but can have "
+            f"room for at most {_MOST_FRAMES}; use a smaller max_size, or several hosts"
         )
     sizes = {FRAMES_OF_CLAIMS: 8 * (MAX_CLAIMS + capacity)}
     for column in spec.columns:
@@ -117,55 +118,59 @@ def file_sizes(capacity: int, spec: RowSpec) -> dict[str, int]:
 
 
 def with_stacks(spec: RowSpec, stacks: Mapping[tuple[str, ...], int]) -> RowSpec:
-    """Return the spec in which the values of each key in ``stacks`` are that many frames.
+    """Return the spec in which the values of each key in ``stacks`` are stacks of ``stacks[key]``
+    frames.
 
     Raises:
-        ConfigurationError: the rows have no such column, or its values are not such stacks.
+        ConfigurationError: the rows lack a key of ``stacks``, or its values are not stacks of that
+            many frames.
     """
     columns = []
     found: dict[tuple[str, ...], ColumnSpec] = {}
     for column in spec.columns:
         stack = stacks.get(column.ring, 0)
         if column.stack and not stack:
-            column = replace(column, stack=0)  # the spec of a checkpoint may have stacks
+            column = replace(column, stack=0)  # a checkpoint's spec may have stacks
         if stack:
             column = column.as_stack(stack)
             first = found.setdefault(column.ring, column)
             if spec.batch_dims or not column.frame_bytes:
                 raise ConfigurationError(
-                    f"frames={shown(stacks)}: the rows have batch size {list(spec.batch_dims)} and "
-                    f"{'.'.join(column.key)!r} has shape {list(column.shape)}; expected rows "
-                    "without further batch dimensions, and frames that are not empty"
+                    f"frames={shown(stacks)}: each row has batch size {list(spec.batch_dims)} and "
+                    f"holds {'.'.join(column.key)!r} of shape {list(column.shape)}; expected batch "
+                    "size [], and frames with at least one element. Extend with rows of batch size "
+                    "[n], or leave the key out of frames="
                 )
             if (column.frame_shape, column.dtype) != (first.frame_shape, first.dtype):
                 raise ConfigurationError(
                     f"frames={shown(stacks)}: {'.'.join(column.key)!r} has frames of "
-                    f"{column.dtype} {list(column.frame_shape)}, {'.'.join(first.key)!r} of "
-                    f"{first.dtype} {list(first.frame_shape)}; give both "
-                    "the same shape and dtype, or leave the key out of frames="
+                    f"{column.dtype} {list(column.frame_shape)}, but {'.'.join(first.key)!r} has "
+                    f"frames of {first.dtype} {list(first.frame_shape)}; give both the same shape "
+                    "and dtype, or leave the key out of frames="
                 )
         columns.append(column)
     missing = [key for key in stacks if key not in found]
     if missing:
         raise ConfigurationError(
             f"frames={shown(stacks)}: the rows have no {'.'.join(missing[0])!r}, only "
-            f"{['.'.join(column.key) for column in spec.columns]}"
+            f"{['.'.join(column.key) for column in spec.columns]}; pass keys that the rows have"
         )
     return RowSpec(tuple(columns), spec.batch_dims, spec.nodes)
 
 
 def shown(stacks: Mapping[tuple[str, ...], int]) -> str:
-    """Return ``frames=`` as a user writes it."""
+    """Return the argument ``frames=`` as a user writes it."""
     return str({key[0] if len(key) == 1 else key: stack for key, stack in stacks.items()})
 
 
 class _Found(NamedTuple):
-    """The result of a finder. A reference is a ticket, or ``-1 - k`` for the k-th new frame."""
+    """The result of a finder. A reference is a frame's ticket, or ``-1 - k`` for the k-th new
+    frame."""
 
     refs: list[np.ndarray]
-    """int64 [rows * stack] per column."""
+    """The references, int64 [rows * stack] per column."""
     fresh: Any
-    """The new frames, for :meth:`keep`."""
+    """The new frames, in the form that the finder's ``keep`` needs."""
     new: int
     """Number of new frames."""
 
@@ -173,8 +178,9 @@ class _Found(NamedTuple):
 class _NumpyFinder:
     """Finds recent frames of this process in one ring by their bytes.
 
-    It compares each candidate with the ring, byte by byte. Wrong entries thus do no harm, so
-    threads may use it at the same time. A frame that it has forgotten is stored again."""
+    A finder compares each candidate with the frame in the ring, byte by byte. Wrong entries in its
+    table therefore do no harm, so several threads may use a finder at the same time. A frame that
+    the finder has forgotten is stored again."""
 
     def __init__(self, ring: np.ndarray, most: int) -> None:
         self._ring = ring
@@ -182,8 +188,8 @@ class _NumpyFinder:
         self._known: dict[bytes, int] = {}
 
     def find(self, values: Sequence[np.ndarray], oldest: int) -> _Found:
-        """Look for the frames of values, uint8 [n, stack, bytes] each. Ignore frames with tickets
-        below ``oldest``."""
+        """Look for the frames of values, uint8 [n, stack, bytes] each, in the ring. Ignore frames
+        with tickets below ``oldest``."""
         fresh: list[np.ndarray] = []
         by_digest: dict[bytes, int] = {}
         digests: list[bytes] = []
@@ -266,8 +272,8 @@ def _frames_of(values: np.ndarray, column: ColumnSpec) -> np.ndarray:
 
 
 def each_once(columns: Sequence[np.ndarray], spec: RowSpec) -> list[np.ndarray]:
-    """Return the stored form of rows (see ``row.stacks``), with equal frames found by their
-    bytes."""
+    """Return the stored form of rows (see ``row.stacks``). Frames with equal bytes are stored
+    once."""
     found = list(columns)
     for numbers in spec.rings.values():
         column = spec.columns[numbers[0]]
@@ -345,10 +351,12 @@ class Frames:
     # --- reading -----------------------------------------------------------------------------
 
     def expand(self, columns: list[np.ndarray], gather: Gather) -> list[np.ndarray]:
-        """In copied columns, replace the cells of frames by the frames. Return ``columns``.
+        """Put frames in place of their cells in ``columns``, which are copies of rows. Return
+        ``columns``.
 
         Args:
-            gather: ``gather([array], indices)`` returns copies of these rows of the array.
+            gather: ``gather([array], indices)`` returns copies of the rows ``indices`` of the
+                array.
         """
         for numbers, ring in zip(self._numbers, self._rings, strict=True):
             for number in numbers:
@@ -358,7 +366,7 @@ class Frames:
         return columns
 
     def stored(self, columns: list[np.ndarray], gather: Gather) -> list[np.ndarray]:
-        """Return the stored form of rows (see ``row.stacks``), given copied columns with cells."""
+        """Return the stored form (see ``row.stacks``) of rows whose copied columns hold cells."""
         columns = list(columns)
         for numbers, ring in zip(self._numbers, self._rings, strict=True):
             cells = [columns[number] for number in numbers]
@@ -393,7 +401,7 @@ class Frames:
         return Plan(columns, found, count, known, new, int(known.min()))
 
     def admits(self, row: int, plan: Plan | None) -> bool:
-        """Whether the plan's frames can be reserved for a claim. Called under the lock.
+        """Return whether the plan's frames can be reserved for a claim. Called under the lock.
 
         The caller then calls :meth:`reserve` without releasing the lock.
 
@@ -432,12 +440,12 @@ class Frames:
         needed = first + count - self.size  # the smallest allowed mark from now on
         words[Word.DIRTY] = 1
         if plan is not None and plan.oldest < words[Word.FRAME_LOW]:
-            words[Word.FRAME_LOW] = plan.oldest  # a new row has the oldest mark
+            words[Word.FRAME_LOW] = plan.oldest  # a row of this plan will have the oldest mark
         if needed > words[Word.FRAME_LOW]:
             self._drop(needed)
         rows = sum(stop - start for start, stop in ranges)
         marks = np.full(rows, first) if plan is None else np.minimum(plan.known, first + plan.new)
-        marks = marks[marks.size - rows :]  # a restored checkpoint may leave out its first rows
+        marks = marks[marks.size - rows :]  # the first rows may not have been restored
         for start, stop in ranges:
             self._marks[start:stop], marks = np.split(marks, [stop - start])
         words[Word.FRAME_CURSOR] = first + count
@@ -450,7 +458,7 @@ class Frames:
         words, marks = self._words, self._marks
         published = (self._versions & 1 == 0) & (self._versions > 0)
         if marks.min(where=published, initial=_NEVER) < needed:
-            # drops more than needed, because each call looks at all slots
+            # every drop looks at all slots, so drop more rows than needed, to drop less often
             gone = np.flatnonzero(published & (marks < needed + self.size // _DROPPED_AT_ONCE))
             published[gone] = False
             runs = np.split(gone, np.flatnonzero(np.diff(gone) != 1) + 1)

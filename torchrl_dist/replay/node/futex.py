@@ -1,7 +1,7 @@
 """Wait for another process to change shared memory, without polling.
 
 This is a Linux futex (``man 2 futex``) on a word of the shared memory. Waiting costs no CPU time,
-waking costs one system call, and a process that is killed while it waits leaves nothing behind.
+and waking costs one system call. A process that is killed while it waits leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _NUMBERS = {"x86_64": 202, "amd64": 202, "aarch64": 98, "arm64": 98, "riscv64": 
 _NUMBER = _NUMBERS.get(platform.machine().lower())
 _WAIT, _WAKE = 0, 1
 _EVERYBODY = 2**31 - 1
-_PAUSE_S = 5e-3  # polling interval if the system call's number is unknown
+_PAUSE_S = 5e-3  # polling interval, if the system call's number on this machine is unknown
 
 _syscall = ctypes.CDLL(None).syscall  # releases the GIL during the call
 _syscall.restype = ctypes.c_long
@@ -25,15 +25,15 @@ class _Timespec(ctypes.Structure):
 
 
 class Bell:
-    """Wake waiting threads of all processes, by two words of shared memory.
+    """Wakes the waiting threads of all processes by means of two words of shared memory.
 
     To wait, check the state under its lock, call :meth:`arm`, release the lock, and call
-    :meth:`wait`. To wake, change the state under the lock, release it, and call :meth:`ring`. A
-    ring between these steps is not missed.
+    :meth:`wait`. To wake, change the state under the lock, release the lock, and call :meth:`ring`.
+    A ring between these steps is not missed.
 
     Args:
         words: int64, shared, initially zero.
-        waited: index of the word that says whether a thread waits.
+        waited: index of the word that tells whether a thread waits.
         rung: index of the word that changes with every ring.
         address: address of ``words[0]``.
     """
@@ -48,7 +48,7 @@ class Bell:
         return self._words[self._rung]
 
     def ring(self) -> None:
-        """Wake all waiting threads. Cheap if there are none."""
+        """Wake all waiting threads. If no thread waits, the call is cheap."""
         words = self._words
         if words[self._waited]:
             words[self._waited] = 0
@@ -57,9 +57,10 @@ class Bell:
                 _call(self._address, _WAKE, _EVERYBODY, None)
 
     def wait(self, armed: int, timeout_s: float) -> None:
-        """Block until the next ring after :meth:`arm`, ``timeout_s`` or a signal.
+        """Block until the next ring after :meth:`arm`, until a signal arrives, or until
+        ``timeout_s`` has passed.
 
-        It may return early, so check the state again."""
+        This method may return early, so check the state again."""
         if _NUMBER is None:
             time.sleep(min(timeout_s, _PAUSE_S))
             return

@@ -1,14 +1,14 @@
 """A replay directory's rate limiter: shared counters, and how processes wait for them.
 
 The counters are words of the directory, and change under its lock. A write is admitted and gets its
-slots without releasing the lock in between. For the admission, rows that other processes are
-writing count as inserts, so that writers that wake up together are not all admitted. A sample, too,
-is admitted and counted without releasing the lock. No thread holds a lock while it waits for the
-limiter: neither the directory's lock nor those of TorchRL's buffers.
+slots without releasing the lock in between. When a write asks for admission, rows that other
+processes are writing count as inserts. Otherwise all writers that wake up together would be
+admitted. A sample, too, is admitted and counted without releasing the lock. While a thread waits
+for the limiter, it holds neither the directory's lock nor the locks of TorchRL's buffers.
 
-A process notes the rows of a sample from the admission of the sample to its return. If the process
-is killed before the return, these rows stop counting as soon as another process would have to wait.
-For ``max_times_sampled``, a row counts when it is drawn, even if it is never returned.
+A process keeps a note of the rows of a sample from the sample's admission to its return. If the
+process is killed before the return, these rows stop counting as soon as another process would have
+to wait. For ``max_times_sampled``, a row counts when it is drawn, even if it is never returned.
 """
 
 from __future__ import annotations
@@ -40,21 +40,29 @@ from torchrl_dist.replay.node.times_sampled import TooFewDrawsError
 from torchrl_dist.replay.row import _torchrl
 from torchrl_dist.stopping import gives_up
 
-_LOOK_AGAIN_S = (
-    0.5  # the bell does not ring when a process ends, or when a thread must stop waiting
-)
+# waiting threads look again this often, because the bell does not ring when a process ends, or when
+# a thread must stop waiting
+_LOOK_AGAIN_S = 0.5
 
 _T = TypeVar("_T")
 
 process_ends = threading.Event()
-# At its end, a process first joins the threads that fetch batches ahead, and these may wait here.
-# The function registered last is called first, so the import above, which registers one, must come
-# first.
+# At its end, a process first joins the threads that fetch batches ahead, and these threads may be
+# waiting for the limiter. The event must be set before that join. Functions that are registered
+# later are called earlier, so the import above, which registers the join, must come before this
+# line.
 threading._register_atexit(process_ends.set)  # type: ignore[attr-defined]  # not in typeshed
 
 
+def told_to_stop(for_what: str) -> RateLimitError:
+    """Return the error of a wait that ended early."""
+    ends = process_ends.is_set()
+    why = "this process is ending" if ends else "this thread was told to stop"
+    return RateLimitError(f"stopped waiting for {for_what}, because {why}")
+
+
 class Missing(NamedTuple):
-    """The reason for a wait. ``for_what`` ends the sentence "waited for"."""
+    """The reason for a wait. ``for_what`` completes the sentence "waited for ..."."""
 
     for_what: str
 
@@ -72,7 +80,7 @@ class Gate:
     # --- counters ----------------------------------------------------------------------------
 
     def counts(self, under_way: int = 0) -> Counts:
-        """Return the present counts. ``under_way`` rows count as if they were published."""
+        """Return the current counts, including ``under_way`` rows that are not published yet."""
         directory = self._directory
         words = directory.words
         inserts = words[Word.WRITE_COUNT] - words[Word.INSERT_BASE] + under_way
@@ -122,11 +130,11 @@ class Gate:
     def reserve(
         self, cursor: SharedCursor, count: int, storage: Storage, plan: Plan | None = None
     ) -> Reservation:
-        """Return slots for the first rows of a write, and room for their frames, once it may begin.
+        """Reserve slots and room for frames, for the first rows of a write, once it may begin.
 
         Raises:
-            RateLimitError: it was not admitted within the storage's ``timeout_s``. No row was
-                written.
+            RateLimitError: the write was not admitted within the storage's ``timeout_s``. No row
+                was written.
         """
 
         def attempt() -> Reservation | Missing:
@@ -135,13 +143,16 @@ class Gate:
             return (
                 reservation
                 or missing
-                or Missing("other processes to finish, because they write the whole ring")
+                or Missing(
+                    "other processes to finish their writes, because these take all slots of the "
+                    "buffer"
+                )
             )
 
         return self._admit(attempt, storage)
 
     def wait_to_write(self, cursor: SharedCursor, storage: Storage) -> None:
-        """Wait like :meth:`reserve`, without taking slots. Others may take them first."""
+        """Wait like :meth:`reserve`, but take no slots, so other processes may take slots first."""
         self._admit(lambda: self._missing_samples(cursor) or True, storage)
 
     def _missing_samples(self, cursor: SharedCursor) -> Missing | None:
@@ -153,7 +164,7 @@ class Gate:
     # --- sampling ----------------------------------------------------------------------------
 
     def can_sample(self, count: int) -> bool:
-        """Return whether a sample of that many rows would begin without a wait."""
+        """Return whether a sample of ``count`` rows would begin without a wait."""
         if not self.limiter.missing_inserts(self.counts(), count):
             return True
         with self._directory.lock():
@@ -161,11 +172,11 @@ class Gate:
         return not self.limiter.missing_inserts(self.counts(), count)
 
     def draw(self, count: int, draw: Callable[[], _T], storage: Storage) -> _T:
-        """Return the ``count`` rows of ``draw()``, once that sample is admitted.
+        """Wait until a sample of ``count`` rows is admitted, and return the rows of ``draw()``.
 
         Raises:
-            RateLimitError: it was not admitted within the storage's ``timeout_s``.
-            ConfigurationError: samples of that many rows could wait indefinitely.
+            RateLimitError: the sample was not admitted within the storage's ``timeout_s``.
+            ConfigurationError: samples of ``count`` rows could wait indefinitely.
         """
         self.limiter.check_batch(count)
         _torchrl.fetch_one_by_one(storage)
@@ -191,7 +202,8 @@ class Gate:
                 return drawn
 
     def _note_end(self, count: int, *, returned: bool) -> None:
-        """Note the end of an admitted sample. It does not count if it was not returned."""
+        """Record the end of an admitted sample. The sample does not count if it was not
+        returned."""
         with self._directory.lock():
             row = self._own_row()
             count = min(
@@ -204,7 +216,7 @@ class Gate:
         self.ring()
 
     def _forget_unreturned(self) -> None:
-        """Stop counting samples of processes that ended before they returned them.
+        """Stop counting the samples of processes that ended before they returned these samples.
 
         Called under the lock."""
         users = self._directory.users
@@ -213,7 +225,7 @@ class Gate:
                 self._count_unreturned(users[row], -int(users[row, USER_UNRETURNED]))
 
     def _count_unreturned(self, row: np.ndarray, rows: int) -> None:
-        """Add to the samples, and to the unreturned samples in a row of the user table.
+        """Add ``rows`` to the number of samples, and to that of unreturned samples in a user's row.
 
         Called under the lock."""
         directory = self._directory
@@ -230,7 +242,8 @@ class Gate:
     # --- waiting -----------------------------------------------------------------------------
 
     def _admit(self, attempt: Callable[[], _T | Missing], storage: Storage) -> _T:
-        """Call ``attempt`` under the lock until its result is not ``Missing``; return it."""
+        """Call ``attempt`` under the lock until its result is not ``Missing``. Return the
+        result."""
         directory = self._directory
         with directory.lock():
             result = attempt()
@@ -256,19 +269,19 @@ class Gate:
         directory = self._directory
         counts = self.counts()
         if waited_s is None:
-            what = "this process ends" if process_ends.is_set() else "it was told to stop"
-            return RateLimitError(f"{what}; it waited for {missing.for_what}")
+            return told_to_stop(missing.for_what)
         others = [
             directory.pid_of(member)
             for member in directory.live_members()
             if member != directory.member
         ]
         return RateLimitError(
-            f"waited {waited_s:g} s for {missing.for_what} in {directory.path}: "
-            f"{counts.inserts} rows were written and {counts.samples} sampled so far, "
-            f"{counts.size} may be sampled; {self.limiter}. Other processes that share it: "
-            f"{others or 'none is left'}. Are they stuck or gone? A thread that both writes and "
-            "samples must do so in the limiter's proportion, or ask can_sample() first"
+            f"waited {waited_s:g} s for {missing.for_what} in {directory.path}: {counts.inserts} "
+            f"rows were written and {counts.samples} were sampled so far, and {counts.size} rows "
+            f"may be sampled now; the limiter is {self.limiter}. Other processes that share the "
+            f"buffer: {others or 'none is left'}. Check whether these processes are stuck or have "
+            "ended. A thread that both writes and samples must keep to the limiter's proportion of "
+            "samples to inserts, or ask can_sample() first"
         )
 
     def _own_row(self) -> np.ndarray:
@@ -283,10 +296,10 @@ class Gate:
 
 
 def set_limiter(directory: ReplayDirectory, limiter: RateLimiter | None) -> None:
-    """Set the directory's limiter for all processes. Called when a storage attaches.
+    """Set the directory's limiter for all processes. Called when a storage opens the directory.
 
     Args:
-        limiter: None for the limiter of the other processes.
+        limiter: None to use the limiter of the other processes.
 
     Raises:
         ConfigurationError: the other processes use another limiter.
@@ -300,12 +313,12 @@ def set_limiter(directory: ReplayDirectory, limiter: RateLimiter | None) -> None
             others = [m for m in directory.live_members() if m != directory.member]
             if words[Word.LIMITED] and (others or directory.used_more_than_once):
                 raise ConfigurationError(
-                    f"the processes that share {directory.path} use {known or 'no limiter'}, this "
-                    f"one asks for {limiter}; pass the same limiter everywhere"
+                    f"the other processes that share {directory.path} use {known or 'no limiter'}, "
+                    f"but this process asks for {limiter}; pass the same limiter in every process"
                 )
             _store_limiter(directory, limiter)
         elif known is not None and directory.gate is None:
-            directory.map_limiter_tables()  # another process may have stored it a moment ago
+            directory.map_limiter_tables()  # another process may have just stored the limiter
             directory.gate = Gate(directory, known)
 
 
@@ -326,8 +339,9 @@ def read_limiter(directory: ReplayDirectory) -> RateLimiter | None:
 def _store_limiter(directory: ReplayDirectory, limiter: RateLimiter) -> None:
     """Store the limiter. Called under the lock, when no other process uses the directory."""
     words = directory.words
-    directory.begin()  # a process that finds the limiter incomplete makes hidden rows visible
-    words[Word.LIMITED] = 0  # until everything is stored
+    directory.begin()
+    # if the process is killed before LIMITED is 1 again, repair makes hidden rows visible
+    words[Word.LIMITED] = 0
     size, ratio, margin, times = _numbers(limiter)
     words[Word.MIN_SIZE_TO_SAMPLE] = int(size)
     directory.set_float(Word.SAMPLES_PER_INSERT, ratio)
@@ -337,7 +351,7 @@ def _store_limiter(directory: ReplayDirectory, limiter: RateLimiter) -> None:
     directory.create_limiter_tables()
     directory.gate = Gate(directory, limiter)
     directory.gate.set_state(None, directory.length)
-    # rows that another limiter's max_times_sampled hid; their counts start again
+    # make the rows visible that another limiter's max_times_sampled hid, and restart their counts
     published = (directory.versions & 1 == 0) & (directory.versions > 0)
     hidden = np.flatnonzero(published & ~(directory.tree.leaves > 0))
     directory.tree.set(hidden, default_leaf(directory))

@@ -1,14 +1,16 @@
-"""The changes of writes and priorities to the shared tables, in C or with NumPy.
+"""How writes and priority updates change the shared tables, in C or with NumPy.
 
-:class:`NumpyKernel` defines the changes and their order. :class:`CKernel` makes the same changes in
-one call each (``law/_kernel.c``), so edit both. A directory gets one of the two when it is mapped.
-All methods are called under the lock. They set DIRTY before their first store, and clear it after
-the last one unless they say otherwise.
+:class:`NumpyKernel` defines the changes and their order. :class:`CKernel` makes each change in one
+call to C code (``law/_kernel.c``). Edit both together. A directory gets one of the two kernels when
+it is mapped. All methods are called under the lock. They set DIRTY before their first store and
+clear it after their last one, unless their docstring says otherwise.
 """
 
 from __future__ import annotations
 
+import ctypes
 import sys
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,8 +28,8 @@ from torchrl_dist.replay.node.tables import (
     Word,
 )
 
-LARGEST_LEAF = 1e200  # sums of such leaves stay finite
-SMALLEST_LEAF = sys.float_info.min  # a row with a leaf of 0 is never drawn
+LARGEST_LEAF = 1e200  # sums of leaves up to this stay finite
+SMALLEST_LEAF = sys.float_info.min  # a row with a leaf of 0 would never be drawn
 SOUND, WRONG_PRIORITY, WRONG_SLOT, TOO_LARGE = range(4)
 
 
@@ -35,10 +37,12 @@ class Stored(NamedTuple):
     """The result of an update.
 
     Attributes:
-        wrong: :data:`SOUND`, or what is wrong with item ``best``; then nothing was stored.
+        wrong: :data:`SOUND`, or a code for what is wrong with an item. If an item is wrong, nothing
+            was stored, and ``best`` is the position of that item.
         stale: number of rows that were skipped because their slots hold other rows.
-        best: position of the largest priority that was stored, -1 if none was.
-        moved: whether the slot with the largest priority of all got another priority.
+        best: if nothing is wrong, the position of the largest priority that was stored, or -1 if
+            no priority was stored.
+        moved: whether the slot that had the largest priority of all rows got a new priority.
     """
 
     wrong: int
@@ -59,6 +63,9 @@ class Tables(NamedTuple):
 
 class NumpyKernel:
     """The changes to one directory's tables."""
+
+    appends = False
+    """Whether :meth:`append` may succeed."""
 
     def __init__(self, tables: Tables) -> None:
         self._words, self._floats, self._claims, self._versions, self._tree = tables
@@ -85,7 +92,7 @@ class NumpyKernel:
         claim[CLAIM_FIRST] = first
         claim[CLAIM_MEMBER] = member
         claim[CLAIM_STATE] = CLAIM_WRITING
-        claim[CLAIM_COUNT] = count  # last, because the claim is valid from here on
+        claim[CLAIM_COUNT] = count  # last, because this store makes the claim valid
         for start, stop in slot_ranges(first, count, capacity):
             self.unpublish(start, stop)
         words[Word.DIRTY] = 0
@@ -111,8 +118,8 @@ class NumpyKernel:
             leaf: the leaf of each row; 0 if the leaves are already stored.
 
         Returns:
-            The rows' generations, int64 [count]. None if the claim is not the member's or is not
-            being written; then nothing was changed.
+            The rows' generations, int64 [count]; or None, with nothing changed, if the claim
+            belongs to another member or its state is not ``CLAIM_WRITING``.
         """
         words, claim = self._words, self._claims[row]
         if claim.tolist() != [count, first, member, CLAIM_WRITING]:
@@ -123,7 +130,7 @@ class NumpyKernel:
             for start, stop in ranges:
                 self._tree.set_range(start, stop, leaf)
         words[Word.NEXT_WRITE_COUNT] = words[Word.WRITE_COUNT] + count
-        claim[CLAIM_STATE] = CLAIM_PUBLISHING  # from here on, repair publishes them
+        claim[CLAIM_STATE] = CLAIM_PUBLISHING  # from here on, repair publishes the rows
         published = []
         for start, stop in ranges:
             versions = self._versions[start:stop]
@@ -136,15 +143,34 @@ class NumpyKernel:
         words[Word.DIRTY] = 0
         return published[0] if len(published) == 1 else np.concatenate(published)
 
+    def use_columns(self, columns: Sequence[np.ndarray]) -> None:
+        """Record where :meth:`append` writes rows: the columns [capacity, ...] of the directory."""
+
+    def append(
+        self, addresses: Sequence[int], count: int, member: int, leaf: float
+    ) -> tuple[int, np.ndarray] | None:
+        """Reserve slots at the cursor, copy rows there and publish them.
+
+        Only C can do this, because an interrupt (Ctrl-C) cannot cut off a call to C code.
+
+        Args:
+            addresses: the address of each column's first row.
+
+        Returns:
+            The first ticket, and the rows' generations, int64 [count]; or None, with nothing
+            changed, if the caller must take these steps one by one.
+        """
+        return None
+
     def update(self, slots: np.ndarray, raw: np.ndarray, generation: np.ndarray | None) -> Stored:
-        """Set priorities of rows, unless their slot now holds another row.
+        """Set priorities of rows. Skip a row if its slot now holds another row.
 
         If a priority was stored, DIRTY stays set.
 
         Args:
             slots: int64 [n]; entries below 0 are skipped.
             raw: float64 [n], priorities.
-            generation: int64 [n], generations of the rows. None: any published row.
+            generation: int64 [n], generations of the rows. If None, any published row is updated.
         """
         beyond, valid = slots >= self._tree.capacity, slots >= 0
         versions = self._versions[np.where(valid & ~beyond, slots, 0)]
@@ -172,7 +198,9 @@ class NumpyKernel:
 
 
 class CKernel(NumpyKernel):
-    """The same changes in C."""
+    """The changes of :class:`NumpyKernel` in C."""
+
+    appends = True
 
     def __init__(self, tables: Tables) -> None:
         super().__init__(tables)
@@ -180,6 +208,7 @@ class CKernel(NumpyKernel):
         assert library is not None
         self._reserve = library.replay_reserve
         self._publish = library.replay_publish
+        self._append = library.replay_append
         self._update = library.replay_update
         words, tree = np.frombuffer(tables.words, dtype=np.int64), tables.tree
         arrays = (words, tables.claims, tables.versions, tree.leaves, tree.marks)
@@ -198,6 +227,25 @@ class CKernel(NumpyKernel):
         if self._publish(self._at, row, first, count, member, leaf, address(generations)):
             return None
         return generations
+
+    def use_columns(self, columns: Sequence[np.ndarray]) -> None:
+        array = ctypes.c_int64 * len(columns)
+        targets = array(*map(address, columns))
+        sizes = array(*(column.nbytes // len(column) for column in columns))
+        # One store, because two threads may map the rows at once. The columns are kept, because
+        # the directory may keep those of the other thread.
+        self._columns = columns, array, targets, sizes
+
+    def append(
+        self, addresses: Sequence[int], count: int, member: int, leaf: float
+    ) -> tuple[int, np.ndarray] | None:
+        generations = np.empty(count, dtype=np.int64)
+        _, array, targets, sizes = self._columns
+        first = self._append(
+            self._at, count, member, leaf, len(addresses), array(*addresses), targets, sizes,
+            address(generations),
+        )  # fmt: skip
+        return None if first < 0 else (first, generations)
 
     def update(self, slots: np.ndarray, raw: np.ndarray, generation: np.ndarray | None) -> Stored:
         count = slots.size
@@ -218,5 +266,5 @@ class CKernel(NumpyKernel):
 
 
 def kernel_of(tables: Tables) -> NumpyKernel:
-    """Return the kernel of a directory's tables, in C if that was built."""
+    """Return the kernel of a directory's tables, in C if the C kernel was built."""
     return NumpyKernel(tables) if find_kernel() is None else CKernel(tables)

@@ -1,4 +1,4 @@
-"""Replay directories that jobs have left: find them, judge them, and remove useless ones."""
+"""Find the replay directories that jobs have left, judge their state, and remove useless ones."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class Found:
         state: ``"in use"``: a process has it open. ``"left"``: no process has it open, and its job
             cannot be started again. ``"half removed"``: a process was killed while it removed the
             directory. ``"kept"``: it was built with ``keep=True``. ``"its job may come back"``: its
-            launcher lives, Slurm knows the job, or the user gave torchrun an id. ``"damaged"``.
+            launcher still runs, Slurm knows the job, or the user gave torchrun an id.
+            ``"damaged"``.
         job_id: None if damaged.
         rows: number of published rows; None if damaged.
         bytes: size of its files.
@@ -64,7 +65,9 @@ class Found:
 
 
 def find(places: Sequence[Path]) -> Iterator[Found]:
-    """Yield this user's replay directories: these folders, or folders in them. Changes nothing."""
+    """Yield this user's replay directories among ``places`` and the folders in ``places``.
+
+    This function changes nothing."""
     for place in places:
         found = look(place)
         if found is not None:
@@ -79,10 +82,11 @@ def find(places: Sequence[Path]) -> Iterator[Found]:
 
 
 def look(folder: Path) -> Found | None:
-    """Return the facts about a replay directory. Changes nothing.
+    """Return the facts about a replay directory, and change nothing.
 
     Returns:
-        None if it is not this user's replay directory, or if another user could change it."""
+        None if the folder is not this user's replay directory, or if another user could change
+        it."""
     with contextlib.suppress(OSError):
         if not own_files.is_ours(folder):
             return None
@@ -119,19 +123,15 @@ def _judge(folder: Path, fd: int) -> Found:
 def _has_ended_here(header: files.Header, starter: str, folder: Path) -> bool:
     """Return whether the starter of a directory has ended.
 
-    A folder on a network file system may belong to another machine, whose processes cannot be
-    judged here."""
+    Returns False if the folder is on a network file system and the starter may be a process of
+    another machine, which cannot be seen here."""
     if starter == files.SLURM:
-        return _is_unknown_to_slurm(header.job_id)
+        # Slurm does not know a job that has ended and will not be started again
+        known = _slurm_jobs(int(time.monotonic() // _SLURM_ANSWER_HOLDS_S))
+        return known is not None and header.job_id.partition(".")[0] not in known
     if not is_of_this_boot(starter) and is_network_file_system(file_system_of(folder)[0]):
         return False
     return has_ended(starter)
-
-
-def _is_unknown_to_slurm(job_id: str) -> bool:
-    """Return whether the Slurm job of this step has ended and will not be started again."""
-    known = _slurm_jobs(int(time.monotonic() // _SLURM_ANSWER_HOLDS_S))
-    return known is not None and job_id.partition(".")[0] not in known
 
 
 @functools.lru_cache(maxsize=1)
@@ -163,10 +163,10 @@ def _size(folder: Path) -> int:
 def remove(found: Found) -> bool:
     """Remove the directory's files, and the folder if it is then empty.
 
-    A directory in use is kept. So is a damaged one, because its files are unknown.
+    A directory in use is kept. A damaged directory is kept, too, because its files are unknown.
 
     Returns:
-        Whether it was removed."""
+        Whether the directory was removed."""
     if found.state in (IN_USE, DAMAGED):
         return False
     if found.state == HALF_REMOVED:
@@ -199,7 +199,8 @@ def _job_of(found: Found) -> str | None:
 
 
 def remove_leftovers(parent: Path, prefix: str) -> list[Found]:
-    """Remove directories in ``parent`` with this prefix that this user's dead jobs left."""
+    """Remove the directories in ``parent`` that dead jobs of this user left and whose names begin
+    with ``prefix``."""
     removed = []
     with contextlib.suppress(OSError):
         for each in sorted(parent.iterdir()):

@@ -1,28 +1,30 @@
 """A fair lock between processes that is released when its holder dies.
 
-It uses open-file-description locks (``F_OFD_SETLK``) on bytes of one file. The alternatives were
+It uses open-file-description locks (``F_OFD_SETLK``) on bytes of one file. Two alternatives were
 rejected:
 
 - A process loses its record locks (``lockf``) when it closes *any* descriptor of the file, even one
-  that a copy of the folder or a library opened. Rows were then torn silently. Open-file-description
-  locks rule this out.
-- ``flock`` also belongs to the description, but locks whole files, so each member would need a
-  file.
+  that other code opened, for example to copy the folder. Two processes may then write the same rows
+  at the same time, without an error. Open-file-description locks rule this out.
+- A ``flock`` also belongs to the open file description, but it locks whole files, so each member
+  would need a file.
 
-A child inherits a description over ``fork``, so a killed holder's lock would stay with its
-children. A child therefore gives up its copies before it does anything else (``_give_up_copies``),
-and ``exec`` closes them. A child that C code forks without Python's hooks and without ``exec``
-keeps them until it ends. Threads of a process share the descriptor, so a ``threading.RLock`` lets
-in one at a time.
+A forked child inherits the open file descriptions, so a killed holder's lock would stay with its
+children. A child therefore gives up its inherited descriptors before it does anything else
+(``_give_up_copies``), and ``exec`` closes them. If C code forks without Python's hooks and without
+``exec``, the child keeps the descriptors until it ends. The threads of a process share the
+descriptor, so a ``threading.RLock`` lets in one thread at a time.
 
-Two bytes make the lock: the *mutex*, and the *turnstile*, which a process holds while it waits for
-the mutex. Without the turnstile, a process that unlocks and locks in a loop starves the others,
-which then wait 5 to 8 ms (median) instead of 50 us. While a process waits, a word in shared memory
-says so, and newcomers queue at the turnstile. If no process waits, newcomers take the mutex
-directly. A killed waiter leaves the word set, which costs the next process two calls.
+Two bytes of the file make up the lock: the *mutex*, and the *turnstile*, which a process holds
+while it waits for the mutex. Without the turnstile, a process that unlocks and locks in a loop
+starves the other processes, which then wait 5 to 8 ms (median) instead of 50 us. While a process
+waits, a word in shared memory is set, and newcomers queue at the turnstile. If no process waits,
+newcomers take the mutex directly. If a process is killed while it waits, the word stays set, which
+costs the next process two system calls.
 
-The calls go through ``ctypes.PyDLL``, which keeps the GIL. ``fcntl.fcntl`` releases it, so a holder
-whose process runs another busy Python thread would keep the lock for a switch interval (5 ms).
+The calls go through ``ctypes.PyDLL``, which keeps the GIL. ``fcntl.fcntl`` releases the GIL, so a
+holder would keep the lock for a switch interval (5 ms) if its process runs another busy Python
+thread.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from torchrl_dist.errors import DeadlineError, DirectoryError
 
 _TURNSTILE, _MUTEX = 0, 1
 MEMBER_BYTES = 64
-"""Offset of the bytes whose locks show that members live."""
+"""Offset of the bytes that members keep locked to show that they are alive."""
 
 _SPINS = 40
 _PATIENCE_S = 0.01
@@ -80,9 +82,9 @@ _descriptors: set[int] = set()
 
 
 def open_lock_file(path: str | os.PathLike[str], flags: int = 0, access: int = os.O_RDWR) -> int:
-    """Open a descriptor for locks. A forked child does not have it.
+    """Open a descriptor for locks. A forked child does not have the descriptor.
 
-    Close it with :func:`close_lock_file`."""
+    Close the descriptor with :func:`close_lock_file`."""
     fd = own_files.open_ours(path, access | flags)
     _descriptors.add(fd)
     return fd
@@ -95,7 +97,7 @@ def close_lock_file(fd: int) -> None:
 
 
 def _give_up_copies() -> None:
-    """Release the parent's descriptions in a forked child.
+    """Release the parent's open file descriptions in a forked child.
 
     The descriptors' numbers stay in use, so that no other file is mistaken for the lock."""
     if not _descriptors:
@@ -140,7 +142,7 @@ def unlock_byte(fd: int, byte: int) -> None:
 
 
 def is_held(fd: int, byte: int, count: int = 1) -> bool:
-    """Return whether one of ``count`` bytes is held through *another* descriptor of any process."""
+    """Return whether any process holds one of ``count`` bytes through *another* descriptor."""
     record = _record(fcntl.F_WRLCK, byte)
     record.l_len = count
     if _fcntl(fd, fcntl.F_OFD_GETLK, ctypes.addressof(record)) != 0:
@@ -150,10 +152,10 @@ def is_held(fd: int, byte: int, count: int = 1) -> bool:
 
 
 def byte_holder(fd: int, byte: int) -> int | None:
-    """Return the pid that holds the byte through another descriptor, or None.
+    """Return the pid of the process that holds the byte through another descriptor, or None.
 
-    Slow, because it reads ``/proc`` for every open file. Returns 0 if the holder is not found there
-    because it is in another pid namespace or of another user.
+    This is slow, because it reads an entry in ``/proc`` for every open file. Returns 0 if the
+    holder is not found there because it is in another pid namespace or belongs to another user.
     """
     if not is_held(fd, byte):
         return None
@@ -161,7 +163,7 @@ def byte_holder(fd: int, byte: int) -> int | None:
     for process in Path("/proc").iterdir():
         if not process.name.isdigit():
             continue
-        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             for info in (process / "fdinfo").iterdir():
                 with contextlib.suppress(OSError):
                     if os.path.samestat(status, os.stat(process / "fd" / info.name)) and _locks(
@@ -172,9 +174,10 @@ def byte_holder(fd: int, byte: int) -> int | None:
 
 
 def _locks(fdinfo: str, byte: int) -> bool:
-    """Return whether the text of ``/proc/PID/fdinfo/FD`` has a lock on the byte.
+    """Return whether the text of ``/proc/PID/fdinfo/FD`` shows a lock on the byte.
 
-    Each line of a lock ends with its first and its last byte. Neighbouring locks share a line.
+    Each line that describes a lock ends with the lock's first and last byte. Neighbouring locks
+    share a line.
     """
     lines = [line.split() for line in fdinfo.splitlines() if line.startswith("lock:")]
     return any(
@@ -198,10 +201,10 @@ class FairLock:
     ``timeout_s``.
 
     A thread that is inside cannot enter again. Otherwise a signal handler that interrupts a change
-    of the buffer could use the buffer in the middle of that change. The handler gets an error, and
-    the interrupted code keeps the lock. The stack shows whether a thread *is* inside. If a thread
-    holds the lock but is not inside, an interrupt (Ctrl-C) cut off entering or leaving. The thread
-    then releases the lock and enters.
+    to the buffer could use the buffer in the middle of that change. The handler gets an error, and
+    the interrupted code keeps the lock. The thread's stack shows whether the thread *is* inside. If
+    the thread holds the lock but is not inside, an interrupt (Ctrl-C) cut off entering or leaving.
+    When such a thread enters, it first releases the lock.
 
     Args:
         fd: a descriptor of the lock file, from :func:`open_lock_file`.
@@ -217,16 +220,16 @@ class FairLock:
         self._fd = fd
         self.timeout_s = timeout_s
         self._name = name
-        # an RLock, because it knows its owner
+        # an RLock, because an RLock knows its owner
         self._threads = threading.RLock()
         self.inside: FrameType | None = None
-        """The frame that has entered. A wrapper of this lock stores the frame that uses the
-        wrapper, and afterwards None, which ends a cycle of references."""
+        """The stack frame that has entered. A wrapper of this lock stores here the frame that uses
+        the wrapper, and later None, to break the cycle of references."""
         self._records = [
             _record(kind, byte)
             for kind in (fcntl.F_WRLCK, fcntl.F_UNLCK)
             for byte in (_TURNSTILE, _MUTEX)
-        ]  # kept alive for their addresses, the fastest arguments for ctypes
+        ]  # kept alive here, because ctypes gets only their addresses (its fastest arguments)
         take_turnstile, self._take_mutex, self._give_turnstile, self._give_mutex = map(
             ctypes.addressof, self._records
         )
@@ -234,11 +237,11 @@ class FairLock:
         self._words = memoryview(bytearray(8)).cast("q")
         self._waiting = 0
         self._passing_until = (
-            0.0  # on time.monotonic: until then, the next process in line is considered stopped
+            0.0  # until this time.monotonic(), the next process in line is considered stopped
         )
 
     def share_waiting(self, words: memoryview, index: int) -> None:
-        """Use ``words[index]``, in shared memory, as the word that says whether a process waits.
+        """Use ``words[index]``, in shared memory, as the word that tells whether a process waits.
 
         Before this call, the lock is exclusive, but not fair.
         """
@@ -252,14 +255,14 @@ class FairLock:
         """
         if not self._threads._is_owned():  # type: ignore[attr-defined]  # not in typeshed
             return
-        frame = sys._getframe(1).f_back  # the thread that wants to enter
+        frame = sys._getframe(1).f_back  # the code that wants to enter
         while frame is not None:
             crossing = frame.f_code in _CROSSING and frame.f_locals.get("self") is self
             if crossing or frame is self.inside:
                 raise DirectoryError(
-                    f"this thread has {self._name} already: a signal handler that interrupted a "
-                    "use of the buffer cannot use it itself. Have the handler set a flag, and act "
-                    "on it between two uses"
+                    f"this thread already holds {self._name}: a signal handler that interrupts a "
+                    "use of the buffer cannot use the buffer itself. Have the handler set a flag, "
+                    "and act on the flag between two uses of the buffer"
                 )
             frame = frame.f_back
         self.leave_if_inside()
@@ -270,8 +273,8 @@ class FairLock:
             deadline = time.monotonic() + self.timeout_s
             if not self._threads.acquire(timeout=self.timeout_s):
                 raise DeadlineError(
-                    f"waited {self.timeout_s:g} s for another thread of this process to leave "
-                    f"{self._name}"
+                    f"waited {self.timeout_s:g} s for another thread of this process to release "
+                    f"{self._name}; pass a larger timeout_s if that thread only needs more time"
                 )
         try:
             if self._fd < 0:
@@ -296,14 +299,16 @@ class FairLock:
         return self._fd < 0
 
     def close(self) -> None:
-        """Close the descriptor. Call it while holding the lock. Later attempts to enter raise."""
+        """Close the descriptor. Call it while holding the lock. Later attempts to enter raise
+        ``DirectoryError``."""
         fd, self._fd = self._fd, -1
         close_lock_file(fd)
 
     def _queue(self, deadline: float | None) -> None:
         """Wait for the turnstile, and then for the mutex."""
-        # An interrupt may have left the mutex with this thread. A process that waits for it holds
-        # the turnstile, so each would wait for the other.
+        # An interrupt may have left the mutex with this thread. If another process waits for the
+        # mutex, it holds the turnstile. This thread would then wait for the turnstile while that
+        # process waits for the mutex.
         _try_at(self._fd, self._give_mutex)
         if not _try_at(self._fd, self._take[_TURNSTILE]):
             if time.monotonic() < self._passing_until and _try_at(self._fd, self._take_mutex):
@@ -331,22 +336,24 @@ class FairLock:
         self._leave_threads()
 
     def leave_if_inside(self) -> None:
-        """Leave if this thread is still inside after an interrupt while entering or leaving."""
+        """Leave the lock if an interrupt left it locked while this thread was entering or
+        leaving."""
         if self._threads._is_owned():  # type: ignore[attr-defined]  # not in typeshed
             if self._fd >= 0:
                 _try_at(self._fd, self._give_turnstile)
             self.__exit__(None, None, None)
 
     def _leave_threads(self) -> None:
-        # runs once, unless an interrupt left the lock entered more often
+        # the loop runs once, unless interrupts left the lock acquired several times
         while self._threads._is_owned():  # type: ignore[attr-defined]  # not in typeshed
             self._threads.release()
 
     def _wait_in_line(self, deadline: float | None) -> float | None:
-        """Wait for the turnstile, or return None if the mutex was taken without it.
+        """Wait for the turnstile. Return None if the mutex was taken without the turnstile.
 
-        If the next process in line is stopped, the mutex stays free for longer than its polling
-        interval. For some time, any process may then take the mutex directly.
+        The next process in line polls the mutex. If the mutex stays free for longer than the
+        polling interval, the next process in line must be paused (for example by SIGSTOP). For some
+        time, any process may then take the mutex directly.
         """
         if deadline is None:
             deadline = time.monotonic() + self.timeout_s
@@ -379,7 +386,7 @@ class FairLock:
         yield from itertools.repeat(_SLEEPS_S[-1])
 
     def _wait_for_mutex(self, deadline: float | None) -> None:
-        """Retry with growing pauses, because a blocking ``F_SETLKW`` has no deadline."""
+        """Try repeatedly, with growing pauses, because a blocking ``F_SETLKW`` has no deadline."""
         if deadline is None:
             deadline = time.monotonic() + self.timeout_s
         for _ in range(_SPINS):
@@ -394,9 +401,9 @@ class FairLock:
 
     def _late(self) -> DeadlineError:
         return DeadlineError(
-            f"waited {self.timeout_s:g} s for {self._name}, held by {self._holder()}; is that "
-            "process stopped? Continue or kill it (a killed holder frees the lock), or allow more "
-            "with timeout_s"
+            f"waited {self.timeout_s:g} s for {self._name}, which is held by {self._holder()}; if "
+            "that process is stopped, continue it (SIGCONT) or kill it (a killed process frees the "
+            "lock), or pass a larger timeout_s"
         )
 
     def _holder(self) -> str:
@@ -406,11 +413,11 @@ class FairLock:
         waiting = f"process {next_in_line}, the next in line"
         if not holder:
             return waiting
-        return f"process {holder}" + (f", before {waiting}" if next_in_line else "")
+        return f"process {holder}" + (f", followed by {waiting}" if next_in_line else "")
 
 
 _CROSSING = frozenset(
     function.__code__
     for function in (FairLock.__enter__, FairLock.__exit__, FairLock.leave_if_inside)
 )
-"""Functions on the stack of a thread that is entering or leaving."""
+"""If one of these functions is on a thread's stack, the thread is entering or leaving."""

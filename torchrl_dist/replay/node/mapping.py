@@ -18,8 +18,8 @@ _NETWORK_FILE_SYSTEMS = frozenset(
 
 
 def allocate(path: Path, size: int) -> None:
-    """Create a zeroed file with reserved blocks. A sparse file on a full disk would cause
-    SIGBUS."""
+    """Create a file of zeros and reserve its blocks. With a sparse file, a full disk would cause
+    SIGBUS at a later write."""
     path.unlink(missing_ok=True)
     fd = own_files.open_new(path)
     try:
@@ -71,7 +71,8 @@ def file_system_of(
 
 
 def is_network_file_system(kind: str) -> bool:
-    """Return whether locks and mappings fail on this type, even within one machine."""
+    """Return whether locks and mappings fail on this type of file system, even within one
+    machine."""
     return kind in _NETWORK_FILE_SYSTEMS or kind.startswith("fuse.sshfs")
 
 
@@ -79,6 +80,6 @@ def refuse_network_file_system(folder: Path) -> None:
     kind, mount = file_system_of(folder)
     if is_network_file_system(kind):
         raise DirectoryError(
-            f"{folder} is on a network file system ({kind} at {mount}); a replay directory must "
-            "be local to the node, for example under /dev/shm"
+            f"{folder} is on a network file system ({kind} at {mount}); choose a scratch_dir on a "
+            "file system of this machine, for example under /dev/shm"
         )

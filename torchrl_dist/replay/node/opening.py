@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import secrets
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -72,19 +73,21 @@ def open_directory(
     repair: Callable[[ReplayDirectory], None] = no_repair,
     identity: int | None = None,
 ) -> ReplayDirectory:
-    """Create the directory or join it. All storages of a process on one directory share a view.
+    """Create the directory or join it. All storages that a process has on it share one view.
 
     Args:
         path: folder on a local file system, preferably in ``/dev/shm`` or on a fast local disk. It
-            must be new, empty, or created by a buffer. Links are resolved once. A new folder gets
-            mode 0700. An existing one must belong to this user, and no other user may write to it.
-        capacity: slots of the ring, the same in every process.
+            must be new, empty, or created by a buffer. Symbolic links are resolved once. A new
+            folder gets mode 0700. An existing folder must belong to this user, and no other user
+            may write to it.
+        capacity: number of slots of the ring, the same in every process.
         job_id: processes with the same id belong together. Default: torchrun's run id, SLURM's
             job id, or this process's own id.
         resume: take over a directory that an earlier job left, with its rows.
         keep: keep the directory when the last process closes it.
         timeout_s: longest wait for the lock, in seconds.
-        repair: repairs the state after a killed holder; ``cursor`` passes it.
+        repair: the function that repairs the state after a holder of the lock was killed. The
+            module ``cursor`` passes it.
         identity: join only the directory with this identity; never create one.
 
     Raises:
@@ -99,8 +102,9 @@ def open_directory(
         raise ConfigurationError(f"capacity must be at least 1 row, got {capacity}")
     if os.fspath(path) in ("", "."):
         raise ConfigurationError(
-            f"scratch_dir={os.fspath(path)!r}: expected a folder of its own for the buffer, which "
-            "its last user removes; is a variable unset?"
+            f"scratch_dir={os.fspath(path)!r}: expected a folder for this buffer alone, because "
+            "the last process that uses the buffer removes the folder; name a folder, and check "
+            "that no variable in the path is unset"
         )
     job = default_job_id() if job_id is None else str(job_id)
     try:
@@ -125,9 +129,12 @@ def open_directory(
                     with contextlib.suppress(OSError):
                         folder.rmdir()
                 raise found
-            refused = True  # once more: another process may be making or removing the folder
+            refused = True  # try again: another process may be making or removing the folder
             time.sleep(0.01)
-        raise DirectoryError(f"{folder} was removed repeatedly while it was being opened")
+        raise DirectoryError(
+            f"other processes removed {folder} repeatedly while this process was opening it; try "
+            "again, or choose another scratch_dir"
+        )
 
 
 @dataclass
@@ -148,7 +155,7 @@ def _attempt(asked: _Asked) -> ReplayDirectory | DirectoryError | None:
     """Return the directory, or the reason to refuse it at this moment.
 
     Returns:
-        None if its last member has just removed it."""
+        None if the directory's last member has just removed it."""
     folder = asked.folder
     try:
         if asked.identity is None:
@@ -183,16 +190,17 @@ def _unusable(folder: str | Path, error: OSError) -> DirectoryError:
             f"{error.filename or folder} is not a folder; choose another scratch_dir"
         )
     return DirectoryError(
-        f"{folder} cannot be used as a replay directory: {error}; choose another scratch_dir, or "
-        "make room or give permission there"
+        f"{folder} cannot be used as a replay directory: {error}; free space there or permit "
+        "writing to it, or choose another scratch_dir"
     )
 
 
 def close_directory(directory: ReplayDirectory, *, clean: bool = True) -> None:
-    """End one use of the view. The last use in the process leaves the directory.
+    """End one use of the view. When the last use in the process ends, the process leaves the
+    directory.
 
     Raises:
-        DeadlineError, DirectoryError: it cannot leave, see ``leave``. Nothing has changed.
+        DeadlineError, DirectoryError: the process cannot leave, see ``leave``. Nothing has changed.
     """
     with once(LOCKS.opening):
         if directory.sharers == 1:
@@ -220,16 +228,17 @@ def _starter_of(job_id: str) -> str | None:
         world = World.from_env()
         if world.launcher == "slurm" and world.job_id == job_id:
             return files.SLURM
-        # the stamp of another machine's process cannot be judged here
+        # a process of another machine cannot be seen here
         return world.starter if is_stamp(job_id) or world.job_id == job_id else None
     return None
 
 
 def _gone(folder: Path) -> DirectoryError:
     return DirectoryError(
-        f"the rows of this copy are gone, because {folder} was removed or replaced; a "
-        "pickle has the place of the rows, not the rows. Load it while a process has the "
-        "buffer open, build the buffer with keep=True, or save rows with buffer.dumps(path)"
+        f"the rows of this copy of the buffer are gone, because {folder} was removed or replaced; "
+        "a pickle of a buffer has only the path of the rows, not the rows. Load a pickle while a "
+        "process has the buffer open, build the buffer with keep=True, or save rows with "
+        "buffer.dumps(path)"
     )
 
 
@@ -247,13 +256,15 @@ def _joined_view(asked: _Asked) -> ReplayDirectory | None:
         try:
             # a second view would be a second member
             view.join_after_fork()
-        except DirectoryError:  # it is another directory now
+        except DirectoryError:  # another directory has this path now
             return None
     _check_identity(view, asked.identity)
     _check_capacity(view, asked.capacity)
     if view.job_id != asked.job:
         raise DirectoryError(
-            f"{asked.folder} is open in this process for job {view.job_id!r}, not {asked.job!r}"
+            f"this process has already opened {asked.folder} for job {view.job_id!r}, so it cannot "
+            f"open this folder for job {asked.job!r}; pass the same job_id, or choose another "
+            "scratch_dir"
         )
     return view
 
@@ -261,8 +272,8 @@ def _joined_view(asked: _Asked) -> ReplayDirectory | None:
 def _check_capacity(view: ReplayDirectory, capacity: int) -> None:
     if view.capacity != capacity:
         raise DirectoryError(
-            f"{view.path} holds a buffer of capacity {view.capacity}, asked for {capacity}; use "
-            "that capacity or another directory"
+            f"{view.path} holds a buffer of capacity {view.capacity}, but capacity {capacity} was "
+            "asked for; pass the capacity of that buffer, or choose another scratch_dir"
         )
 
 
@@ -276,7 +287,7 @@ def _join(asked: _Asked) -> ReplayDirectory | None:
             if not view.is_at_path():
                 return None  # the last member removed it during the wait
             if files.is_being_removed(folder):
-                files.clear(folder)  # the process that removed it was killed
+                files.clear(folder)  # the process that was removing it was killed
             try:
                 header = read_header(folder)
             except FileNotFoundError:
@@ -296,7 +307,7 @@ def _join(asked: _Asked) -> ReplayDirectory | None:
 
 
 def _adopt(view: ReplayDirectory, header: Header, asked: _Asked) -> None:
-    """Check that the directory is sound and usable, then repair it. Called under the lock.
+    """Check that the directory is undamaged and usable, then repair it. Called under the lock.
 
     A directory that is refused stays unchanged.
     """
@@ -310,14 +321,15 @@ def _adopt(view: ReplayDirectory, header: Header, asked: _Asked) -> None:
     if other_job and alive:
         pids = [view.pid_of(member) for member in alive]
         raise DirectoryError(
-            f"{view.path} is in use by job {header.job_id!r} (processes {pids}), this is job "
-            f"{view.job_id!r}; choose another scratch_dir, or pass the same job_id to processes "
-            "that belong together"
+            f"{view.path} is in use by job {header.job_id!r} (processes {pids}), but this process "
+            f"belongs to job {view.job_id!r}; choose another scratch_dir, or pass the same job_id "
+            "to processes that belong together"
         )
     if other_job and not asked.resume and view.words[Word.WRITE_COUNT]:
         raise DirectoryError(
             f"{view.path} was left by job {header.job_id!r} with {view.length} rows; pass "
-            "resume=True to continue with them, remove it, or choose another scratch_dir"
+            "resume=True to continue with these rows, choose another scratch_dir, or remove the "
+            f"folder (torchrl-dist clean {shlex.quote(str(view.path))} --remove)"
         )
     if found := _what_is_wrong(view, bool(alive)):
         raise damaged(view.path, found)
@@ -326,7 +338,7 @@ def _adopt(view: ReplayDirectory, header: Header, asked: _Asked) -> None:
     if other_job:
         new = Header(header.capacity, view.job_id, _starter_of(view.job_id))
         write_json(view.path / files.HEADER, new.as_json())
-    if not view.words[Word.IDENTITY]:  # from a version without identities
+    if not view.words[Word.IDENTITY]:  # made by a version that had no identities
         view.words[Word.IDENTITY] = _new_identity()
     if not alive:
         view.words[Word.INTERRUPTED] = 0
@@ -336,15 +348,18 @@ def _adopt(view: ReplayDirectory, header: Header, asked: _Asked) -> None:
         view.repair(view)
     if view.length and not alive:
         whose = "another" if other_job else "an earlier start of this"
-        say(f"torchrl_dist: {view.path} continues with {view.length} rows of {whose} job")
+        say(
+            f"torchrl_dist: the buffer in {view.path} continues with {view.length} rows of {whose} "
+            "job"
+        )
 
 
 def _what_is_wrong(view: ReplayDirectory, alive: bool) -> str | None:
-    """Return an impossible value in the tables, or None. Changes nothing.
+    """Return a description of an impossible value in the tables, or None. Changes nothing.
 
-    Called under the lock. A killed holder may have changed only some values, so each is checked
-    alone. Tables with an entry per row are checked only if no process uses them, because such a
-    process would also fail.
+    Called under the lock. A killed holder may have changed only some values, so each value is
+    checked on its own. Tables with an entry per row are checked only if no process uses the
+    directory, because otherwise those processes would notice the damage themselves.
     """
     words, claims, capacity = view.words, view.claims, view.capacity
     ranges = dict.fromkeys(_AT_LEAST_0, (0, LARGEST_COUNT)) | {
@@ -364,15 +379,21 @@ def _what_is_wrong(view: ReplayDirectory, alive: bool) -> str | None:
         ranges[Word.LENGTH] = (0, capacity)
     for word, (low, high) in ranges.items():
         if not low <= words[word] <= high:
-            return f"{word.name} is {words[word]}, expected {low} to {high}"
+            return f"{word.name} in control.bin is {words[word]}, expected {low} to {high}"
     for at in range(words[Word.JOURNAL]):
         if not 0 <= words[Word.JOURNAL + 1 + 2 * at] < view.cell(MAX_MEMBERS, 0):
-            return "the journal names a place that does not exist"
+            return "its journal names a word of shared memory that does not exist"
     for word in (Word.ALPHA, Word.NEXT_ALPHA, Word.EPS, Word.SAMPLES_PER_INSERT, Word.ERROR_BUFFER):
         if not 0 <= view.floats[word] < math.inf:
-            return f"{word.name} is {view.floats[word]}, expected a finite number of at least 0"
+            return (
+                f"{word.name} in control.bin is {view.floats[word]}, expected a finite number of "
+                "at least 0"
+            )
     if not (view.floats[Word.MAX_PRIORITY] >= 0 or math.isnan(view.floats[Word.MAX_PRIORITY])):
-        return f"{Word.MAX_PRIORITY.name} is {view.floats[Word.MAX_PRIORITY]}"
+        return (
+            f"{Word.MAX_PRIORITY.name} in control.bin is {view.floats[Word.MAX_PRIORITY]}, "
+            "expected NaN or a number of at least 0"
+        )
     used = claims[claims[:, CLAIM_COUNT] != 0]
     if used.size and not (
         0 < used[:, CLAIM_COUNT].min() <= used[:, CLAIM_COUNT].max() <= capacity
@@ -380,14 +401,14 @@ def _what_is_wrong(view: ReplayDirectory, alive: bool) -> str | None:
         and 0 <= used[:, CLAIM_MEMBER].min()
         and 0 <= used[:, CLAIM_STATE].min() <= used[:, CLAIM_STATE].max() <= CLAIM_DISCARDED
     ):
-        return "a claim names slots outside the ring"
+        return "the record of a write names slots that the buffer does not have"
     if view.members.min() < 0:
-        return "a member has a negative number"
+        return "its table of processes has a negative number"
     if alive:
         return None
     if view.versions.min() < 0:
         return "a row has a negative version"
-    signed = words[Word.RESCALING]  # during the change, leaves that were converted are negative
+    signed = words[Word.RESCALING]  # while alpha changes, converted leaves are negative
     if not (np.isfinite(view.tree.leaves) & ((view.tree.leaves >= 0) | bool(signed))).all():
         return "a priority is negative or not finite"
     return None
@@ -400,9 +421,9 @@ def _new_identity() -> int:
 def _create_files(folder: Path, capacity: int, job: str) -> Header:
     """Create the files. Called under the lock.
 
-    The header comes last: a process that finds no header creates all files again."""
+    The header comes last, because a process that finds no header creates all files again."""
     try:
-        files.check_ours(folder)  # it may have got other files meanwhile
+        files.check_ours(folder)  # other files may have appeared in the folder since
     except DirectoryError:
         (folder / files.LOCK).unlink()
         raise

@@ -1,10 +1,11 @@
-"""Changes of some values of published rows, which keep their generation.
+"""Change some values of published rows. The rows keep their generation.
 
-A reader copies rows without the lock, and knows by their versions whether they changed meanwhile.
-A patched row gets its old version back. The word ``PATCHES`` therefore counts the begins and ends
-of patches, and readers compare it, too (:func:`copied`). It is odd during a patch, which happens
-under the lock. If a process is killed or interrupted during a patch, the rows' versions stay odd,
-and repair drops these rows: a row is the old one, the new one, or lost.
+A reader copies rows without the lock, and compares their versions to notice changes during the
+copy. But a patched row gets its old version back. Therefore the word ``PATCHES`` grows by 1 when a
+patch begins and when it ends, and readers compare it, too (:func:`copied`). The word is odd during
+a patch. Patches happen under the lock. If a process is killed or interrupted during a patch, the
+rows' versions stay odd, and repair drops these rows. A row thus has all its old values, has all its
+new values, or is lost.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torchrl_dist.replay.node.tables import Word
 from torchrl_dist.replay.row.spec import HIDDEN, RowSpec
 from torchrl_dist.tensors import array_of
 
-_BYTES_AT_ONCE = 2**18  # that are copied while the lock is held
+_BYTES_AT_ONCE = 2**18  # of rows, copied while the lock is held
 _T = TypeVar("_T")
 
 
@@ -33,8 +34,10 @@ class Patch(NamedTuple):
     Attributes:
         columns: [n, ...] by the number of the column.
         version: the number of a column in ``columns`` that holds one number per row. A row is
-            patched only if its new number is not below the stored one. None: always.
-        newer: whether the new number must be above the stored one.
+            patched only if its new number is not below the stored one. If None, every row is
+            patched.
+        newer: whether the new number must be above the stored number, so that an equal number is
+            rejected.
     """
 
     columns: dict[int, np.ndarray]
@@ -50,11 +53,12 @@ def patch_of(
     version: Any,
     newer: bool,
 ) -> Patch:
-    """Return the patch of ``count`` rows that the arguments of ``update_if_present`` describe.
+    """Return the patch of ``count`` rows that the given arguments of ``update_if_present``
+    describe.
 
     Raises:
-        KeyError: the rows do not have a key.
-        ConfigurationError: values have another dtype or shape than the rows, or only one of
+        KeyError: the rows do not have one of the keys.
+        ConfigurationError: values do not have the dtype and shape of the rows, or only one of
             ``version_key`` and ``version`` was given.
     """
     if (version_key is None) != (version is None):
@@ -71,15 +75,17 @@ def patch_of(
             raise KeyError(f"the rows have no {key!r}, only {list(numbers)}; patch one of these")
         column, tensor = spec.columns[number], torch.as_tensor(value).detach()
         if column.text or column.stack:
-            kind = "values that are not tensors" if column.text else "frames that rows share"
+            kind = (
+                "values that are not tensors" if column.text else "frames that several rows share"
+            )
             raise ConfigurationError(
-                f"{key!r} holds {kind}, which cannot be patched: write whole rows by "
+                f"{key!r} holds {kind}, which cannot be patched; write whole rows instead, with "
                 "storage[index] = rows"
             )
         if tensor.dtype != column.dtype or tensor.numel() != count * np.prod(column.shape):
             raise ConfigurationError(
                 f"got {tensor.dtype} {list(tensor.shape)} for {key!r}, expected {column.dtype} "
-                f"[{', '.join(map(str, (count, *column.shape)))}]: one value per index"
+                f"[{', '.join(map(str, (count, *column.shape)))}]; pass one value per index"
             )
         columns[number] = array_of(tensor.cpu().reshape(count, *column.shape).contiguous())
         return number
@@ -92,7 +98,7 @@ def patch_of(
         return Patch(columns)
     if isinstance(version_key, str) and "." in version_key:
         raise ConfigurationError(
-            f"version_key={version_key!r}: name a nested key by a tuple, "
+            f"version_key={version_key!r}: expected a tuple for a nested key; pass "
             f"{tuple(version_key.split('.'))!r}"
         )
     version = torch.as_tensor(version)
@@ -100,19 +106,19 @@ def patch_of(
     number = add(version_key, version.expand(count) if not version.ndim else version)
     if number in own:
         raise ConfigurationError(
-            f"version_key={version_key!r} may not appear in patch: leave it out there, because a "
-            "patched row gets the version"
+            f"patch must not contain version_key={version_key!r}; leave this key out of patch, "
+            "because the value of version= is written to this key of each patched row"
         )
     if np.prod(spec.columns[number].shape) != 1:
         raise ConfigurationError(
             f"version_key={version_key!r} holds {list(spec.columns[number].shape)} per row, "
-            "expected one number per row"
+            "expected one number per row; name a key with one number per row"
         )
     return Patch(columns, number, newer)
 
 
 def copied(directory: ReplayDirectory, copy: Callable[[], _T]) -> _T:
-    """Return ``copy()``, which copies rows, without a part of a patch.
+    """Return the copy of rows that ``copy()`` makes, with no patch half applied.
 
     The caller does not hold the lock, and compares the rows' versions afterwards."""
     words = directory.words
@@ -127,7 +133,7 @@ def copied(directory: ReplayDirectory, copy: Callable[[], _T]) -> _T:
 def apply_patch(
     directory: ReplayDirectory, slots: np.ndarray, generation: np.ndarray, patch: Patch
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Patch rows, unless their slots hold other rows by now.
+    """Patch rows. Skip a row if its slot now holds another row.
 
     Other processes may use the directory between two parts of a long patch.
 
@@ -136,7 +142,8 @@ def apply_patch(
 
     Returns:
         Which rows were patched, and which were rejected because of their version, bool [n] each. If
-        a row is named several times, its last values count, or those with the highest version.
+        a row is named several times, it gets the values with the highest version or, without
+        versions, the last values.
 
     Raises:
         ConfigurationError: a sampler finds trajectories by one of the columns.
@@ -147,7 +154,7 @@ def apply_patch(
     updated, rejected = np.zeros(slots.size, bool), np.zeros(slots.size, bool)
     first = 0
     while first < order.size:
-        # a row that is named several times is in one part
+        # all values for a row that is named several times are in one part
         last = order[min(first + at_once, order.size) - 1]
         stop = int(np.searchsorted(slots, slots[last], "right", sorter=order))
         part = order[first:stop]
@@ -197,7 +204,7 @@ def _apply(
 def check_columns(directory: ReplayDirectory, patch: Patch) -> None:
     """
     Raises:
-        ConfigurationError: rows are found or ranked by one of the columns.
+        ConfigurationError: a sampler finds rows, or a writer ranks rows, by one of the columns.
     """
     used = directory.words[Word.STRUCTURE]
     for number in patch.columns:
@@ -205,29 +212,31 @@ def check_columns(directory: ReplayDirectory, patch: Patch) -> None:
             assert directory.rows is not None
             key = ".".join(directory.rows.columns[number].key)
             raise ConfigurationError(
-                f"the patch changes {key!r}, by which rows are sampled or ranked: leave it out, or "
-                "write whole rows by storage[index] = rows"
+                f"the patch changes {key!r}, but a sampler or writer uses this key to find or rank "
+                "rows; leave the key out of the patch, or write whole rows with storage[index] = "
+                "rows"
             )
 
 
 def bit_of(column: int) -> int:
-    """Return the bit of a column in the word ``STRUCTURE``. Rare further columns share the last."""
+    """Return the bit of a column in the word ``STRUCTURE``. Columns from 62 on share a bit."""
     return min(column, 62)
 
 
 class NoColumnError(ConfigurationError):
-    """The rows do not have that key."""
+    """The rows do not have the key."""
 
 
 def column_of(directory: ReplayDirectory, key: NestedKey, *, locked: bool = False) -> np.ndarray:
-    """Return a column with one number per slot, in shared memory. From now on, no patch changes it.
+    """Return a column with one number per slot, in shared memory, and forbid patches of this
+    column.
 
     Args:
         locked: whether the caller holds the directory's lock.
 
     Raises:
         NoColumnError: the rows do not have the key.
-        ConfigurationError: the rows have something else than one number under the key.
+        ConfigurationError: the rows have the key, but its values are not one number per row.
     """
     spec = directory.rows
     assert spec is not None
@@ -237,16 +246,18 @@ def column_of(directory: ReplayDirectory, key: NestedKey, *, locked: bool = Fals
         if column.key == path:
             if column.text or column.stack:
                 raise ConfigurationError(
-                    f"{key!r} holds texts, or frames that rows share, expected one number per row"
+                    f"{key!r} holds text, or frames that several rows share; name a key with one "
+                    "number per row"
                 )
             if tensor.numel() != directory.capacity:
                 raise ConfigurationError(
-                    f"{key!r} has shape {list(column.shape)} per row, expected one number"
+                    f"{key!r} has shape {list(column.shape)} per row; name a key with one number "
+                    "per row"
                 )
             with nullcontext() if locked else directory.lock():
                 directory.words[Word.STRUCTURE] |= 1 << bit_of(number)
             return tensor.reshape(-1).numpy()
     raise NoColumnError(
         f"the rows have no {key!r}, only "
-        f"{[column.key for column in spec.columns if column not in HIDDEN]}"
+        f"{[column.key for column in spec.columns if column not in HIDDEN]}; name one of these"
     )

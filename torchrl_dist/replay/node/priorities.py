@@ -22,23 +22,27 @@ from torchrl_dist.replay.node.times_sampled import hide_exhausted
 
 
 def check_priorities(raw: np.ndarray) -> None:
-    """Raise ``ConfigurationError`` unless all priorities are finite and >= 0."""
-    if not ((raw >= 0).all() and (raw <= LARGEST_LEAF).all()):  # NaN also fails
+    """Raise ``ConfigurationError`` unless all priorities are real, finite and >= 0."""
+    if raw.dtype.kind == "c" or not (
+        (raw >= 0).all() and (raw <= LARGEST_LEAF).all()
+    ):  # NaN also fails
         raise _not_finite(raw)
 
 
 def _not_finite(raw: np.ndarray) -> ConfigurationError:
-    wrong = raw[~((raw >= 0) & (raw <= LARGEST_LEAF))]
+    wrong = raw if raw.dtype.kind == "c" else raw[~((raw >= 0) & (raw <= LARGEST_LEAF))]
     return ConfigurationError(
-        f"priorities must be finite and >= 0, got {wrong[:4].tolist()} among {raw.size}; none was "
-        "applied"
+        f"got {wrong[:4].tolist()} among {raw.size} priorities, expected finite numbers >= 0; no "
+        "priority was applied. Pass valid priorities"
     )
 
 
 def check_generations(count: int, slots: int) -> None:
     """Raise ``ConfigurationError`` unless there is one generation per slot."""
     if count != slots:
-        raise ConfigurationError(f"got {count} generations for {slots} slots; pass one per slot")
+        raise ConfigurationError(
+            f"got {count} generations for {slots} slots; pass one generation per slot"
+        )
 
 
 def leaves_of(directory: ReplayDirectory, raw: np.ndarray) -> np.ndarray:
@@ -56,18 +60,20 @@ def leaves_of(directory: ReplayDirectory, raw: np.ndarray) -> np.ndarray:
 
 
 def check_new(directory: ReplayDirectory, raw: np.ndarray, rows: int) -> None:
-    """Raise ``ConfigurationError`` unless new rows may have these priorities, one each."""
+    """Raise ``ConfigurationError`` unless these are valid priorities for new rows, one per row."""
     if raw.shape != (rows,):
-        raise ConfigurationError(f"got priorities {list(raw.shape)} for {rows} rows; pass one each")
+        raise ConfigurationError(
+            f"got priorities of shape {list(raw.shape)} for {rows} rows; pass one priority per row"
+        )
     check_priorities(raw)
     leaves_of(directory, raw)
 
 
 def leaves_of_new(directory: ReplayDirectory, raw: np.ndarray) -> np.ndarray:
-    """Do :func:`leaves_of` after :func:`check_new`.
+    """Do the work of :func:`leaves_of` for priorities that :func:`check_new` has accepted.
 
-    If another process has changed alpha since, a priority that is now too large is clipped, not
-    refused, because other rows of the batch may have been published."""
+    If another process has changed alpha since the check, a priority may now be too large. Such a
+    priority is clipped, not refused, because other rows of the batch may already be published."""
     with np.errstate(over="ignore"):
         leaves = (raw + directory.get_float(Word.EPS)) ** directory.get_float(Word.ALPHA)
     return np.clip(leaves, SMALLEST_LEAF, LARGEST_LEAF)
@@ -77,20 +83,21 @@ def check_rescaling(leaves: np.ndarray, power: float) -> None:
     """Raise ``ConfigurationError`` if :func:`rescaled` would return leaves that are too large."""
     if leaves.size and float(leaves.max()) > LARGEST_LEAF ** (1 / max(power, 1.0)):
         raise ConfigurationError(
-            f"with {power:g} times the alpha, the leaf {leaves.max():g} would be too large; scale "
+            f"alpha cannot be made {power:g} times as large: the largest value of "
+            f"(priority + eps) ** alpha is now {leaves.max():g}, and would exceed the limit; scale "
             "priorities down, or keep alpha"
         )
 
 
 def rescaled(leaves: np.ndarray, power: float) -> np.ndarray:
-    """Return the leaves under an alpha that is ``power`` times as large. Leaves of 0 stay."""
+    """Return the leaves under an alpha that is ``power`` times as large. Leaves of 0 stay 0."""
     return np.where(leaves > 0, np.maximum(leaves**power, SMALLEST_LEAF), 0.0)
 
 
 def under_alpha_now(directory: ReplayDirectory, leaves: np.ndarray, alpha: float) -> np.ndarray:
-    """Convert leaves computed under ``alpha`` to the present exponent. Called under the lock.
+    """Convert leaves computed under ``alpha`` to the current alpha. Called under the lock.
 
-    A leaf that would become too large becomes the largest valid one, as in
+    A leaf that would become too large becomes the largest valid leaf, as in
     :func:`leaves_of_new`."""
     now = directory.get_float(Word.ALPHA)
     if now == alpha:
@@ -111,7 +118,7 @@ def set_alpha(directory: ReplayDirectory, alpha: float) -> None:
     check_rescaling(directory.tree.leaves, _power(old, alpha))
     directory.begin()
     directory.set_float(Word.NEXT_ALPHA, alpha)
-    directory.words[Word.RESCALING] = 1  # from here on, repair completes it
+    directory.words[Word.RESCALING] = 1  # from here on, repair completes the change
     finish_rescaling(directory)
     directory.commit()
 
@@ -119,8 +126,8 @@ def set_alpha(directory: ReplayDirectory, alpha: float) -> None:
 def finish_rescaling(directory: ReplayDirectory) -> None:
     """Raise the leaves to the power that NEXT_ALPHA requires.
 
-    It also completes the work of a process that was killed between two of its stores. A leaf that
-    is done has a minus sign until all leaves are done and ALPHA is set.
+    This also completes the conversion of a process that was killed between two stores. A converted
+    leaf has a minus sign until all leaves are converted and ALPHA is set.
     """
     leaves = directory.tree.leaves
     directory.tree.mark_all()
@@ -140,12 +147,14 @@ def _power(old: float, new: float) -> float:
 
 
 def cover_leaves(directory: ReplayDirectory) -> None:
-    """Make the largest priority at least as large as the priority of every row. Called under the
-    lock.
+    """Make the stored largest priority at least as large as the priority of every row. Called under
+    the lock.
 
-    This is needed after a kill between the stores of leaves and of the largest priority."""
+    This is needed if a process was killed after it stored leaves and before it stored the largest
+    priority."""
     words, alpha = directory.words, directory.get_float(Word.ALPHA)
-    words[Word.MAX_SLOT] = -1  # with MAX_WITHIN, the next update searches for it
+    # the slot is unknown; with MAX_WITHIN, the next update searches for it
+    words[Word.MAX_SLOT] = -1
     if not (words[Word.ALPHA_SET] and alpha > 0 and directory.length):
         return
     largest = directory.get_float(Word.MAX_PRIORITY)
@@ -157,14 +166,16 @@ def cover_leaves(directory: ReplayDirectory) -> None:
 
 def _too_large(raw: float, alpha: float) -> ConfigurationError:
     return ConfigurationError(
-        f"priority {raw:g} ** alpha {alpha:g} is too large; scale priorities down"
+        f"the priority {raw:g} is too large for alpha={alpha:g}, because sums of priority ** alpha "
+        "must stay finite; scale priorities down"
     )
 
 
 def default_leaf(directory: ReplayDirectory) -> float:
-    """Return the leaf of a new row, from the largest priority seen, so that the row is drawn soon.
+    """Return the leaf of a new row: the leaf of the largest priority seen, so that the row is drawn
+    soon.
 
-    Before a sampler has set alpha, the largest priority is 1, whose power is 1 for every alpha.
+    Before a sampler has set alpha, the largest priority is 1, and its leaf is 1 for every alpha.
     """
     if not directory.words[Word.ALPHA_SET]:
         return 1.0
@@ -181,7 +192,7 @@ def default_leaf(directory: ReplayDirectory) -> float:
 def update(
     directory: ReplayDirectory, slots: np.ndarray, raw: np.ndarray, generation: np.ndarray | None
 ) -> None:
-    """Set priorities of rows, except rows whose slot now holds another row.
+    """Set priorities of rows. Skip a row if its slot now holds another row.
 
     Args:
         slots: int64 [n]; entries below 0 are skipped.
@@ -199,7 +210,7 @@ def update(
         generation = np.ascontiguousarray(generation, dtype=np.int64)
     if raw.shape != slots.shape:
         raise ConfigurationError(
-            f"got {raw.size} priorities for {slots.size} slots; pass one per slot"
+            f"got {raw.size} priorities for {slots.size} slots; pass one priority per slot"
         )
     if generation is not None:
         check_generations(generation.size, slots.size)
@@ -221,19 +232,19 @@ def update(
 def _refusal(
     directory: ReplayDirectory, wrong: int, slots: np.ndarray, raw: np.ndarray, at: int
 ) -> Exception:
-    """Return the error of an update whose item ``at`` is wrong."""
+    """Return the error for an update whose item ``at`` is wrong."""
     if wrong == WRONG_PRIORITY:
         return _not_finite(raw)
     if wrong == WRONG_SLOT:
         return IndexError(
-            f"slot {slots[at]} is beyond the capacity {directory.capacity}; pass the index of a "
-            "sample or an extend of this buffer"
+            f"there is no slot {slots[at]}, because the capacity is {directory.capacity}; pass an "
+            "index from sample() or extend() of this buffer"
         )
     return _too_large(raw[at], directory.get_float(Word.ALPHA))
 
 
 def track_maximum(directory: ReplayDirectory, slots: np.ndarray, raw: np.ndarray) -> None:
-    """Track the largest of the priorities just set on ``slots``.
+    """Update the largest priority after priorities were set on ``slots``.
 
     Called under the lock, after the leaves were stored.
     """
@@ -243,9 +254,9 @@ def track_maximum(directory: ReplayDirectory, slots: np.ndarray, raw: np.ndarray
 
 
 def _track(directory: ReplayDirectory, slot: int, raw: float, moved: bool) -> None:
-    """Update the largest priority after a batch in which ``slot`` got the largest, ``raw``.
+    """Update the largest priority after a batch whose largest priority, ``raw``, went to ``slot``.
 
-    ``moved``: whether the slot with the largest priority of all is in the batch."""
+    ``moved``: whether the batch contains the slot that had the largest priority of all rows."""
     current, words = directory.get_float(Word.MAX_PRIORITY), directory.words
     if not current >= raw:
         directory.set_float(Word.MAX_PRIORITY, raw)

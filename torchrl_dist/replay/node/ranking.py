@@ -1,10 +1,11 @@
 """Keep the best rows: a new row replaces the row with the lowest rank, or is not kept.
 
-The rank of a row is a number that follows from one of its columns, so no table has to be kept
-in step with the rows. Slots are chosen, written and published while the lock is held, and while no
-process writes a row outside the lock. Every choice therefore knows all rows. If a process is killed
-or interrupted meanwhile, the slots' versions stay odd, as in a patch: repair drops up to
-``_BYTES_AT_ONCE`` of rows, and the next rows take their slots.
+The rank of a row is a number that is computed from one of its columns, so no shared table of ranks
+has to be kept in step with the rows. Slots are chosen, written and published while the lock is
+held, and while no process writes a row outside the lock. The choice therefore considers all rows.
+If a process is killed or interrupted while it holds the lock, the slots' versions stay odd, as
+after an interrupted patch. Repair then drops up to ``_BYTES_AT_ONCE`` bytes of rows, and the next
+rows take their slots.
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ from torchrl_dist.replay.node.priorities import default_leaf, leaves_of_new, tra
 from torchrl_dist.replay.node.tables import Word
 
 REDUCTIONS = ("sum", "mean", "max", "min", "median")
-_BYTES_AT_ONCE = 2**18  # that are copied while the lock is held
+_BYTES_AT_ONCE = 2**18  # of rows, copied while the lock is held
 _LOWEST = -np.finfo(np.float64).max
 
 
 def reduced(values: torch.Tensor, reduction: str) -> np.ndarray:
-    """Return a number per row for values [n, ...], float64 [n]. NaN stays NaN."""
+    """Reduce values [n, ...] to one number per row, and return these as float64 [n]. NaN stays
+    NaN."""
     rows = values.detach().cpu().reshape(len(values), -1).double()
     if reduction == "median":
         return rows.median(1).values.numpy()
-    with np.errstate(invalid="ignore"):  # inf - inf is NaN, which new rows must not have
+    with np.errstate(invalid="ignore"):  # inf - inf is NaN, which is not a valid rank
         found: np.ndarray = getattr(rows.numpy(), reduction)(1)
     return found
 
@@ -40,7 +42,7 @@ class Ranks:
     """This process's copy of the ranks of all rows. Every method is called under the lock.
 
     Args:
-        column: the number of the column, which from now on no patch changes.
+        column: the number of the column. From now on, no patch may change this column.
         reduction: one of :data:`REDUCTIONS`, over the values of a row.
 
     Raises:
@@ -54,8 +56,8 @@ class Ranks:
             assert directory.rows is not None
             raise ConfigurationError(
                 f"the rows in {directory.path} are ranked by the {REDUCTIONS[how]} of "
-                f"{directory.rows.columns[other].key}: pass the same rank_key and reduction in "
-                "every process, and use a new scratch_dir to change them"
+                f"{directory.rows.columns[other].key}; pass the same rank_key and reduction in "
+                "every process, or choose a new scratch_dir for another ranking"
             )
         words[Word.STRUCTURE] |= 1 << bit_of(column)
         words[Word.RANKED] = law
@@ -78,12 +80,12 @@ class Ranks:
     def choose(self, new: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
         """Return which new rows are kept, in their order, and their slots, int64 [m] each.
 
-        Rows without a slot are better than none; otherwise a row must be better than the row that
-        it replaces. Of equal rows, earlier ones stay.
+        A new row may always take a slot that holds no row. To replace another row, it must have a
+        higher rank. If ranks are equal, the earlier row stays.
 
         Args:
             new: the ranks of new rows, float64 [n].
-            most: return at most that many, the best ones.
+            most: return at most this many rows, the best ones.
         """
         self._refresh()
         better = np.flatnonzero(_above(new) > self._ranks.min())
@@ -93,12 +95,13 @@ class Ranks:
         count = best.size
         slots = np.flatnonzero(self._ranks <= np.partition(self._ranks, count - 1)[count - 1])
         slots = slots[np.argsort(self._ranks[slots], kind="stable")][:count]
-        kept = np.count_nonzero(_above(new[best]) > self._ranks[slots])  # the first ones
+        kept = np.count_nonzero(_above(new[best]) > self._ranks[slots])  # the first of ``best``
         return np.sort(best[:kept]), slots[:kept]
 
 
 def _above(ranks: np.ndarray) -> np.ndarray:
-    """Return ranks that are above the rank of a slot without a row."""
+    """Return the ranks, with -inf replaced by the lowest finite number, because -inf marks a slot
+    without a row."""
     return np.maximum(ranks, _LOWEST)
 
 
@@ -115,13 +118,14 @@ def keep_best(
     Args:
         new: the ranks of the new rows, float64 [n].
         left: the rows that are not written yet, int64 [m], m > 0.
-        source: [n, ...] per column.
-        priority: float64 [n], checked. Default: the largest priority seen.
+        source: the values of the rows, [n, ...] per column.
+        priority: float64 [n], valid according to ``priorities.check_new``. Default: the largest
+            priority seen.
 
     Returns:
         Positions in ``left`` of the rows that were written, their slots and generations, int64 [k]
-        each. If k is 0, no row that is left is kept. None if another process is writing rows; then
-        nothing was changed.
+        each. If k is 0, none of the rows in ``left`` is good enough to be kept. The result is None,
+        and nothing was changed, if another process is writing rows.
     """
     if cursor.rows_under_way():  # this also ends claims of dead members
         return None
@@ -137,7 +141,8 @@ def keep_best(
         leaves = leaves_of_new(directory, priority[rows])
     directory.begin()
     words[Word.IN_PLACE] = max(words[Word.IN_PLACE], int(slots.max()) + 1)
-    # at first, so that readers who compare it notice also what a kill leaves
+    # the count is stored first, so that readers, which compare it, notice the changes even after a
+    # kill
     words[Word.WRITE_COUNT] += kept.size
     gone = int(np.count_nonzero((versions[slots] & 1 == 0) & (versions[slots] > 0)))
     words[Word.LENGTH] -= gone

@@ -18,15 +18,15 @@ CONTROL_WORDS = 80
 # columns of the claim table, int64 [MAX_CLAIMS, 4]
 CLAIM_COUNT, CLAIM_FIRST, CLAIM_MEMBER, CLAIM_STATE = range(4)
 CLAIM_WRITING, CLAIM_PUBLISHING, CLAIM_DISCARDED = 1, 2, 3
-# columns of the user table, int64 [MAX_MEMBERS, 5], see ``gate``: the member of the row, and the
-# number of rows that were admitted and counted as sampled, but not returned yet. The others are
-# unused.
+# columns of the user table, int64 [MAX_MEMBERS, 5], see ``gate``: the member, and the number of
+# rows that were admitted and counted for its samples, but have not been returned yet. The other
+# columns are unused.
 USER_MEMBER, USER_UNRETURNED = 0, 4
 USER_COLUMNS = 5
 # columns of the member table, int64 [MAX_MEMBERS, 2]
 MEMBER_PID, MEMBER_SERIAL = range(2)
 
-# A reader compares versions before and after its copy. This is sound if the CPU reorders neither
+# A reader compares versions before and after its copy. This is safe if the CPU reorders neither
 # loads with loads nor stores with stores, as on x86-64. On other machines, readers copy under the
 # lock.
 ORDERED_LOADS = platform.machine().lower() in ("x86_64", "amd64")
@@ -35,7 +35,7 @@ ORDERED_LOADS = platform.machine().lower() in ("x86_64", "amd64")
 class Word(enum.IntEnum):
     """Index of each int64 of the control block. Words marked float64 hold the bits of a float64.
 
-    Words from 67 on are free.
+    Words from 68 on are free.
     """
 
     DIRTY = 0
@@ -49,13 +49,11 @@ class Word(enum.IntEnum):
     EPS = 8  # float64
     MAX_PRIORITY = 9  # float64, raw; NaN before the first priority
     MAX_SLOT = 10  # the slot of MAX_PRIORITY, -1 if unknown
-    JOINS = (
-        11  # number of members ever; makes member ids unique although rows of the table are reused
-    )
+    JOINS = 11  # members that ever joined; keeps ids unique though rows of the table are reused
     KEEP = 12  # keep the directory when the last member leaves
     CLAIM_ROWS = 13  # rows of the claim table that were ever used
-    MAX_WITHIN = 14  # MAX_PRIORITY is the largest of the present rows, not of all rows ever
-    NEXT_WRITE_COUNT = 15  # WRITE_COUNT after the publication in progress
+    MAX_WITHIN = 14  # MAX_PRIORITY is the largest of the current rows, not of all earlier rows
+    NEXT_WRITE_COUNT = 15  # WRITE_COUNT as it will be after the publication in progress
     # counters, see ReplayDirectory.counters
     REREAD_ROWS = 16
     LOCKED_READS = 17
@@ -84,29 +82,30 @@ class Word(enum.IntEnum):
     BELL_RUNG = 49
     LIMITER_WAITS = 50  # a counter
     ERA = 51  # the era of a shard, see ``host.HostState``
-    HIDDEN = 52  # a bit for each of ``spec.HIDDEN`` that rows have
+    HIDDEN = 52  # a bit for each column of ``spec.HIDDEN`` that rows have
     RESTORES = 53  # how often a checkpoint was restored
     DRAWN = 54  # rows that samples drew without a limiter; see ``count``
-    INTERRUPTED = 55  # a member left after a stop signal or an exception, so nothing is removed
+    INTERRUPTED = 55  # a member left after a stop signal or an exception; no files are removed
     # frames that are stored once, see ``frames``
     FRAME_CURSOR = 56  # the next ticket of a frame
     FRAME_LOW = 57  # no row that is published or being written has a smaller mark
     DROPPED_ROWS = 58  # a counter: rows that were dropped before the ring reached them
     FRAMES_SET = 59  # frames.json exists
-    PATCHES = 60  # begins and ends of patches, see ``patches``
+    PATCHES = 60  # grows by 1 when a patch begins and when it ends, see ``patches``
     STRUCTURE = 61  # a bit for each column by which rows are found or ranked
     FILLER = 62  # which process fills a data set: 0, a member's id + 1, or -1 when it is complete
-    RANKED = 63  # by what rows are ranked, see ``ranking``; 0 if they are not
+    RANKED = 63  # which column and reduction rank the rows, see ``ranking``; 0: none
     # rows that are too old, see ``times_sampled.retire``
     OLDEST_COLUMN = 64  # 1 + the number of the column that is compared; 0: no row is too old
-    OLDEST = 65  # the smallest number in that column that is not too old
+    OLDEST = 65  # rows with a smaller number in that column are too old
     RETIRED_ROWS = 66  # a counter
+    WIDTH = 67  # size of the rows' second dimension, see ``dimensions``; 0: one dimension
 
 
 JOURNAL_ENTRIES = 5
 SAVED_FLOAT_WORDS = frozenset({Word.ALPHA, Word.EPS, Word.MAX_PRIORITY})
 LARGEST_COUNT = 2**62
-"""Upper limit of tickets and counts. No buffer reaches it."""
+"""Upper limit of tickets and counts. In practice, no buffer reaches it."""
 
 COUNTERS = {
     word.name.lower(): word

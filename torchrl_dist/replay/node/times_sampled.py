@@ -2,8 +2,8 @@
 
 ``directory.times_sampled`` holds a row's generation and count in one number, so a new row in the
 slot begins at 0 without a store. A row at the limit keeps its slot, with a leaf of 0. All functions
-are for a directory with ``max_times_sampled``. All except :func:`give_back` are called under its
-lock.
+need a directory with ``max_times_sampled``. All except :func:`give_back` and :func:`retire` are
+called under its lock.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torchrl_dist.replay.node.tables import LARGEST_COUNT, Word
 _BITS = MOST_TIMES.bit_length()
 
 DrawMore = Callable[[int], tuple[np.ndarray, np.ndarray]]
-"""Return slots, int64 [n], drawn among those with a leaf above 0, and one number for each."""
+"""Draws slots with a leaf above 0. Returns the slots, int64 [n], and one number for each slot."""
 
 
 class TooFewDrawsError(RuntimeError):
-    """The rows that may be sampled have only ``left`` draws in total: too few."""
+    """Too few draws are left: only ``left`` in total, over all rows that may be sampled."""
 
     def __init__(self, message: str, left: int = 0) -> None:
         super().__init__(message)
@@ -46,7 +46,7 @@ def set_times_sampled(
     *,
     published: bool = True,
 ) -> None:
-    """Set the counts of the rows in the slots, or of the next rows published there.
+    """Set the counts of the rows in the slots, or of the rows that are published there next.
 
     If a slot occurs twice, the last count stays."""
     assert directory.times_sampled is not None
@@ -75,7 +75,8 @@ def is_too_old(directory: ReplayDirectory, slots: np.ndarray | slice) -> np.ndar
 
 
 def hide_too_old(directory: ReplayDirectory) -> int:
-    """Hide all rows that are too old, as if they had reached the limit. Return their number.
+    """Hide all rows that are too old, as if they had reached the limit. Return the number of hidden
+    rows.
 
     Called between begin and commit."""
     words, tree = directory.words, directory.tree
@@ -89,9 +90,10 @@ def hide_too_old(directory: ReplayDirectory) -> int:
 
 
 def retire(directory: ReplayDirectory, column: int, oldest: int) -> int:
-    """Hide the rows whose number in a column is below ``oldest``, now and when they are published.
+    """Hide the rows whose number in a column is below ``oldest``. Such rows are also hidden if they
+    are published later.
 
-    Takes the lock. If a larger ``oldest`` was set before, that one stays.
+    Takes the lock. If a larger ``oldest`` was set before, the larger one stays.
 
     Returns:
         The number of rows that this call has hidden.
@@ -102,21 +104,24 @@ def retire(directory: ReplayDirectory, column: int, oldest: int) -> int:
     """
     words = directory.words
     if not -LARGEST_COUNT <= oldest <= LARGEST_COUNT:
-        raise ConfigurationError(f"got the version {oldest}, expected a number of 62 bits")
+        raise ConfigurationError(
+            f"got the version {oldest}, expected an integer of at most 62 bits; use smaller "
+            "versions"
+        )
     with directory.lock():
         before = words[Word.OLDEST_COLUMN]
         if before not in (0, column + 1):
             assert directory.rows is not None
             key = ".".join(directory.rows.columns[before - 1].key)
             raise ConfigurationError(
-                f"rows of {directory.path} are retired by {key!r}; use that version_key in all "
-                "processes"
+                f"the rows of {directory.path} are already retired by the column {key!r}; pass "
+                "this version_key in every process"
             )
         if before and oldest <= words[Word.OLDEST]:
             return 0
         directory.begin()
         words[Word.OLDEST] = oldest
-        words[Word.OLDEST_COLUMN] = column + 1  # last, because it makes the bound valid
+        words[Word.OLDEST_COLUMN] = column + 1  # last, because this store makes the bound valid
         hidden = hide_too_old(directory)
         words[Word.RETIRED_ROWS] += hidden
         directory.commit()
@@ -129,7 +134,7 @@ def count_draws(
     """Count the drawn slots, and replace slots that are drawn too often.
 
     Args:
-        slots, extra: results of ``draw_more``, which are changed in place.
+        slots, extra: results of ``draw_more``. They are changed in place.
 
     Raises:
         TooFewDrawsError: too few draws are left. No draw was counted.
@@ -140,8 +145,9 @@ def count_draws(
         left = int(rows.size * most - times_sampled(directory, rows).sum())
         if left < slots.size:
             raise TooFewDrawsError(
-                f"the {rows.size} rows that may still be sampled do not have {slots.size} draws "
-                f"left, with max_times_sampled={most}",
+                f"got a batch of {slots.size} rows, but with max_times_sampled={most}, the "
+                f"{rows.size} rows that may still be sampled have fewer draws left in total; "
+                "sample fewer rows, or write more",
                 left,
             )
     directory.begin()
@@ -150,7 +156,8 @@ def count_draws(
         todo = todo[np.argsort(slots[todo], kind="stable")]
         drawn = slots[todo]
         times = times_sampled(directory, drawn) + 1
-        times += np.arange(drawn.size) - np.searchsorted(drawn, drawn)  # earlier in the batch
+        # add how often the same slot was drawn earlier in the batch
+        times += np.arange(drawn.size) - np.searchsorted(drawn, drawn)
         set_times_sampled(directory, drawn[times <= most], times[times <= most])
         full = drawn[times == most]
         tree.set(full, 0.0)
@@ -167,8 +174,8 @@ def give_back(
 ) -> None:
     """Uncount draws that will not be used. Takes the lock.
 
-    A hidden row that may now be sampled again gets the leaf that it had when it was drawn. Changes
-    of its priority or of alpha since it was hidden are lost.
+    A hidden row that may now be sampled again gets the leaf that it had when it was drawn. If the
+    row's priority or alpha has changed since then, the leaf does not reflect this change.
 
     Args:
         slots, generation: int64 [n], one per draw. Rows that no longer exist are skipped.
@@ -178,11 +185,12 @@ def give_back(
         fresh = directory.versions[slots] == 2 * generation
         slots, first, counts = np.unique(slots[fresh], return_index=True, return_counts=True)
         times = times_sampled(directory, slots)
-        left = np.maximum(times - counts, 0)  # a restore restarts the counts
+        left = np.maximum(times - counts, 0)  # a restore may have restarted the counts
         left = np.where(is_too_old(directory, slots), times, left)
         again = exhausted(directory, slots) & (left < times)
         directory.begin()
-        # leaves first, because repair resets them while the counts are full
+        # Set the leaves first. If the process is killed before the counts are set, the counts are
+        # still at the limit, so repair sets the leaves back to 0.
         directory.tree.set(slots[again], leaves[fresh][first[again]])
         set_times_sampled(directory, slots, left)
         directory.words[Word.AVAILABLE] += int(np.count_nonzero(again))

@@ -1,1 +1,2 @@
-"""The parts that plug into TorchRL's replay buffer, for the processes of one node."""
+"""Storage, samplers and writers that plug into TorchRL's replay buffer, for the processes of one
+node."""

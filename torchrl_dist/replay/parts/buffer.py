@@ -20,9 +20,12 @@ from torchrl.data.replay_buffers.sample_units import SampleUnit, Sequence
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler, Sampler
 
 from torchrl_dist.errors import CheckpointError, ConfigurationError, RateLimitError
+from torchrl_dist.replay.law.placement import slots_at
 from torchrl_dist.replay.parts.passes import PassOverError, SharedSamplerWithoutReplacement
 from torchrl_dist.replay.parts.query import trajectories
-from torchrl_dist.replay.parts.sampler import SharedRandomSampler, exponents_in
+from torchrl_dist.replay.parts.sampler import SharedRandomSampler, as_float64, exponents_in
+from torchrl_dist.replay.parts.slices import NoSlicesError
+from torchrl_dist.replay.parts.storage import NoRowsError
 from torchrl_dist.replay.parts.writer import SharedCursorWriter
 from torchrl_dist.replay.row import _torchrl
 from torchrl_dist.replay.saving.disk import MANIFEST, read_dump
@@ -31,43 +34,48 @@ from torchrl_dist.replay.saving.disk import MANIFEST, read_dump
 class SharedReplayBuffer(TensorDictReplayBuffer):
     """``TensorDictReplayBuffer`` with exact priorities and the same constructor arguments.
 
-    With a :class:`SharedMemmapStorage` and a :class:`SharedCursorWriter`, it differs as follows:
+    With a :class:`SharedMemmapStorage` and a :class:`SharedCursorWriter`, it differs from TorchRL's
+    class as follows:
 
     - A priority reaches the row for which it was computed, or no row.
-      ``update_tensordict_priority`` uses ``"index_generation"`` of the batch, which may be the
-      sample itself, a clone, or a part of it. Priorities for overwritten rows are dropped and
-      counted (``storage.counters["stale_updates"]``).
+      ``update_tensordict_priority`` uses ``"index_generation"`` of the batch. The batch may be the
+      sample itself, a clone of the sample, or a part of the sample. Priorities for overwritten rows
+      are dropped and counted (``storage.counters["stale_updates"]``).
     - ``extend`` and ``add`` publish rows together with the priorities under ``priority_key``
       (reduced per row by the sampler's ``reduction``). If a priority is invalid, no row is written.
-    - ``extend``, ``add`` and ``update_priority`` do not take the buffer's lock, which TorchRL's
-      buffer holds while it samples. Sampling or prefetching in another thread therefore does not
-      delay them. They wait only for the directory's lock.
+    - ``extend``, ``add`` and ``update_priority`` wait only for the directory's lock. TorchRL's
+      buffer holds another lock while it samples. These three methods do not take that lock, so
+      sampling or prefetching in another thread does not delay them.
 
     - ``sample_unit=Sequence(...)`` of TorchRL expands each drawn row, the *anchor*, into a window
-      of consecutive rows of its trajectory, in whichever slots they are. See below.
+      of consecutive rows of its trajectory. These rows may be in any slots. See "Windows" below.
 
-    Without ``sampler=`` it samples uniformly. Without ``writer=`` it creates the writer.
+    Without ``sampler=``, the buffer samples uniformly. Without ``writer=``, the buffer creates a
+    :class:`SharedCursorWriter`.
 
-    **Windows.** A batch of ``Sequence(length, burn_in=..., bootstrap=...)`` has the entries of
-    TorchRL's, and ``"anchor_generation"``. It has ``batch_size`` windows one after the other. The
-    law of the sampler is that of the anchors, and ``"priority_weight"`` is the anchor's. A window
-    is read as a whole: all its rows were in the buffer at the same moment. Rows follow each other
-    if one thread wrote them one after the other, with the same trajectory id if rows have one
-    (``("collector", "traj_ids")`` or ``"episode"``). Use the same ``sample_unit`` in the buffers of
-    all processes, including those that only write. A limiter counts the rows of windows.
+    **Windows.** A batch of ``Sequence(length, burn_in=..., bootstrap=...)`` has ``batch_size``
+    windows one after the other. The batch has the entries that TorchRL's buffer returns, plus
+    ``"anchor_generation"``. The sampler draws the anchors, and each row of a window has the
+    ``"priority_weight"`` of its anchor. A window is read as a whole: all its rows were in the
+    buffer at the same moment. Rows count as consecutive if one thread wrote them one after the
+    other. If rows have a trajectory id (``("collector", "traj_ids")`` or ``"episode"``),
+    consecutive rows must also have the same id. Use the same ``sample_unit`` in the buffers of all
+    processes, including those that only write. A limiter counts all rows of a window.
 
     Args:
-        priority_key: key of the priorities, of which each row has one.
-        eta: weight of the largest priority of a window in that of its anchor, 0 to 1.
-            ``update_tensordict_priority`` sets ``eta * max + (1 - eta) * mean`` (Kapturowski et al.
-            2019, "Recurrent Experience Replay in Distributed Reinforcement Learning", eq. 1, with
-            0.9). The maximum is over the valid rows, as in TorchRL, and the mean over the valid
-            rows of the learning region. Default: 1, TorchRL's maximum.
-        kwargs: those of ``TensorDictReplayBuffer``.
+        priority_key: key of the priorities, one per row.
+        eta: how strongly the largest priority in a window counts in the priority of the window's
+            anchor, from 0 to 1. ``update_tensordict_priority`` sets ``eta * max + (1 - eta) *
+            mean``, as in Kapturowski et al. 2019, "Recurrent Experience Replay in Distributed
+            Reinforcement Learning", eq. 1, where ``eta`` is 0.9. The maximum is over the valid
+            rows, as in TorchRL. The mean is over the valid rows of the learning region
+            (``"learning_mask"``). Default: 1, so that only the maximum counts, as in TorchRL.
+        kwargs: the arguments of ``TensorDictReplayBuffer``.
 
     Raises:
-        ConfigurationError: the writer is of another kind, data have no ``"index"``, or the sampler
-            draws no windows.
+        ConfigurationError: the writer is not a :class:`SharedCursorWriter`, ``sample_unit`` asks
+            for windows that the sampler cannot draw, or data for ``update_tensordict_priority``
+            have no ``"index"``.
 
     Example:
         >>> storage = SharedMemmapStorage(100, scratch_dir="/dev/shm/example")
@@ -81,19 +89,22 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
     """
 
     draws_anew = True
-    """A copy does not have the batches drawn ahead, see ``__getstate__``."""
+    """A copy of the buffer does not have the batches that were drawn ahead, see
+    ``__getstate__``."""
 
     _replay_lock = _torchrl.EntryLock()
     _futures_lock = _torchrl.EntryLock()
 
     windows: Sequence | None = None
-    """The ``sample_unit``, if the sampler draws its windows."""
+    """The ``sample_unit`` if it is a ``Sequence``, otherwise None. The sampler then draws the
+    windows."""
 
     def __init__(self, *, priority_key: str = "td_error", eta: float = 1.0, **kwargs: Any) -> None:
         if not 0 <= eta <= 1 or (eta != 1 and type(kwargs.get("sample_unit")) is not Sequence):
             raise ConfigurationError(
-                f"eta={eta!r}: expected a number from 0 to 1, and sample_unit=Sequence(...), whose "
-                "windows have several priorities each"
+                f"eta={eta!r}: expected 1, or a number from 0 to 1 together with "
+                "sample_unit=Sequence(...). eta combines the priorities of a window's rows, and "
+                "only Sequence draws windows"
             )
         self.eta = eta
         kwargs["writer"] = kwargs.get("writer") or SharedCursorWriter
@@ -102,7 +113,8 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
 
     @property
     def _sample_unit(self) -> SampleUnit | None:
-        """What TorchRL's class expands: not windows, because the sampler draws them."""
+        """The unit that TorchRL's class expands. None for windows, because the sampler draws
+        windows."""
         return self.__dict__.get("_unit")
 
     @_sample_unit.setter
@@ -126,44 +138,60 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         """Write a batch and publish it.
 
         Args:
-            tensordicts: ``[n, ...]``; TorchRL's inverse transforms are applied first.
+            tensordicts: ``[n, ...]``; the inverses of the buffer's transforms are applied first.
             update_priority: with ``False``, new rows get the largest priority seen, and
                 ``priority_key`` of the batch is ignored.
 
         Returns:
-            The slots, int64 [n]; -1 for rows that were not kept because the batch is longer than
-            the ring.
+            The slots, int64 [n]; -1 for rows that were not kept because the batch has more rows
+            than the ring.
         """
         return self._write(tensordicts, update_priority is not False)
 
     def add(self, data: TensorDictBase) -> torch.Tensor:
-        """Write one row, batch size []; see :meth:`extend`.
+        """Write one row of batch size []; see :meth:`extend`.
 
         Returns:
-            Its slot, int64 [].
+            The row's slot, int64 [].
         """
-        rows = data.unsqueeze(0) if isinstance(data, TensorDictBase) else data  # _write then raises
+        _torchrl.initialize(self)
+        dim = self._dim_extend
+        rows = data.unsqueeze(dim) if isinstance(data, TensorDictBase) else data  # or _write raises
         index = self._write(rows, True)
-        return index[0] if index.numel() else index
+        return index[0] if index.numel() and self._storage.ndim == 1 else index
 
     def _write(self, data: TensorDictBase, with_priority: bool) -> torch.Tensor:
         _torchrl.initialize(self)
         if not isinstance(data, TensorDictBase):
             raise ConfigurationError(
-                f"{type(self).__name__} stores TensorDicts, got {type(data).__name__}; for a list "
-                "of rows pass torch.stack(rows); for rows of a tensorclass build TorchRL's "
-                "ReplayBuffer over the same parts, or pass .to_tensordict()"
+                f"{type(self).__name__} stores TensorDicts, got {type(data).__name__}. For a list "
+                "of rows, pass torch.stack(rows). For rows of a tensorclass, pass "
+                "rows.to_tensordict(), or build TorchRL's ReplayBuffer with the same storage, "
+                "sampler and writer"
             )
         if self._transform is not None and len(self._transform):
             data = self._transform.inv(data)
             if data is None:
                 return torch.zeros((0, 1), dtype=torch.long)  # as TorchRL does
+        if self._dim_extend and getattr(data, "ndim", 2) > 1:  # else the storage refuses the rows
+            data = self._transpose(data)
         priority = None
         if with_priority and isinstance(self._sampler, PrioritizedSampler):
             if _torchrl.value_of(data, self.priority_key) is not None:
-                vector = self._priority_per_row(data)
-                priority = vector.detach().to("cpu", torch.float64).numpy()
+                several = self._storage.ndim > 1
+                flat = self._storage.flat(data.select(self.priority_key)) if several else data
+                vector = self._priority_per_row(flat)
+                priority = as_float64(vector).numpy()
         return self._writer.extend(data, priority=priority)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if isinstance(index, tuple) and len(index) > 1 and not isinstance(index[0], str):
+            # TorchRL's method would change a copy of the rows
+            raise ConfigurationError(
+                f"got an index with {len(index)} parts; replace rows by storage[index] = rows, "
+                "where the parts are in the order of the storage's dimensions"
+            )
+        super().__setitem__(index, value)
 
     def update_if_present(
         self,
@@ -175,36 +203,39 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         version: int | torch.Tensor | None = None,
         require_newer: bool = False,
     ) -> ConditionalUpdateResult:
-        """Change some values of rows that were not overwritten, such as stored recurrent states.
+        """Change some values, such as stored recurrent states, of rows that were not overwritten.
 
         A row keeps its slot, generation and priority. Every process reads the row as it was before
-        or after the patch, never a mixture. Batches that were drawn ahead have the old values. If
-        a process is killed or interrupted (Ctrl-C) during this, the rows that it was changing at
+        or after the patch, never a mixture. Batches that were drawn ahead have the old values. If a
+        process is killed or interrupted (Ctrl-C) during a patch, the rows that it was changing at
         that moment are lost.
 
         Keyword Args:
-            index: int64 [n], ``"index"`` of a sample, or the index of an extend, over hosts after
-                ``flush``. Entries of -1 name no row.
+            index: int64 [n], ``"index"`` of a sample, or the index that an extend returned. Over
+                hosts, call ``flush`` before you pass the index of an extend. Entries of -1 are
+                skipped.
             generation: int64 [n], ``"index_generation"`` of the sample, or
                 ``writer.generations_of(index)``.
-            patch: new values by key, [n, ...]. If ``index`` names a row twice, the last one counts.
-            version_key: key of a stored number per row, its version. A row is patched, and gets
-                ``version``, only if its stored version is not above ``version``. If ``index``
-                names a row twice, only the highest version counts.
-            version: a number, or a tensor [n].
+            patch: new values by key, [n, ...]. If ``index`` names a row twice, the row gets the
+                last values given for it.
+            version_key: key of the row's version, one number per row. A row is patched, and gets
+                ``version``, only if its stored version is not above ``version``. If ``index`` names
+                a row twice, only the highest version counts.
+            version: the new version: a number, or a tensor [n].
             require_newer: patch a row only if its stored version is below ``version``.
 
         Returns:
-            The result as in TorchRL, with ``updated`` and ``version_rejected``, bool [n] each. Rows
-            with neither were overwritten or, over several hosts, are in a shard that does not
-            answer.
+            The result as in TorchRL, with ``updated`` and ``version_rejected``, bool [n] each. A
+            row for which both are false was overwritten or, over several hosts, is in a shard that
+            does not answer.
 
         Raises:
-            KeyError: the rows do not have a key.
-            ConfigurationError: values do not fit the rows. Or a column has text, or frames that
-                rows share, or a sampler finds trajectories by it. No row is changed.
-            RemoteError: over hosts, these errors arrive as RemoteError.
-            DeadlineError, PeerLostError: over hosts, too few of them answer.
+            KeyError: the rows do not have one of the given keys.
+            ConfigurationError: values do not fit the rows, or a column cannot be patched. A column
+                cannot be patched if it holds text, or frames that rows share, or if a sampler finds
+                trajectories by this column. No row is changed.
+            RemoteError: over hosts, the errors above arrive as RemoteError.
+            DeadlineError, PeerLostError: over hosts, too few hosts answer.
         """
         _torchrl.initialize(self)
         updated, rejected = self._storage.update_if_present(
@@ -217,24 +248,27 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         )
 
     def retire_older_than(self, version: int, *, version_key: NestedKey = "policy_version") -> int:
-        """Have no process sample rows of older policies, from now on. Call it after an update.
+        """Stop all processes from sampling rows of policies older than ``version``.
+
+        Call this method after an update.
 
         For example, with ``version = collector.policy_version - 4``, batches contain rows of the
-        newest policy and of the four before it. Rows that come later with an older version are
-        never sampled, either; batches that were drawn ahead may still have some. The law of
-        sampling is that of the remaining rows. Retired rows keep their slots, and ``len`` counts
-        them; ``storage.counters["retired_rows"]`` is their number. So that few rows are retired
-        before they were sampled, let the writers wait: pass ``samples_per_insert`` to the storage's
-        limiter.
+        newest policy and of the four before it. Rows with an older version are not sampled even if
+        they are written later. Batches that were drawn ahead may still have such rows. The
+        remaining rows are sampled as if no other rows existed. Retired rows keep their slots, and
+        ``len`` counts them. ``storage.counters["retired_rows"]`` is the number of retired rows. If
+        too many rows are retired before they are sampled, pass ``samples_per_insert`` to the
+        storage's limiter, which then makes the writers wait.
 
-        The storage needs a :class:`RateLimiter` with ``max_times_sampled``. A version below an
-        earlier one changes nothing; ``empty`` and loading a checkpoint start over. A call reads the
-        versions of all rows once, under the lock (about 3 ms per million rows).
+        The storage needs a :class:`RateLimiter` with ``max_times_sampled``. A call with a lower
+        version than an earlier call changes nothing. ``empty`` and ``loads`` forget the versions of
+        earlier calls. A call reads the versions of all rows once, under the lock (about 3 ms per
+        million rows).
 
         Args:
-            version: the smallest version to sample.
-            version_key: key of one number per row, as ``RPCBatchedCollector`` writes it. All
-                processes use the same key.
+            version: the smallest version that may still be sampled.
+            version_key: key of the policy version, one number per row, as ``RPCBatchedCollector``
+                writes it. All processes must use the same key.
 
         Returns:
             The number of rows that this call has retired.
@@ -242,16 +276,17 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         Raises:
             ConfigurationError: the limiter has no ``max_times_sampled``, no row was written yet, or
                 the rows do not have the key.
-            RemoteError: over hosts, these errors arrive as RemoteError.
-            DeadlineError, PeerLostError: over hosts, one of them does not answer. The others have
+            RemoteError: over hosts, the error above arrives as RemoteError.
+            DeadlineError, PeerLostError: over hosts, a host does not answer. The other hosts have
                 retired their rows.
         """
         _torchrl.initialize(self)
         return self._storage.retire(operator.index(version), version_key)
 
     def stats(self) -> dict[str, int | float | bool]:
-        """Return the entries of TorchRL's buffers, and ``storage.counters``. TorchRL's
-        ``LoggerMonitor`` logs them. Any thread may call this, and it waits for no sample."""
+        """Return the statistics that TorchRL's buffers have, and ``storage.counters``, by name.
+        TorchRL's ``LoggerMonitor`` logs these numbers. Any thread may call this method. The method
+        does not wait for samples in progress."""
         if not self.initialized:
             return super().stats()
         size, capacity = len(self), self._storage.max_size
@@ -265,8 +300,8 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
             **self._storage.counters,
         }
 
-    def set_sampler(self, sampler: Sampler) -> None:
-        """Replace the sampler.
+    def set_sampler(self, sampler: Sampler) -> Sampler:
+        """Replace the sampler, and return the previous sampler.
 
         Raises:
             ConfigurationError: the sampler is not for shared rows, or does not draw the windows of
@@ -280,13 +315,27 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         except Exception:
             super().set_sampler(before)
             raise
+        return before
+
+    def set_storage(self, storage: Any, collate_fn: Any = None) -> Any:
+        """Refuse another storage.
+
+        Raises:
+            ConfigurationError: always, because the writer would continue to write to the current
+                storage.
+        """
+        raise ConfigurationError(
+            f"a {type(self).__name__} keeps its storage, because its writer and sampler belong to "
+            "this storage; build another buffer over the other storage"
+        )
 
     # --- copies ------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without batches drawn ahead, and without the generator of ``set_rng``.
 
-        This buffer itself still returns those batches. A copy draws with its own random numbers."""
+        This buffer itself will still return those batches. A copy draws with its own random
+        numbers."""
         _torchrl.initialize(self)
         attributes = self.__dict__
         with self._futures_lock:
@@ -298,8 +347,10 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         return state | {"_rng": None}
 
     def share(self, shared: bool = True) -> SharedReplayBuffer:
-        """Do nothing: copies in other processes have the same rows, and need no common lock."""
-        # the base class's constructor also calls this: there, its own method checks the options
+        """Do nothing, because copies in other processes have the same rows, and need no common
+        lock."""
+        # The base class's constructor also calls this method. In that call, the base class's own
+        # method checks the options.
         return self if "_write_lock" in self.__dict__ else super().share(shared)
 
     def query(
@@ -308,17 +359,18 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         *,
         trajectory_key: NestedKey | None = None,
     ) -> list[Trajectory]:
-        """Return the trajectories that match, the oldest first. Other processes may keep writing.
+        """Return the trajectories that match, the oldest first. Other processes may write during
+        the call.
 
-        This copies all rows of the buffer, as a checkpoint does, and omits rows that are being
-        written. If rows of several writers alternate, this joins the pieces of each trajectory.
+        The call copies all rows of the buffer, as a checkpoint does, and omits rows that are being
+        written. If rows of several writers alternate, the call joins the pieces of each trajectory.
 
         Args:
-            predicate: built from TorchRL's ``traj``, or a function of a ``Trajectory``. Default:
-                all trajectories.
-            trajectory_key: key of the ids, one number per row, unique in the job. Default:
-                ``("collector", "traj_ids")``, ``"traj_ids"`` or ``"episode"``, whichever the rows
-                have.
+            predicate: the condition for a match, built from TorchRL's ``traj``, or given as a
+                function of a ``Trajectory``. Default: all trajectories match.
+            trajectory_key: key of the trajectory ids, one number per row. The ids must be unique in
+                the job. Default: the first of ``("collector", "traj_ids")``, ``"traj_ids"`` and
+                ``"episode"`` that the rows have.
 
         Raises:
             ConfigurationError: the rows have no trajectory ids, rows of one trajectory are in
@@ -336,10 +388,11 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
     def dumps(self, path: str | os.PathLike[str]) -> None:
         """Write a checkpoint of the buffer to a folder.
 
-        The checkpoint has the rows with priorities and generations, cursor, counters, alpha, beta,
-        and the states of the transforms and of ``set_rng``. It replaces an earlier checkpoint
-        atomically. See the storage's ``dumps`` for how long this blocks and what it raises. Batches
-        drawn ahead are not saved. Nothing is pickled.
+        The checkpoint has the rows with their priorities and generations, the cursor, the counters,
+        alpha and beta, and the states of the transforms and of the generator of ``set_rng``. It
+        replaces an earlier checkpoint atomically. The storage's ``dumps`` describes how long the
+        call blocks, and which errors it raises. Batches drawn ahead are not saved. Nothing is
+        pickled.
 
         Raises:
             ConfigurationError: a transform's state holds something other than tensors, numbers,
@@ -358,12 +411,12 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
     def loads(self, path: str | os.PathLike[str]) -> None:
         """Restore a checkpoint of :meth:`dumps`; see the storage's ``loads``.
 
-        If ``TensorDictReplayBuffer`` saved the checkpoint from a shared storage, only its rows are
+        If ``TensorDictReplayBuffer`` saved the checkpoint from a shared storage, only the rows are
         restored.
 
         Raises:
             CheckpointError: there is no checkpoint, or it is damaged or has other transforms. The
-                buffer is unchanged. The storage's ``loads`` raises further errors.
+                buffer is unchanged. The storage's ``loads`` may raise further errors.
         """
         _torchrl.initialize(self)
         if not Path(path, MANIFEST).exists() and Path(path, "storage", MANIFEST).exists():
@@ -377,7 +430,8 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
                     self._transform.load_state_dict(own_transforms)
                 except (RuntimeError, KeyError, TypeError, ValueError) as error:
                     raise CheckpointError(
-                        f"the checkpoint {path} is of other transforms: {error}"
+                        f"the checkpoint {path} was saved with other transforms ({error}); "
+                        "build the buffer with the transforms that it had when it was saved"
                     ) from error
             self._storage.restore(saved)
         except BaseException:
@@ -413,7 +467,8 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
             return batch_size, dict(sampler), dict(transforms), rng
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(
-                f"the checkpoint does not fit or is damaged: {error}; the buffer is unchanged"
+                f"the checkpoint does not fit this buffer, or is damaged: {error}. The buffer is "
+                "unchanged; load another checkpoint"
             ) from error
 
     # TorchRL's other names for these methods
@@ -423,8 +478,10 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
     def _priority_per_row(self, data: TensorDictBase) -> torch.Tensor:
         priority = data.get(self.priority_key, None)
         if priority is not None and priority.numel() == data.shape[0]:
-            # nothing to reduce, and a reduction would cost more than the update
+            # there is nothing to reduce, and a call to reduce would cost more than the update
             return priority.reshape(-1)
+        if priority is not None and self._storage.ndim > 1:  # TorchRL would reduce other rows, too
+            return _torchrl.reduced(priority.reshape(len(priority), -1), self._sampler.reduction)
         return self._get_priority_vector(data)
 
     def sample(
@@ -435,11 +492,13 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
     ) -> Any:
         """Return a batch with ``"index"``, ``"index_generation"`` and the sampler's entries.
 
-        With ``include_info=False``, the batch has no such entries. With ``return_info``, they are
-        also returned as a dictionary."""
+        With ``include_info=False``, the batch does not have these entries. With ``return_info``,
+        these entries are also returned as a dictionary."""
         if include_info is not None:
             warnings.warn(
-                "include_info is TorchRL's older name for return_info", UserWarning, stacklevel=2
+                "include_info is TorchRL's older name for return_info; pass return_info= instead",
+                UserWarning,
+                stacklevel=2,
             )
         _torchrl.check_prefetching(self)
         data, info = self._next_sample(batch_size)
@@ -449,7 +508,7 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
 
     @contextlib.contextmanager
     def _capture_prefetch_state(self, **how: Any) -> Iterator[dict[str, Any]]:
-        """Return the state in TorchRL's form, which TorchRL's class also accepts."""
+        """Yield the prefetching state in the form that TorchRL's class also accepts."""
         if self._storage.limiter is not None:
             _torchrl.drop_waiting(self)
         with super()._capture_prefetch_state(**how) as state:
@@ -466,10 +525,11 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         super()._restore_prefetch_queue_locked(prefetch_state, **how)
 
     def _next_sample(self, batch_size: int | None) -> tuple[TensorDictBase, dict[str, Any]]:
-        # Skip batches fetched ahead whose draw failed, because it timed out at the rate limiter or
-        # its pass was over. Also skip batches that were drawn before the buffer was emptied.
+        # Skip batches fetched ahead whose draw failed (the draw timed out at the rate limiter, its
+        # pass was over, or another process had emptied the buffer and not yet written new rows).
+        # Also skip batches that were drawn before the buffer was emptied.
         for _ in range(len(self._prefetch_queue) if self._prefetch else 0):
-            with contextlib.suppress(RateLimitError, PassOverError):
+            with contextlib.suppress(RateLimitError, PassOverError, NoRowsError, NoSlicesError):
                 data, info, drawn_of = ReplayBuffer.sample(self, batch_size)
                 if drawn_of == self._storage.emptied:
                     return data, info
@@ -479,8 +539,8 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
     def __iter__(self) -> Iterator[Any]:
         """Yield batches indefinitely.
 
-        With a :class:`SharedSamplerWithoutReplacement`, stop at the end of the pass, whichever
-        process draws its last row."""
+        With a :class:`SharedSamplerWithoutReplacement`, stop at the end of the pass, even if
+        another process draws the pass's last row."""
         _torchrl.initialize(self)
         if not isinstance(self._sampler, SharedSamplerWithoutReplacement):
             yield from super().__iter__()
@@ -490,9 +550,10 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
                 yield self.sample()
 
     def _sample(self, batch_size: int) -> tuple[Any, dict[str, Any]]:
-        """Return ``((batch, info, emptied), info)``, with ``storage.emptied`` before the draw.
+        """Return ``((batch, info, emptied), info)``, where ``emptied`` is the storage's attribute
+        as it was before the draw.
 
-        TorchRL's ``sample`` returns the first item, also for batches fetched ahead."""
+        TorchRL's ``sample`` returns the first item, whether the batch was fetched ahead or not."""
         drawn_of = self._storage.emptied
         if self._pin_memory or self._sample_unit is not None or len(self._transform or ()):
             data, info = super()._sample(batch_size)
@@ -505,16 +566,17 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         return (data, info, drawn_of), info
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """Set the priorities of a batch, or of parts of one, from ``data[priority_key]``.
+        """Set the priorities of a sample, or of a part of a sample, from ``data[priority_key]``.
 
         Rows that were overwritten after they were sampled are skipped and counted. If ``data`` has
-        no ``priority_key``, its rows silently get the largest priority seen, as new rows do and as
-        in TorchRL. A misspelled key therefore makes sampling nearly uniform.
+        no ``priority_key``, the rows silently get the largest priority seen, like new rows. TorchRL
+        does the same. A misspelled key therefore makes sampling nearly uniform.
 
         Args:
-            data: has ``"index"`` and, like every sample, ``"index_generation"``. Without
-                generations, rows are matched as in :meth:`update_priority`. Of windows, it has the
-                priorities of their rows, which set those of the anchors, see ``eta``.
+            data: a batch with ``"index"`` and, like every sample, ``"index_generation"``. Without
+                generations, rows are matched as in :meth:`update_priority`. For windows, ``data``
+                has a priority for each row. The priorities of the anchors are computed from those
+                of the rows, see ``eta``.
         """
         _torchrl.initialize(self)
         if not isinstance(self._sampler, PrioritizedSampler):
@@ -527,9 +589,11 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         generation = _torchrl.value_of(data, "index_generation")
         if index is None:
             raise ConfigurationError(
-                f"the data holds no 'index', only {sorted(map(str, data.keys()))}: pass a "
+                f"the data has the keys {sorted(map(str, data.keys()))}, but no 'index'; pass a "
                 "sample of this buffer"
             )
+        if self._storage.ndim > 1:
+            index = slots_at(torch.as_tensor(index), self._storage.width)
         if data.ndim:
             priority = self._priority_per_row(data)
         else:
@@ -541,13 +605,14 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         )
 
     def _of_anchors(self, data: TensorDictBase) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return index, generation and priority of each anchor in windows, in any batch size."""
+        """Return the index, generation and priority of each anchor. ``data`` holds windows, with
+        any batch size."""
         names = ("anchor_index", "anchor_generation", "validity_mask", "learning_mask")
         missing = [name for name in names if data.get(name, None) is None]
         if missing:
             raise ConfigurationError(
-                f"the windows have no {missing}, which each sample of this buffer has: pass a "
-                "sample, or rows of one with all its entries"
+                f"the windows have no {missing}, although each sample of this buffer has these "
+                "entries; pass a sample, or some of its rows, without removing entries"
             )
         flat = data.select(*names, self.priority_key, strict=False)
         if flat.ndim != 1:
@@ -563,7 +628,7 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         found = value.new_zeros(len(anchors))
         found.scatter_reduce_(0, which, value, "amax", include_self=False)
         if self.eta < 1:
-            mean = found.clone()  # for windows of which no row to learn from is given
+            mean = found.clone()  # stays for windows without a row of the learning region
             which, value = which[learning], value[learning]
             mean.scatter_reduce_(0, which, value, "mean", include_self=False)
             found = self.eta * found + (1 - self.eta) * mean
@@ -579,16 +644,18 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         """Set the priority of rows, unless they were overwritten.
 
         Args:
-            index: slots, int64 [n]; entries of -1 are skipped.
-            priority: >= 0, a single one or [n].
-            generation: int64 [n], ``"index_generation"`` of these rows. Without it, the
-                rows are matched with recent samples and extends of this process. Slots
-                without a match are updated, whichever row they hold now, and counted
+            index: slots, int64 [n], or coordinates, [n, 2]; see ``ndim=``. Entries of -1 are
+                skipped.
+            priority: >= 0, a single number or [n].
+            generation: int64 [n], ``"index_generation"`` of these rows. Without this argument,
+                generations are looked up among recent samples and extends of this process. A slot
+                that is not found there is updated regardless of which row it holds now, and counted
                 (``"unverified_updates"``).
         """
         _torchrl.initialize(self)
         if isinstance(index, tuple):
-            index = torch.stack(index, -1)
+            index = torch.stack(list(map(torch.as_tensor, index)), -1)
+            index = index if index.ndim > 1 else index[None]
         index = torch.as_tensor(index)
         if index.ndim == 2 and index.shape[-1] == 1:
             index = index.squeeze(-1)
@@ -597,7 +664,8 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
 
 
 def _per_row(values: torch.Tensor, priority: torch.Tensor) -> torch.Tensor:
-    """Return one value per priority. TorchRL repeats each value over further batch dimensions."""
+    """Return one value per priority. TorchRL has repeated each value over further batch
+    dimensions."""
     while values.ndim > priority.ndim:
         values = values[..., 0]
     return values

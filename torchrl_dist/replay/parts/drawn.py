@@ -21,20 +21,23 @@ class Drawn:
     Attributes:
         spec: the row spec.
         index, generation: int64 [n], slot and generation of each row. In a batch over hosts, the
-            index is that of the whole buffer.
-        leaf: float64 [units], ``p ** alpha`` of each row, of the first row of each slice, or of the
-            anchor of each window; 1 in uniform sampling.
+            index is an index into the whole buffer.
+        leaf: float64 [units], ``(priority + eps) ** alpha`` of each row, of the first row of each
+            slice, or of the anchor of each window; 1 in uniform sampling.
         tensors: the rows, one tensor [n, ...] per column of the row spec; or their stored form, see
             ``row.stacks``.
         minimum: the smallest leaf in the buffer at the time of the draw.
         mass: the mass of all units that could be drawn, at the time of the first draw.
         lengths: int64 [units], the number of rows of each slice or window; None if the units are
             rows.
-        shape: slices as TorchRL's sampler describes them, see ``SliceSampler._finalize_index``.
-        scale: float64 [units], factors that correct the leaves for the weights, see
-            ``hosts.batches``; None if all are 1.
-        anchors: int64 [n, 3], if the units are windows: index and generation of the anchor of each
-            row, and whether the row is valid, see ``windows``.
+        shape: for slices, their description by TorchRL's sampler, see
+            ``SliceSampler._finalize_index``.
+        scale: float64 [units], factors by which leaves are multiplied for the weights, see
+            ``hosts.batches``; None if all factors are 1.
+        anchors: int64 [n, 3], if the units are windows: for each row, index and generation of its
+            anchor, and whether the row is valid, see ``windows``.
+        second: int64 [n], the second coordinate of each row once a sampler has returned
+            coordinates. ``index`` is then the first coordinate. None if rows have one dimension.
     """
 
     spec: RowSpec
@@ -48,6 +51,7 @@ class Drawn:
     shape: dict[str, Any] | None = None
     scale: np.ndarray | None = None
     anchors: torch.Tensor | None = None
+    second: torch.Tensor | None = None
 
     @classmethod
     def of(
@@ -59,7 +63,8 @@ class Drawn:
         columns: list[np.ndarray],
         *more: Any,
     ) -> Drawn:
-        """Convert rows that were read as arrays. ``spec`` is not None, because rows exist."""
+        """Build units from rows that were read as arrays. ``spec`` is not None, because rows
+        exist."""
         assert spec is not None
         index, stamps = torch.from_numpy(slots), torch.from_numpy(generation)
         return cls(spec, index, stamps, leaf, tensors(columns, spec), *more)
@@ -71,20 +76,20 @@ class Drawn:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows."""
+        """The size of the rows in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def weighed(self) -> np.ndarray:
-        """The leaves that importance weights use, float64 [units]."""
+        """The leaves from which importance weights are computed, float64 [units]."""
         return self.leaf if self.scale is None else self.leaf * self.scale
 
     def weights(self, beta: float) -> torch.Tensor:
         """Return importance weights ``(p / min p) ** -beta``, float32 [n], as if one buffer had all
         rows. All rows of a slice have the weight of its first row.
 
-        Schaul et al. 2016, "Prioritized Experience Replay", section 3.4, with the normalization of
-        TorchRL."""
+        The formula is that of Schaul et al. 2016, "Prioritized Experience Replay", section 3.4,
+        with TorchRL's normalization."""
         weight = ((self.weighed / self.minimum) ** -float(beta)).astype(np.float32)
         if self.lengths is not None:
             weight = np.repeat(weight, self.lengths.numpy())
@@ -96,7 +101,8 @@ class Drawn:
         units: slice | np.ndarray,
         lengths: torch.Tensor | None = None,
     ) -> Drawn:
-        """Return some units. ``take`` selects their rows from a tensor with one entry per row."""
+        """Return the chosen units. ``units`` selects them from an array with one entry per unit,
+        and ``take`` selects their rows from a tensor with one entry per row."""
         return replace(
             self,
             index=take(self.index),
@@ -109,7 +115,7 @@ class Drawn:
         )
 
     def part(self, start: int, stop: int) -> Drawn:
-        """Return the units ``start`` to ``stop``."""
+        """Return the units ``start`` to ``stop - 1``."""
         units = slice(start, stop)
         if start == 0 and stop == self.units:
             return self

@@ -14,38 +14,39 @@ from torchrl_dist.replay.parts.buffer import SharedReplayBuffer
 from torchrl_dist.replay.row import _torchrl
 
 _NOT_KNOWN = {"index": -1, "index_generation": -1, "priority_weight": 1.0}
-"""What a batch says about rows whose buffer does not give this entry."""
+"""For each entry, the value that a row gets if the samples of its buffer do not have this entry."""
 
 
 class SharedOfflineToOnlineReplayBuffer(OfflineToOnlineReplayBuffer):
     """TorchRL's ``OfflineToOnlineReplayBuffer`` with an online buffer that processes share.
 
-    TorchRL's class builds its online buffer itself, for one process. This class takes one, so all
-    ranks of a job learn from the rows of all. Each batch has exactly
-    ``round(offline_fraction * batch_size)`` offline rows, first, and online rows after them. As
-    long as there is no online row, all are offline. ``extend`` writes to the online buffer, and
-    ``anneal(step, total_steps)`` decreases the fraction to 0.
+    TorchRL's class builds its online buffer itself, for one process. This class takes an existing
+    online buffer, so each rank of a job learns from the rows of all ranks. Each batch begins with
+    exactly ``round(offline_fraction * batch_size)`` offline rows, followed by online rows. As long
+    as the online buffer is empty, a batch has only offline rows. ``extend`` writes to the online
+    buffer, and ``anneal(step, total_steps)`` decreases the fraction to 0.
 
-    A batch has an entry ``"offline"``, bool [n]. Both buffers may sample by priority:
-    ``update_tensordict_priority`` gives each of them the priorities of its own rows. A weight
-    corrects for the priorities in its row's buffer, and not for the ratio. It is 1 in a uniform
-    buffer.
+    The entry ``"offline"`` of a batch, bool [n], tells which rows are offline rows. Both buffers
+    may sample by priority, because ``update_tensordict_priority`` gives each buffer the priorities
+    of its own rows. A row's weight corrects for the priorities in its buffer, but not for the
+    ratio. The weight is 1 for a row from a buffer that samples uniformly.
 
     Args:
         offline: a ``ReplayBuffer``, such as a data set of TorchRL
             (``torchrl.data.datasets.MinariExperienceReplay``), or a :class:`SharedReplayBuffer`
-            over rows that :meth:`SharedMemmapStorage.fill_once` has written. It must have the keys
-            of the online rows.
-        online: the online buffer, also one of :func:`replay_buffer`.
+            over rows that :meth:`SharedMemmapStorage.fill_once` has written. The offline rows must
+            have the same keys and dtypes as the online rows.
+        online: the online buffer. It may come from :func:`replay_buffer`.
 
     Keyword Args:
-        offline_fraction: part of a batch that is offline, above 0 and below 1.
+        offline_fraction: the fraction of a batch that is offline, above 0 and below 1.
         batch_size: rows per sample.
         transform: called with each batch.
 
     Raises:
-        ConfigurationError: a buffer prefetches or samples windows. From ``sample``: the buffers
-            have different keys, or one returned another number of rows.
+        ConfigurationError: a buffer prefetches or samples windows. ``sample`` raises this error if
+            the rows of the two buffers differ in keys or dtypes, or if a buffer does not return as
+            many rows as it was asked for.
 
     Example:
         >>> data = TensorDict({"obs": torch.zeros(50, 4)}, [50])
@@ -78,18 +79,23 @@ class SharedOfflineToOnlineReplayBuffer(OfflineToOnlineReplayBuffer):
         ):
             if not isinstance(buffer, kind):
                 raise ConfigurationError(
-                    f"{name} is a {type(buffer).__name__}, expected a {kind.__name__}; pass a "
-                    "built buffer or data set"
+                    f"{name} is a {type(buffer).__name__}, expected a {kind.__name__}; pass an "
+                    "existing buffer or data set"
+                )
+            if getattr(buffer.storage, "ndim", 1) > 1:
+                raise ConfigurationError(
+                    f"the {name} buffer has a storage with ndim={buffer.storage.ndim}, so its "
+                    "index has several coordinates; build it without ndim="
                 )
             if _torchrl.prefetches(buffer):
                 raise ConfigurationError(
-                    f"{name} has prefetch=..., which draws batches before their size is known; "
-                    "build the buffer without it"
+                    f"the {name} buffer has prefetch=..., so it draws batches before their size is "
+                    "known; build it without prefetch="
                 )
             if getattr(buffer, "windows", None) is not None:
                 raise ConfigurationError(
-                    f"{name} has sample_unit=Sequence(...), whose batches have more rows than "
-                    "batch_size; build the buffer without it"
+                    f"the {name} buffer has sample_unit=Sequence(...), so its batches have more "
+                    "rows than batch_size; build it without sample_unit="
                 )
         super().__init__(
             offline,
@@ -103,11 +109,13 @@ class SharedOfflineToOnlineReplayBuffer(OfflineToOnlineReplayBuffer):
     def sample(self, batch_size: int | None = None) -> TensorDictBase:
         """Return a batch [n] with ``"offline"``, and with the entries of both buffers' samples.
 
-        Where a buffer does not give an entry of the other one, ``"index"`` and
-        ``"index_generation"`` are -1, and ``"priority_weight"`` is 1."""
+        If only one buffer's samples have ``"index"``, ``"index_generation"`` or
+        ``"priority_weight"``, the rows of the other buffer get -1, -1 or 1 under this key."""
         size = _torchrl.batch_size_of(self) if batch_size is None else batch_size
         if size is None:
-            raise ConfigurationError("sample needs batch_size=, here or in the constructor")
+            raise ConfigurationError(
+                "no batch size is known; pass batch_size= to sample or to the constructor"
+            )
         count = round(self.offline_fraction * size)
         if len(self.online_buffer) == 0:
             count = size
@@ -117,8 +125,8 @@ class SharedOfflineToOnlineReplayBuffer(OfflineToOnlineReplayBuffer):
                 part = buffer.sample(rows)
                 if part.shape != (rows,):
                     raise ConfigurationError(
-                        f"a buffer returned rows of batch size {list(part.shape)}, asked for "
-                        f"{rows}: use samplers that return single rows, with replacement"
+                        f"a buffer returned a batch of size {list(part.shape)}, expected [{rows}]; "
+                        "use samplers that draw single rows with replacement"
                     )
                 part["offline"] = torch.full((rows,), buffer is self.offline_buffer)
                 parts.append(part)
@@ -126,13 +134,13 @@ class SharedOfflineToOnlineReplayBuffer(OfflineToOnlineReplayBuffer):
         return data if self._transform is None else self._transform(data)
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """Set the priorities of a sample, or of a part of one, in the buffers that sample by
+        """Set the priorities of a sample, or of a part of a sample, in the buffers that sample by
         priority."""
         offline = data.get("offline", None)
         if offline is None:
             raise ConfigurationError(
-                "the data have no 'offline', which says whose rows they are: pass a sample of this "
-                "buffer"
+                "the data have no entry 'offline', which says which buffer each row came "
+                "from; pass a sample of this buffer"
             )
         for buffer, mine in ((self.offline_buffer, offline), (self.online_buffer, ~offline)):
             if hasattr(buffer, "update_tensordict_priority") and mine.any():
@@ -140,19 +148,28 @@ class SharedOfflineToOnlineReplayBuffer(OfflineToOnlineReplayBuffer):
 
 
 def _joined(offline: TensorDictBase, online: TensorDictBase) -> TensorDictBase:
-    """Join two samples whose rows have the same keys.
+    """Join two samples whose rows have the same keys and dtypes.
 
     Raises:
-        ConfigurationError: they have not.
+        ConfigurationError: the keys differ, or a key's dtypes do. ``torch.cat`` would convert.
     """
     parts = [_with_info(part) for part in (offline, online)]
     keys = [set(part.keys(True, True)) for part in parts]
     if keys[0] != keys[1]:
         only = [sorted(map(str, here - there)) for here, there in (keys, reversed(keys))]
         raise ConfigurationError(
-            f"only offline rows have {only[0]}, only online rows have {only[1]}: write the same "
-            "keys, or drop the others by a transform of the buffer"
+            f"only offline rows have the keys {only[0]}, and only online rows have the keys "
+            f"{only[1]}; write the same keys to both buffers, or exclude these keys by a transform "
+            "of the buffer"
         )
+    for key in keys[0] - _NOT_KNOWN.keys():
+        here, there = (getattr(part.get(key), "dtype", None) for part in parts)
+        if here != there:
+            raise ConfigurationError(
+                f"{key!r} is {here} in offline rows, but {there} in online rows; write the same "
+                "dtype to both buffers, or convert it by a transform of one buffer, such as "
+                "torchrl.envs.DTypeCastTransform"
+            )
     return torch.cat(parts, 0)
 
 

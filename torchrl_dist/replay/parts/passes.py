@@ -1,18 +1,21 @@
 """Sampling without replacement over a replay directory, for all processes together.
 
-A *pass* visits the rows that were published when it began. Each row is drawn at most once, by any
-of the processes:
+A *pass* visits the rows that were published when it began. In a pass, all processes together draw
+each row at most once. These rules also hold:
 
-- A row that is overwritten before its turn is omitted. Later rows wait for the next pass.
-- A pass begins with the first draw that finds nothing left of the previous one, for example a draw
-  after ``empty`` or ``loads``, which remove all rows of the pass.
-- Rows that a process drew count as drawn even if it dies. After ``kill -9``, up to one batch (and
-  batches fetched ahead) is missing in that pass.
-- The pass is in the directory, so a restarted job continues it. It is not part of checkpoints.
+- A row that is overwritten before its turn is omitted. Rows that are written during the pass wait
+  for the next pass.
+- A draw begins the next pass if the current pass has no row left. A draw after ``empty`` or
+  ``loads`` also begins a pass, because these methods remove all rows of the current pass.
+- Rows that a process drew count as drawn even if the process dies. After ``kill -9``, up to one
+  batch (and batches fetched ahead) is missing in that pass.
+- The pass is stored in the directory, so a restarted job continues it. Checkpoints do not contain
+  the pass.
 
 ``pass.bin`` has three counters, an order of slots, and the versions that these slots had. A draw
-stores one number, the count of passed rows. The length of a new order is stored last, and makes the
-order valid. A kill at any point therefore leaves a valid pass.
+stores one number, the count of entries that were drawn or omitted. The length of a new order is
+stored last, because it makes the order valid. If a process is killed at any point, it therefore
+leaves a valid pass.
 """
 
 from __future__ import annotations
@@ -32,19 +35,24 @@ from torchrl_dist.replay.parts.drawn import Drawn
 from torchrl_dist.replay.parts.sampler import EMPTY, SharedSampler
 from torchrl_dist.replay.parts.storage import Draw, NoRowsError, SharedMemmapStorage
 
-# the first words of pass.bin: the number of the pass, from 1; the number of passed entries of its
-# order; the length of the order
+# the first words of pass.bin: the number of the pass, counted from 1; the number of entries of its
+# order that were drawn or omitted; the length of the order
 _NUMBER, _PASSED, _COUNT = range(3)
 _HEAD_WORDS = 8
 _LOOK_AHEAD = 256
 NO_FULL_BATCH = (
-    "drop_last=True and a batch of {} rows, but the buffer holds {}: no pass has a full batch"
+    "drop_last=True, but a batch has {} rows and the buffer only {}, so there is no full batch; "
+    "pass a smaller batch_size, or drop_last=False"
 )
-OVER = "the pass of the current iteration over this buffer has no row left; sample after the loop"
+OVER = (
+    "no row is left for the current loop over this buffer, because its pass over the rows has "
+    "ended; sample after the loop"
+)
 
 
 Take = Callable[[int], tuple[np.ndarray, np.ndarray]]
-"""``take(count)`` returns slots and versions of at most ``count`` rows, int64 [n] each."""
+"""A function ``take(count)`` that returns slots and versions of at most ``count`` rows, int64 [n]
+each."""
 
 
 class Passes:
@@ -58,19 +66,21 @@ class Passes:
 
     @property
     def number(self) -> int:
-        """The number of the pass, from 1; 0 before the first."""
+        """The number of the pass, from 1; 0 before the first pass."""
         return int(self._head[_NUMBER])
 
     @property
     def left(self) -> int:
-        """Upper bound of the rows that remain in the pass; some may have been overwritten."""
+        """Upper bound on the number of rows that remain in the pass. Some of these rows may have
+        been overwritten."""
         return int(self._head[_COUNT] - self._head[_PASSED])
 
     def begin(self, order: Any, number: int | None = None) -> None:
         """Begin a pass over the rows that are published now.
 
         Args:
-            order: ``order(n)`` returns the order of ``n`` rows, int64 [n]. None orders by slot.
+            order: a function that takes ``n`` and returns an order of ``n`` rows, int64 [n]. With
+                None, rows come in the order of their slots.
             number: number of the pass. Default: the next number.
         """
         versions = self._directory.versions
@@ -87,7 +97,7 @@ class Passes:
     def take(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Return slots and versions of the pass's next ``count`` rows, int64 [n].
 
-        At the end of the pass, there are fewer rows."""
+        If the pass has fewer rows left, return only these rows."""
         passed = max(0, int(self._head[_PASSED]))
         stop = min(int(self._head[_COUNT]), self._directory.capacity)
         parts = []
@@ -99,7 +109,7 @@ class Passes:
             parts.append((slots[there], versions[there]))
             missing -= parts[-1][0].size
             passed = part.stop
-        while passed < stop:  # skip overwritten rows, so that ``left`` is 0 if no others remain
+        while passed < stop:  # skip overwritten rows, so that ``left`` is 0 if no other rows remain
             part = slice(passed, min(passed + _LOOK_AHEAD, stop))
             there = self._directory.versions[self._slots[part]] == self._versions[part]
             passed += int(there.argmax()) if there.any() else there.size
@@ -116,8 +126,8 @@ def draw_of_pass(directory: ReplayDirectory, passes: Passes, begin: Take) -> Dra
     """Return the ``draw`` for ``storage.read_rows``. All of its rows belong to one pass.
 
     Args:
-        begin: returns slots and versions of the first rows, from the present pass or a new one.
-            Called under the lock.
+        begin: a function that returns slots and versions of the first rows, from the current pass
+            or a new pass. It is called under the lock.
     """
     number: int | None = None
 
@@ -137,13 +147,13 @@ def draw_of_pass(directory: ReplayDirectory, passes: Passes, begin: Take) -> Dra
 def take_of_pass(
     storage: SharedMemmapStorage, passes: Passes, number: int, count: int, order: Any
 ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray], int, int]:
-    """Draw ``count`` rows of the pass ``number``, or fewer at its end. A host calls this.
+    """Draw ``count`` rows of the pass ``number``, or fewer at its end. A host calls this function.
 
     The pass begins in this directory with the first rows that are taken.
 
     Returns:
-        Slots, generations, the stored form of the rows (``row.stacks``), the number of the present
-        pass, and the rows left in it.
+        Slots, generations, the stored form of the rows (``row.stacks``), the number of the current
+        pass, and the number of rows left in it.
     """
 
     def begin(more: int) -> tuple[np.ndarray, np.ndarray]:
@@ -165,17 +175,17 @@ class PassOverError(RuntimeError):
 class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
     """Sample uniformly without replacement, among all processes of the node.
 
-    It replaces ``SamplerWithoutReplacement``. In a *pass*, all processes together draw each row at
-    most once. A pass visits the rows that were published when it began. Rows that are overwritten
-    before their turn are omitted, and later rows wait for the next pass. The next pass begins with
-    the first sample that finds no row left, for example after ``empty()`` or ``loads()``. Rows that
-    a process drew count as drawn even if it is killed. The pass is in the replay directory, so a
-    restarted job continues it.
+    It replaces ``SamplerWithoutReplacement``. During a *pass*, all processes together draw each row
+    at most once. A pass visits the rows that were published when it began. Rows that are
+    overwritten before their turn are omitted, and rows that are written during the pass wait for
+    the next pass. The next pass begins with the first sample that finds no row left, for example
+    after ``empty()`` or ``loads()``. Rows that a process drew count as drawn even if the process is
+    killed. The pass is stored in the replay directory, so a restarted job continues it.
 
     The last batch of a pass is shorter if the rows do not fill it. With a
     :class:`SharedReplayBuffer`, ``for batch in buffer`` ends with the pass in every process.
-    TorchRL's buffer checks before each batch whether rows are left. If another process takes them
-    after the check, the loop over TorchRL's buffer continues with the next pass.
+    TorchRL's buffer checks before each batch whether rows are left. If another process takes these
+    rows after the check, the loop over TorchRL's buffer continues with the next pass.
 
     Example:
         >>> buffer = TensorDictReplayBuffer(
@@ -192,13 +202,13 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
     Raises:
         ConfigurationError: the storage has a limiter with ``max_times_sampled``, or
             ``drop_last=True`` and the buffer holds fewer rows than a batch.
-        RuntimeError: from ``sample``, if too few rows are published and none is being written. One
-            row suffices, but ``drop_last=True`` needs a full batch.
+        RuntimeError: from ``sample``, if too few rows are published and none is being written. A
+            sample needs one row, or with ``drop_last=True``, a full batch.
     """
 
     _knows_rows = True
     _not_copied = (*SharedSampler._not_copied, "_passes", "_pass")
-    _no_counts = "itself counts how often rows are drawn"
+    _no_counts = "draws each row once per pass, regardless of how often it was sampled"
 
     def __init__(self, drop_last: bool = False, shuffle: bool = True) -> None:
         SamplerWithoutReplacement.__init__(self, drop_last, shuffle)
@@ -213,7 +223,7 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
 
     @contextmanager
     def one_pass(self) -> Iterator[None]:
-        """In this context, only the first draw may begin a pass.
+        """While this context is active, only the first draw may begin a pass.
 
         A draw that would begin the next pass raises :class:`PassOverError`."""
         self._pass, self._only_one = None, True
@@ -227,13 +237,14 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
             self._passes = Passes(directory)
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Return whether ``sample`` would begin without a wait. Over hosts, this blocks for one
-        call."""
-        enough = not self.drop_last or len(storage) >= batch_size
-        return enough and super().can_sample(storage, batch_size)
+        """Return whether ``sample`` would begin without a wait. Over hosts, this method blocks for
+        one call."""
+        can = super().can_sample(storage, batch_size)
+        return can and (not self.drop_last or len(storage) >= batch_size)
 
     def draw(self, storage: Storage, count: int, *, stored: bool = False) -> Drawn:
-        """Draw the next rows of the pass, see the base class. ``mass`` is the number of rows."""
+        """Draw the next rows of the pass, see the base class. ``mass`` is the buffer's number of
+        rows."""
         directory = self.attach(storage)
         assert isinstance(storage, SharedMemmapStorage)
         drawn = storage.once_rows_are_published(lambda: self._draw_rows(storage, count, stored))
@@ -241,7 +252,7 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
         return drawn
 
     def _draw_rows(self, storage: SharedMemmapStorage, count: int, stored: bool) -> Drawn:
-        """Return copied rows of one pass, at least one row."""
+        """Return copies of one or more rows of the same pass."""
         directory, passes = storage.directory, self._passes
         assert passes is not None
         if count < 1:  # an empty batch belongs to no pass
@@ -254,19 +265,20 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
         while True:
             draw = draw_of_pass(directory, passes, begin)
             found = self._read_now(storage, draw, count, stored)
-            # otherwise rows were overwritten while they were copied: draw again
+            # otherwise, rows were overwritten while they were copied, so draw again
             if found.units == count or (found.units and not self.drop_last):
                 return found
 
     def _begin(
         self, directory: ReplayDirectory, passes: Passes, count: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the first rows of a batch, from this pass or a new one. Called under the lock."""
+        """Return the first rows of a batch, from the current pass or a new pass. Called under the
+        lock."""
         if not directory.length:
             raise NoRowsError(EMPTY)
         if self.drop_last and directory.length < count:
             too_few = NO_FULL_BATCH.format(count, directory.length)
-            if directory.high >= count:  # enough rows have existed, though not all at this moment
+            if directory.high >= count:  # enough slots are in use, but some rows are missing now
                 raise NoRowsError(too_few, count)
             raise ConfigurationError(too_few)
         begun = self._only_one and self._pass is not None

@@ -21,9 +21,9 @@ _END_KEYS = ("done", "terminated", "truncated")
 def trajectories(
     saved: Sequence[SavedShard | None], key: NestedKey | None
 ) -> Iterator[tuple[TensorDictBase, NestedKey]]:
-    """Yield parts of the rows, ``[n]`` by trajectory, and the key of their trajectory ids.
+    """Yield parts of the rows, ``[n]``, ordered by trajectory, and the key of their trajectory ids.
 
-    Rows of a trajectory are neighbours, in the order of writing. In each part, neighbouring
+    In a part, the rows of a trajectory are neighbours in the order of writing, neighbouring
     trajectories have different ids, and the oldest trajectory comes first.
 
     Raises:
@@ -57,19 +57,21 @@ def _ids_of(data: TensorDict, key: NestedKey | None) -> tuple[NestedKey, np.ndar
         if not isinstance(ids, torch.Tensor) or ids.numel() != len(data):
             raise ConfigurationError(
                 f"{each!r} is a {type(ids).__name__} of shape {list(ids.shape)}, expected one "
-                "number per row"
+                "number per row; pass another trajectory_key="
             )
         return each, ids.reshape(-1).numpy()
     if key is not None:
         raise KeyError(f"trajectory_key {key!r} not found in data.")
     raise ConfigurationError(
         f"the rows have no trajectory id under {', '.join(map(str, keys))}; pass trajectory_key=. "
-        "Flags at the ends of episodes cannot distinguish the rows of two processes"
+        "Flags at the ends of episodes do not suffice, because rows of several processes may "
+        "alternate"
     )
 
 
 def _ends_of(data: TensorDict) -> np.ndarray:
-    """Return whether an episode ends at each row, bool [n]; all False without such flags."""
+    """Return for each row whether an episode ends there, bool [n]. If the rows have no flags for
+    ends of episodes, the result is False everywhere."""
     for place in ((("next", key) for key in _END_KEYS), _END_KEYS):
         flags = [flag for key in place if (flag := data.get(key, None)) is not None]
         if flags:
@@ -82,9 +84,9 @@ def _check_one_shard(ids: np.ndarray, number: int, seen: dict[float, int]) -> No
         other = seen.setdefault(one, number)
         if other != number:
             raise ConfigurationError(
-                f"rows of trajectory {one} lie in shards {other} and {number}, and nothing says in "
-                "which order they were written: trajectory ids must be unique in the job, and the "
-                "buffer built with write_to='own'"
+                f"rows of trajectory {one} are in shards {other} and {number}, so it is not known "
+                "in which order they were written; make trajectory ids unique in the job, and "
+                "build the buffer with write_to='own'"
             )
 
 
@@ -93,14 +95,14 @@ def _order(ids: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, list[tuple[in
 
     The given rows are in the order of writing. In each part ``(start, stop)``, neighbouring
     trajectories have different ids. Rows of other writers divide a trajectory into pieces. A piece
-    continues the previous piece of the same id, unless an episode ended with that piece.
+    continues the previous piece of the same id, unless an episode ended with the previous piece.
     """
-    first = np.flatnonzero(np.append(True, ids[1:] != ids[:-1]))  # of each piece
+    first = np.flatnonzero(np.append(True, ids[1:] != ids[:-1]))  # first row of each piece
     length = np.diff(np.append(first, ids.size))
     by_id = np.argsort(ids[first], kind="stable")
     same = ids[first][by_id[1:]] == ids[first][by_id[:-1]]
     begins = np.append(True, ~same | ends[first + length - 1][by_id[:-1]])
-    # for each piece, the place of its trajectory's first piece
+    # for each piece, the number of its trajectory's first piece
     group = np.empty(first.size, np.int64)
     group[by_id] = by_id[begins][np.cumsum(begins) - 1]
     order = np.argsort(np.repeat(group, length), kind="stable")

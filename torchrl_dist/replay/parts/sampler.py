@@ -25,7 +25,7 @@ from torchrl_dist import own_files
 from torchrl_dist.errors import CheckpointError, ConfigurationError, DirectoryError
 from torchrl_dist.forks import now_and_in_children
 from torchrl_dist.replay.law.limiter import RateLimiter
-from torchrl_dist.replay.law.placement import as_slots
+from torchrl_dist.replay.law.placement import as_slots, coordinates_of
 from torchrl_dist.replay.node.directory import ReplayDirectory
 from torchrl_dist.replay.node.priorities import set_alpha, update
 from torchrl_dist.replay.node.tables import Word
@@ -42,15 +42,15 @@ from torchrl_dist.replay.row import _torchrl
 from torchrl_dist.replay.row.spec import ORDER
 
 EMPTY = (
-    "Cannot sample from an empty storage. No row has been written yet, or the buffer was emptied: "
-    "extend it first, check len(buffer), or give its storage a RateLimiter(min_size_to_sample=n), "
-    "with which sample() waits until that many rows exist."
+    "Cannot sample from an empty storage. No row has been written yet, or the buffer was emptied. "
+    "Extend the buffer first, or check len(buffer). If its storage has a "
+    "RateLimiter(min_size_to_sample=n), sample() waits until n rows exist."
 )
-_RECENT_ROWS = 2**19  # 8 MiB of slots and generations
-_ROWS_PER_BATCH = 64  # overhead of a batch in memory and hashing, in rows
+_RECENT_ROWS = 2**19  # the slots and generations of these rows take 8 MiB
+_ROWS_PER_BATCH = 64  # cost of a batch in memory and hashing, expressed in rows
 _SAME_VALUES = 4
-# How long a thread waits for others to leave :class:`RecentGenerations`. They leave after
-# microseconds, unless a signal handler interrupted them or they get no core for a while.
+# How long a thread waits for other threads to leave :class:`RecentGenerations`. These threads leave
+# after microseconds, unless a signal handler interrupted them or they get no core for a while.
 _SHORT_PATIENCE_S, _LONG_PATIENCE_S = 0.25, 10.0
 
 _T = TypeVar("_T")
@@ -59,16 +59,20 @@ _T = TypeVar("_T")
 class RecentGenerations:
     """The generations that recent index tensors of this process referred to.
 
-    TorchRL's ``update_priority`` receives slots without generations. This object recognises them
-    if this process drew or wrote a batch with these slots. It compares first the index tensor
-    itself, then the values, because batches are often cloned or sent to another device and back.
+    TorchRL's ``update_priority`` receives slots without generations. This object finds the
+    generations if this process drew or wrote a batch with these slots. It first looks for the index
+    tensor itself, and then for an index tensor with the same values, because batches are often
+    cloned or sent to another device and back.
 
-    The values are copied into rings. If the small tensors of thousands of batches stayed alive,
-    they would lie between large ones, and the allocator could not reuse the memory around them.
+    The slots and generations are copied into ring buffers. If the small tensors of thousands of
+    batches stayed alive instead, they would lie between large tensors, and the allocator could not
+    reuse the memory around them.
 
     In a signal handler that interrupted a use of this object, ``remember`` does nothing, and
-    ``recall`` raises. Both do the same in another thread if the main thread's use does not end. A
-    signal handler in the main thread may be waiting for a lock that the other thread holds.
+    ``recall`` raises. Called in a thread other than the main thread, both methods do the same if
+    the main thread is using this object and does not finish within their time limit (0.25 s for
+    ``remember``, 10 s for ``recall``). In that case, a signal handler in the main thread may be
+    waiting for a lock that the other thread holds.
     """
 
     def __init__(self) -> None:
@@ -79,18 +83,19 @@ class RecentGenerations:
     def _clear(self) -> None:
         self._slots = np.empty(_RECENT_ROWS, np.int64)
         self._generations = np.empty(_RECENT_ROWS, np.int64)
-        self._next = 0  # position in the rings, which keeps growing beyond their size
+        self._next = 0  # next position; it grows without end, and is taken modulo the rings' size
         self._batches: deque[_Batch] = deque()  # the oldest first
         self._by_identity: dict[int, _Batch] = {}
-        # Hashing costs as much as the lock, so only a lookup of an unknown tensor causes it.
+        # Hashing takes as long as locking, so batches are hashed only when an unknown tensor is
+        # looked up.
         self._unhashed: deque[_Batch] = deque()
         self._by_values: dict[bytes, deque[_Batch]] = {}
 
     def _renew(self) -> None:
         if not self._lock.acquire(blocking=False):
-            self._clear()  # another thread, which the fork did not copy, was changing the rings
+            self._clear()  # a thread of the parent was changing the rings at the fork
         self._lock = threading.RLock()
-        self._main_thread = threading.main_thread().ident  # in a child, the thread that forked
+        self._main_thread = threading.main_thread().ident  # in a child: the thread that forked
 
     def remember(self, index: torch.Tensor, generation: torch.Tensor, *, written: bool) -> None:
         """Record slots and their generations, both int64 [n]."""
@@ -103,19 +108,19 @@ class RecentGenerations:
         """Return ``action(*args)``, called while no other thread uses this object.
 
         Raises:
-            DirectoryError: in a signal handler that interrupted such a use, or if another thread's
-                use did not end in ``patience_s``.
+            DirectoryError: the caller is a signal handler that interrupted a use of this object, or
+                another thread's use did not end within ``patience_s``.
         """
         lock = self._lock
         owned = lock._is_owned()  # type: ignore[attr-defined]  # not in typeshed
         if not owned and threading.get_ident() == self._main_thread:
-            with lock:  # not acquire(), because this thread may be interrupted between two lines
+            with lock:  # not acquire(), because an interrupt may come between two lines
                 return action(*args)
         if owned or not lock.acquire(timeout=patience_s):
             raise DirectoryError(
-                "a signal handler that interrupted a use of the buffer can neither use it nor wait "
-                "for a thread that uses it. Have the handler set a flag, and act on it between two "
-                "uses"
+                "a signal handler that interrupted a use of the buffer can neither use the buffer "
+                "nor wait for a thread that uses it. Have the handler only set a flag, and act on "
+                "the flag between two uses of the buffer"
             )
         try:
             return action(*args)
@@ -128,7 +133,7 @@ class RecentGenerations:
         takes = min(_ROWS_PER_BATCH + count, _RECENT_ROWS)
         start = self._next
         at = start % _RECENT_ROWS
-        if at + takes > _RECENT_ROWS:  # a batch is contiguous
+        if at + takes > _RECENT_ROWS:  # a batch must be contiguous
             start, at = start + _RECENT_ROWS - at, 0
         self._next = start + takes
         while self._batches and self._batches[0].start < self._next - _RECENT_ROWS:
@@ -157,14 +162,14 @@ class RecentGenerations:
                 del self._by_values[batch.digest]
 
     def recall(self, index: int | torch.Tensor) -> torch.Tensor | None:
-        """Return the generations that the index refers to, or None.
+        """Return the generations that the index refers to, or None if they are unknown.
 
-        If a cloned index matches several draws, the oldest one counts: it is better to drop a
-        priority than to set it on another row. Draws before this process's own last write to these
-        slots never count.
+        If a cloned index matches several draws, the oldest draw counts, because it is better to
+        drop a priority than to set it on another row. Draws before this process's own last write to
+        these slots never count.
 
         Raises:
-            DirectoryError: in a signal handler that interrupted a use of this object.
+            DirectoryError: the caller is a signal handler that interrupted a use of this object.
         """
         return self._alone(_LONG_PATIENCE_S, self._recall, index)
 
@@ -180,9 +185,10 @@ class RecentGenerations:
 
 
 def _oldest_of(batches: Iterable[_Batch]) -> torch.Tensor | None:
-    """Return the smallest generations among batches of the same slots, which come oldest first.
+    """Return the smallest generation of each slot over ``batches``. All batches have the same
+    slots, and the oldest batch comes first.
 
-    Batches from before this process last wrote the slots do not count."""
+    Batches that are older than this process's last write to the slots do not count."""
     candidates: list[np.ndarray] = []
     for batch in reversed(list(batches)):
         candidates.append(batch.generations)
@@ -197,7 +203,7 @@ class _Batch:
     slots: np.ndarray
     generations: np.ndarray
     start: int
-    """Position in the rings."""
+    """The batch's first position in the rings."""
     written: bool
     identity: int
     digest: bytes = b""
@@ -210,17 +216,18 @@ def _digest(slots: np.ndarray) -> bytes:
 class SharedSampler(Sampler):
     """The base of all samplers. It has the storage's directory and the random numbers.
 
-    Each process has a generator that the operating system seeds, so ranks with equal seeds draw
-    different batches. ``ReplayBuffer.set_rng`` replaces the generator.
+    Each process has a random generator that the operating system seeds, so ranks draw different
+    batches even if their programs set the same seed. ``ReplayBuffer.set_rng`` replaces the
+    generator.
     """
 
     _directory: ReplayDirectory | None
     _knows_rows = False
-    """Whether the sampler remembers rows of one directory."""
+    """Whether the sampler keeps data about rows, so that it cannot change to another directory."""
     _no_counts = ""
-    """Why the class cannot heed ``max_times_sampled``."""
+    """The end of an error message that says why the class cannot obey ``max_times_sampled``."""
     _no_windows = ""
-    """Why the class does not draw anchors of windows."""
+    """The end of an error message that says why the class does not draw anchors of windows."""
     _not_copied: tuple[str, ...] = (
         "_directory",
         "_neighbours",
@@ -231,34 +238,38 @@ class SharedSampler(Sampler):
     )
     """Attributes that ``_setup`` creates anew in a copy."""
     _window: Window | None = None
-    """The windows that the buffer's ``sample_unit`` wants around each drawn row."""
+    """The windows that the buffer's ``sample_unit`` asks for around each drawn row."""
     _serves_buffer = False
-    """Whether a buffer has said which windows it wants, if any."""
+    """Whether a buffer has called ``draw_windows``, with windows or with None."""
 
     def _setup(self) -> None:
         self._directory = None
         self._neighbours: Neighbours | None = None
-        self._numbered: Callable[[], Storage | None] = lambda: None  # where rows have numbers
+        self._numbered: Callable[[], Storage | None] = lambda: None  # storage with numbered rows
         self._random = np.random.default_rng()
         self._random_pid = os.getpid()
 
     def attach(self, storage: Storage) -> ReplayDirectory:
-        """Bind to the storage's directory. The buffer's constructor calls it. Idempotent."""
+        """Bind to the storage's directory. The buffer's constructor calls this method.
+        Idempotent."""
         here: Any = getattr(storage, "directory", None)
         bound = self._directory
         if bound is not None and here is bound:
             return bound
         if bound is not None and self._knows_rows:
             raise ConfigurationError(
-                f"this {type(self).__name__} samples from {bound.path}; create one sampler per "
-                "storage"
+                f"this {type(self).__name__} already samples from {bound.path}; create one sampler "
+                "per storage"
             )
         if not isinstance(storage, SharedMemmapStorage):
             raise ConfigurationError(
                 f"{type(self).__name__} samples from a SharedMemmapStorage, got "
-                f"{type(storage).__name__}"
+                f"{type(storage).__name__}; build the buffer with "
+                "storage=SharedMemmapStorage(capacity, scratch_dir=...)"
             )
         self._check_limiter(storage)
+        if storage.ndim > 1:
+            self._check_order(storage)
         self._bind(storage, storage.directory)
         self._directory = storage.directory
         return storage.directory
@@ -266,7 +277,7 @@ class SharedSampler(Sampler):
     def _check_limiter(self, storage: Any) -> None:
         """
         Raises:
-            ConfigurationError: the class cannot heed the storage's ``max_times_sampled``.
+            ConfigurationError: the class cannot obey the storage's ``max_times_sampled``.
         """
         limiter: RateLimiter | None = storage.limiter if self._no_counts else None
         if limiter is not None and limiter.max_times_sampled is not None:
@@ -274,22 +285,28 @@ class SharedSampler(Sampler):
                 f"{type(self).__name__} {self._no_counts}; use a limiter without max_times_sampled"
             )
 
+    def _check_order(self, storage: SharedMemmapStorage) -> None:
+        """Raise ConfigurationError if the class needs rows in the order of writing, and the storage
+        has two dimensions."""
+
     def _bind(self, storage: SharedMemmapStorage, directory: ReplayDirectory) -> None:
         """Prepare draws from a directory, or raise ConfigurationError."""
 
     def draw_windows(self, unit: Sequence | Window | None, storage: Storage) -> None:
-        """Draw windows around rows, or rows if ``unit`` is None. The buffer calls it when it is
-        built, and may call it again.
+        """From now on, draw windows around rows, or rows if ``unit`` is None. A buffer calls this
+        method when it is built, and may call it again.
 
         Raises:
-            ConfigurationError: the class does not draw windows, another buffer wants other ones, or
-                the storage has rows without numbers or a limiter with ``max_times_sampled``.
+            ConfigurationError: the class does not draw windows, another buffer wants other windows,
+                the storage has rows without numbers, or the storage's limiter has
+                ``max_times_sampled``.
         """
         window = None if unit is None else Window.of(unit)
         if self._serves_buffer and window != self._window:
             raise ConfigurationError(
-                f"this {type(self).__name__} serves a buffer with windows {self._window}, another "
-                f"buffer wants {window}; create one sampler per buffer"
+                f"this {type(self).__name__} already serves a buffer with the windows "
+                f"{self._window}, but another buffer asks for {window} (None means single rows); "
+                "create one sampler per buffer"
             )
         if window is None:
             self._serves_buffer = True
@@ -300,17 +317,19 @@ class SharedSampler(Sampler):
                 f"{type(self).__name__} {self._no_windows}; with sample_unit=Sequence(...), use a "
                 "SharedRandomSampler or SharedPrioritizedSampler"
             )
+        if storage.ndim > 1:
+            storage.check_order("windows of sample_unit=Sequence(...)")
         limiter: RateLimiter | None = storage.limiter
         if limiter is not None and limiter.max_times_sampled is not None:
             raise ConfigurationError(
-                "windows of sample_unit=Sequence(...) take rows regardless of their counts; use a "
-                "limiter without max_times_sampled"
+                "windows of sample_unit=Sequence(...) include rows regardless of how often they "
+                "were sampled; use a limiter without max_times_sampled"
             )
         self._ask_for_numbers()
         self._window, self._numbered, self._serves_buffer = window, weakref.ref(storage), True
 
     def _ask_for_numbers(self) -> None:
-        """Have all rows numbered, see ``row.numbers``."""
+        """Let all processes number the rows that they write, see ``row.numbers``."""
         assert self._directory is not None
         self._directory.ask_for_numbers(ORDER)
 
@@ -319,28 +338,39 @@ class SharedSampler(Sampler):
         return batch_size if self._window is None else batch_size * self._window.size
 
     def note_written(self, index: torch.Tensor, generation: torch.Tensor) -> None:
-        """Note new rows. The writer of this process calls this after publishing them."""
+        """Record new rows. The writer of this process calls this method after it has published the
+        rows."""
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Return whether ``sample`` would begin without a wait."""
+        """Return whether ``sample`` would begin without a wait.
+
+        Raises:
+            DirectoryError: the storage was closed.
+        """
         directory = self.attach(storage)
+        if isinstance(storage, SharedMemmapStorage):
+            storage.check_open()
         gate = directory.gate
         if gate is not None and not gate.can_sample(self._rows_of(batch_size)):
             return False
         return directory.length > 0
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[Any, Any]]:
-        """Return slots, int64 [batch_size], and what the class adds to a batch.
+        """Return slots, int64 [batch_size], and the entries that the class adds to a batch.
 
         Raises:
             RuntimeError: no row is published, and none is being written.
         """
         drawn = self._next(storage, batch_size)
         info = self._info(drawn)
+        if storage.ndim > 1:
+            drawn.index, drawn.second = coordinates_of(drawn.index, storage.width)
+            return (drawn.index, drawn.second), info
         return drawn.index, info if self._window is None else info | self._window.info(drawn)
 
     def draw(self, storage: Storage, count: int, *, stored: bool = False) -> Drawn:
-        """Draw rows, without waiting for a limiter, and return all that is known about them.
+        """Draw rows without waiting for a limiter, and return everything that is known about these
+        rows.
 
         Args:
             count: number of rows, or of windows.
@@ -359,7 +389,7 @@ class SharedSampler(Sampler):
         return storage.once_rows_are_published(lambda: self._read_now(storage, law, count, stored))
 
     def _read_now(self, storage: SharedMemmapStorage, law: Draw, count: int, stored: bool) -> Drawn:
-        """Do the work of ``_read``, without waiting."""
+        """Do the work of ``_read`` without waiting."""
         window, near = self._window, self._neighbours
         if window is None or storage.directory.rows is None:
             slots, generation, leaf, columns = storage.read_rows(law, count, stored=stored)
@@ -373,14 +403,15 @@ class SharedSampler(Sampler):
         return {}
 
     def _next(self, storage: Storage, batch_size: int) -> Drawn:
-        """Wait until the next sample is admitted, return its rows, and hand them to the storage."""
+        """Wait until the next sample is admitted, draw its rows, and hand them to the storage."""
         gate = self.attach(storage).gate
         if gate is None:
             drawn = self.draw(storage, batch_size)
         else:
             count = self._rows_of(batch_size)
             drawn = gate.draw(count, lambda: self.draw(storage, batch_size), storage)
-            # a batch has fewer rows at the end of a pass, or if slices end early
+            # correct the count, because a batch has fewer rows at the end of a pass, or if slices
+            # end early
             if drawn.index.numel() != count:
                 gate.count_samples(drawn.index.numel() - count)
         storage.hand_over(drawn)
@@ -399,7 +430,7 @@ class SharedSampler(Sampler):
     def _empty(self) -> None:
         pass  # the writer empties the directory
 
-    # The storage saves priorities with the rows. The rest is this process's state.
+    # The storage saves priorities with the rows. The other state belongs to this process.
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -416,7 +447,8 @@ class SharedSampler(Sampler):
         self.load_state_dict(json.loads(own_files.read_plain(Path(path, "sampler.json"))))
 
     def __getstate__(self) -> dict[str, Any]:
-        # PrioritizedSampler's method refuses to copy trees, but here processes share the tree
+        # Not PrioritizedSampler's method, because that method refuses to copy trees. Here, all
+        # processes share one tree.
         state = Sampler.__getstate__(self)
         for name in self._not_copied:
             state.pop(name, None)
@@ -428,11 +460,11 @@ class SharedSampler(Sampler):
 
 
 class SharedRandomSampler(SharedSampler, RandomSampler):
-    """Sample uniformly with replacement among the rows that are published at the time.
+    """Sample uniformly with replacement among the rows that are published at the time of the draw.
 
-    TorchRL's ``RandomSampler`` draws from ``0 .. len``. While other processes write, that misses
-    rows and includes unfinished ones. This sampler takes no lock unless the rows that it copies
-    keep changing.
+    TorchRL's ``RandomSampler`` draws from ``0 .. len``. While other processes write, such draws
+    miss some rows and include unfinished rows. This sampler takes no lock unless the rows that it
+    copies keep changing.
 
     Example:
         >>> storage = SharedMemmapStorage(100, scratch_dir="/dev/shm/example")
@@ -448,7 +480,7 @@ class SharedRandomSampler(SharedSampler, RandomSampler):
         self._setup()
 
     def draw(self, storage: Storage, count: int, *, stored: bool = False) -> Drawn:
-        """Draw rows uniformly, see the base class. ``mass`` is the number of rows."""
+        """Draw rows uniformly, see the base class. ``mass`` is the number of rows in the buffer."""
         directory = self.attach(storage)
         assert isinstance(storage, SharedMemmapStorage)
         mass = directory.length
@@ -458,7 +490,7 @@ class SharedRandomSampler(SharedSampler, RandomSampler):
                 leaves, high = directory.tree.leaves, directory.high
                 drawn = np.empty(0, np.int64)
                 tries = 2 * (count + 8) * high // max(directory.words[Word.AVAILABLE], 1)
-                if 4 * tries < high:  # faster than listing all rows
+                if 4 * tries < high:  # faster than a list of all rows
                     drawn = (self._uniforms(tries) * high).astype(np.int64)
                     drawn = drawn[leaves[drawn] > 0][:count]
                 if drawn.size < count:
@@ -492,7 +524,7 @@ class SharedRandomSampler(SharedSampler, RandomSampler):
                 todo = todo[(now & 1 == 1) | (now == 0)]
                 if not todo.size:
                     return slots, versions, np.ones(count)
-            # nearly every slot is being rewritten, so choose among the others
+            # nearly every slot is being rewritten, so choose among the published ones
             now = directory.versions.copy()
             published = np.flatnonzero((now & 1 == 0) & (now > 0))
             if not published.size:
@@ -510,28 +542,30 @@ class SharedRandomSampler(SharedSampler, RandomSampler):
 class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
     """Sample by priority from one sum tree that all processes of the node share.
 
-    Law, importance weights and defaults are those of TorchRL's ``PrioritizedSampler``. Row ``i`` is
-    drawn with probability ``p_i / sum(p)``, where ``p_i = (priority_i + eps) ** alpha``, and has
-    the weight ``(p_i / min(p)) ** -beta`` (Schaul et al. 2016, "Prioritized Experience Replay",
-    section 3.4 and eq. 1). New rows get the largest priority seen so far.
+    The law, the importance weights and the defaults are those of TorchRL's ``PrioritizedSampler``.
+    Row ``i`` is drawn with probability ``p_i / sum(p)``, where
+    ``p_i = (priority_i + eps) ** alpha``. Its weight is ``(p_i / min(p)) ** -beta`` (Schaul et al.
+    2016, "Prioritized Experience Replay", section 3.4 and eq. 1). New rows get the largest priority
+    seen so far.
 
     A priority for a row that has been overwritten is dropped and counted
     (``storage.counters["stale_updates"]``).
 
     Args:
         max_capacity: the storage's capacity, in rows.
-        alpha: priority exponent, >= 0, which all processes share and must agree on. Setting
-            ``sampler.alpha`` later changes it for all of them.
+        alpha: priority exponent, >= 0. All processes share the exponent, and must pass the same
+            value. Setting ``sampler.alpha`` later changes the exponent for all processes.
         beta: exponent of the importance weights in this process, >= 0.
-        eps: added to every priority, so that none is 0.
-        reduction: how ``TensorDictReplayBuffer`` reduces priorities of several elements per row.
-        max_priority_within_buffer: new rows get the largest priority among the rows present
-            instead of the largest ever seen. All processes share this, like alpha.
+        eps: added to every priority, so that rows of priority 0 can be drawn, too.
+        reduction: how ``TensorDictReplayBuffer`` combines the priorities of a row that has several.
+        max_priority_within_buffer: with ``True``, new rows get the largest priority of the rows in
+            the buffer, instead of the largest priority ever seen. All processes share this setting,
+            like alpha.
         device: ``None`` or the CPU.
 
     Raises:
-        ConfigurationError: an alpha or eps other than the directory's, a wrong capacity, or
-            priorities that are negative or not finite (then none of them is applied).
+        ConfigurationError: alpha or eps differs from the directory's, the capacity is wrong, or
+            priorities are negative or not finite. In the last case, no priority is applied.
         RuntimeError: from ``sample``, if no row is published, and none is being written.
 
     Example:
@@ -558,11 +592,11 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
     ) -> None:
         if device is not None and torch.device(device).type != "cpu":
             raise ConfigurationError(
-                f"priorities that processes share are in host memory, got device={device}; leave "
-                "it out"
+                "expected device='cpu', because all processes share the priorities in the CPU's "
+                f"memory, got device={device}; leave device= out"
             )
         self._alpha, self._beta, self._eps = checked_exponents(alpha, beta, eps)
-        # PrioritizedSampler.__init__ would build process-local trees
+        # not PrioritizedSampler.__init__, which would build trees for this process only
         self._max_capacity = max_capacity
         self.dtype = dtype
         self.reduction = reduction
@@ -578,7 +612,7 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
         self._recent = RecentGenerations()
 
     def __getstate__(self) -> dict[str, Any]:
-        # another process may have set alpha since this one was built, or may set it now
+        # another process may have set alpha after this sampler was built, or may set it now
         bound = self._directory
         copy_of = self._copy_of if bound is None else bound.identity
         return super().__getstate__() | {"_alpha": self.alpha, "_copy_of": copy_of}
@@ -589,8 +623,8 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
         super()._bind(storage, directory)
         if storage.max_size != self._max_capacity:
             raise ConfigurationError(
-                f"the sampler has capacity {self._max_capacity}, its storage {storage.max_size}; "
-                "pass the same number to both"
+                f"the sampler has capacity {self._max_capacity}, but its storage has "
+                f"{storage.max_size}; pass the same number to both"
             )
         with directory.lock():
             words = directory.words
@@ -603,23 +637,29 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
                 directory.commit()
             shared = directory.get_float(Word.ALPHA), directory.get_float(Word.EPS)
             within = bool(words[Word.MAX_WITHIN])
-        if self._copy_of == directory.identity:  # the alphas agreed at the time of the copy
+        # when this sampler was copied, its alpha was that of the directory, which may have changed
+        # since
+        if self._copy_of == directory.identity:
             self._alpha = shared[0]
         if (*shared, within) != (self._alpha, self._eps, self._max_priority_within_buffer):
             raise ConfigurationError(
-                f"the sampler has alpha={self._alpha}, eps={self._eps}, max_priority_within_buffer="
-                f"{self._max_priority_within_buffer}; the processes that share {directory.path} "
-                f"use alpha={shared[0]}, eps={shared[1]}, max_priority_within_buffer={within}: "
-                "pass these, and set sampler.alpha afterwards to change it for all processes"
+                f"the sampler has alpha={self._alpha}, eps={self._eps}, "
+                f"max_priority_within_buffer={self._max_priority_within_buffer}; the processes "
+                f"that share {directory.path} use alpha={shared[0]}, eps={shared[1]}, "
+                f"max_priority_within_buffer={within}. Pass the same values. To change alpha for "
+                "all processes, set sampler.alpha afterwards"
             )
 
     @property
     def alpha(self) -> float:
-        """The priority exponent that all processes share. Setting it rebuilds the tree once.
+        """The priority exponent that all processes share. Setting the exponent rebuilds the sum
+        tree once.
 
-        Over hosts, reading it blocks for one call. As in TorchRL, priorities cannot be recovered
-        from ``alpha == 0``. Rows then keep equal leaves until their priority is next updated. An
-        alpha that makes a row's leaf too large raises ``ConfigurationError`` and changes nothing.
+        If the buffer is over hosts, reading ``alpha`` asks the hosts, and blocks for one call. As
+        in TorchRL, setting ``alpha`` to 0 loses all priorities. Even if ``alpha`` is set to another
+        value later, the rows are drawn with equal probabilities until their priorities are updated.
+        If a new ``alpha`` makes ``(priority + eps) ** alpha`` of a row too large, setting it raises
+        ``ConfigurationError`` and changes nothing.
         """
         return self._alpha_now()
 
@@ -663,9 +703,11 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
 
     @property
     def default_priority(self) -> float:
-        """The priority that new rows get, which is the largest seen, or 1 without rows.
+        """The priority that new rows get. It is the largest priority seen, or 1 if no priority was
+        set.
 
-        With ``max_priority_within_buffer``, the largest present. Over hosts, it blocks for one
+        With ``max_priority_within_buffer``, it is the largest priority of the current rows instead.
+        If the buffer is over hosts, reading this property asks the hosts, and blocks for one
         call."""
         raw = self._max_priority[0]
         return 1.0 if raw is None else raw
@@ -742,11 +784,11 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
 
         Args:
             index: slots, int64 [n]; entries of -1 are skipped.
-            priority: >= 0, a single one or [n], without ``alpha`` and ``eps``.
-            storage: the buffer's storage. It is needed until the sampler has been used once.
-            generation: int64 [n], ``"index_generation"`` of the sample. Without it, the rows
-                are matched with this process's recent draws and extends. Slots without a match
-                are updated, whichever row they hold now, and counted
+            priority: a single number or [n], >= 0. The sampler applies ``alpha`` and ``eps``.
+            storage: the buffer's storage. It may be omitted once the sampler has been used.
+            generation: int64 [n], ``"index_generation"`` of the sample. Without this argument,
+                generations are looked up among this process's recent draws and extends. A slot that
+                is not found there is updated regardless of which row it holds now, and counted
                 (``"unverified_updates"``).
         """
         if storage is not None:
@@ -757,8 +799,8 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
                 _torchrl.sampler_of(buffer) is self and _torchrl.is_being_built(buffer)
                 for buffer in _torchrl.buffers_over(storage)
             ):
-                return  # a process that joins must not reset the shared values
-        slots = as_slots(index)
+                return  # a joining process must not reset the shared values
+        slots = as_slots(index, 0 if self._directory is None else self._directory.width)
         slots = slots if slots.ndim == 1 else slots.reshape(-1)  # ``recall`` may know this tensor
         stamps = None if generation is None else generation.detach().cpu().reshape(-1)
         self._update(slots, stamps, priorities_for(slots, priority))
@@ -782,7 +824,7 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
             self.attach(storage)
 
     def add(self, index: torch.Tensor | int) -> None:
-        pass  # publishing has set the priority
+        pass  # publishing has already set the priority
 
     def extend(self, index: torch.Tensor | tuple[Any, ...]) -> None:
         pass
@@ -797,7 +839,8 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
         return {"_alpha": self.alpha, "_beta": self._beta, "_eps": self._eps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load alpha and beta. The state of a uniform sampler has neither, and changes neither."""
+        """Load alpha and beta. If the state is from a uniform sampler, which has neither, change
+        nothing."""
         if not state_dict:
             self._empty()
             return
@@ -807,7 +850,7 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
         self._beta = beta
 
     def _exponents(self) -> str:
-        """Return the exponents that this process knows, as text, without calling a host."""
+        """Return the exponents that this process knows, as text, without a call to a host."""
         alpha = SharedPrioritizedSampler._alpha_now(self)
         return f"alpha={alpha}, beta={self._beta}, eps={self._eps}"
 
@@ -819,7 +862,7 @@ def checked_exponents(alpha: float, beta: float, eps: float) -> tuple[float, flo
     """Return ``(alpha, beta, eps)`` as floats.
 
     Raises:
-        ConfigurationError: one of them is out of range.
+        ConfigurationError: one of the values is out of range.
     """
     if not (0 <= alpha < math.inf and 0 <= beta < math.inf):
         raise ConfigurationError(f"alpha and beta must be >= 0 and finite, got {alpha} and {beta}")
@@ -837,33 +880,50 @@ def exponents_in(state_dict: dict[str, Any]) -> tuple[float, float]:
     try:
         return checked_exponents(*(state_dict[name] for name in ("_alpha", "_beta", "_eps")))[:2]
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"the sampler's state is damaged: {error!r}") from error
+        raise CheckpointError(
+            f"the sampler's state is damaged: {error!r}; load another checkpoint"
+        ) from error
 
 
 def priorities_for(index: torch.Tensor, priority: float | torch.Tensor) -> np.ndarray:
     """Return one priority per slot, float64 [n].
 
     Raises:
-        ConfigurationError: there are neither that many priorities nor a single one.
+        ConfigurationError: there is neither one priority per slot nor a single priority, or the
+            priorities are complex.
     """
-    values = torch.as_tensor(priority).detach().to("cpu", torch.float64).reshape(-1)
+    values = as_float64(torch.as_tensor(priority)).reshape(-1)
     if values.numel() not in (1, index.numel()):
         raise ConfigurationError(
-            f"got {values.numel()} priorities for {index.numel()} slots; pass one per slot or a "
-            "single one"
+            f"got {values.numel()} priorities for {index.numel()} slots; pass one priority per "
+            "slot, or a single number for all slots"
         )
     return values.expand(index.numel()).numpy()
+
+
+def as_float64(priority: torch.Tensor) -> torch.Tensor:
+    """Return priorities as float64 on the CPU.
+
+    Raises:
+        ConfigurationError: the priorities are complex.
+    """
+    if priority.is_complex():
+        raise ConfigurationError(
+            f"got priorities of dtype {priority.dtype}, expected finite real numbers >= 0; no "
+            "priority was applied. Pass real numbers, such as priority.abs()"
+        )
+    return priority.detach().to("cpu", torch.float64)
 
 
 def anneal_beta(
     sampler: PrioritizedSampler, step: int, *, start: float = 0.4, end: float = 1.0, steps: int
 ) -> float:
-    """Set beta by the *job's* step, so that it anneals once per job and not once per rank.
+    """Set beta by the *job's* step, so that beta anneals once per job and not once per rank.
 
     Beta changes linearly from ``start`` at step 0 to ``end`` at ``steps``, and then stays. Each
-    rank calls this with a count that all ranks share, such as the global number of updates or
-    ``replay_buffer.write_count``. TorchRL's schedulers count their own calls, or multiply the
-    present value, and therefore advance once per rank and call.
+    rank calls this function with a count that is the same on all ranks, such as the global number
+    of updates or ``replay_buffer.write_count``. TorchRL's schedulers count their own calls, or
+    multiply the current value, and therefore advance once per rank and call.
 
     Returns:
         The new beta.

@@ -1,4 +1,4 @@
-"""Slices of trajectories from a ring that many processes write."""
+"""Draw slices of trajectories from a ring that many processes write."""
 
 from __future__ import annotations
 
@@ -38,8 +38,10 @@ class _Runs:
     """Runs of rows that are consecutive steps of one trajectory, at one moment.
 
     Attributes:
-        state: the directory's counters at that time. If they differ now, the rows have changed.
-        boundaries: first position, last position, int64 [runs, 1], and length, int64 [runs].
+        state: the directory's counters at that moment. If the counters differ now, the rows have
+            changed.
+        boundaries: first and last position of each run, int64 [runs, 1], and the run's length,
+            int64 [runs].
         slots: the slot of each position, int64 [n]; None if slots and positions are equal.
     """
 
@@ -48,10 +50,10 @@ class _Runs:
     slots: torch.Tensor | None = None
 
     def remaining(self, capacity: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return three arrays with an entry per slot, int64, int64 and bool, [capacity].
+        """Return three arrays of shape [capacity] (int64, int64 and bool), with one entry per slot.
 
-        For each slot: how many rows its run has from there on (0 without a row), its position, and
-        whether it begins its run."""
+        For each slot, they have the number of rows of its run from this slot on (0 without a row),
+        its position, and whether it begins its run."""
         start, length = self.boundaries[0][:, 0].numpy(), self.boundaries[2].numpy()
         begin = np.cumsum(length) - length
         offset = np.arange(length.sum()) - np.repeat(begin, length)
@@ -71,22 +73,23 @@ class _Runs:
 class NoSlicesError(RuntimeError):
     """No run of rows is long enough for a slice."""
 
-    def __init__(self, length: int) -> None:
-        super().__init__(
-            f"Did not find a single run of {length} rows to slice; pass strict_length=False or a "
-            "shorter slice_len to take shorter ones"
+    @classmethod
+    def of(cls, length: int) -> NoSlicesError:
+        return cls(
+            f"Did not find {length} consecutive rows of one trajectory for a slice; pass "
+            "strict_length=False, or a smaller slice_len, to sample shorter slices"
         )
 
 
 class _Columns:
-    """This process's copy of versions and trajectory ids, which is updated slot by slot.
+    """This process's copy of versions and trajectory ids. Only changed slots are read again.
 
     Args:
         directory: a directory that has rows.
-        columns: arrays in shared memory, one number per slot. The first has trajectory ids or, with
-            ``ends``, numbers of rows, see ``row.numbers``. A second array has steps, if rows are
-            ordered by step or neighbours must be consecutive steps.
-        ends: flags per slot. After a row with a flag, another trajectory begins.
+        columns: arrays in shared memory, one number per slot. The first array has trajectory ids
+            or, with ``ends``, numbers of rows (see ``row.numbers``). If rows are ordered by step,
+            or if neighbours must be consecutive steps, a second array has the steps.
+        ends: flags per slot. After a row whose flag is true, another trajectory begins.
     """
 
     def __init__(
@@ -103,14 +106,15 @@ class _Columns:
         self.versions = np.zeros(capacity, dtype=np.int64)
         self._copies = [np.zeros(capacity, dtype=column.dtype) for column in columns]
         self._published = np.zeros(capacity, dtype=bool)
-        # whether a row continues the row in the previous slot; for slot 0, in the last slot
+        # whether each slot's row continues the trajectory of the row in the previous slot. Slot 0
+        # follows the last slot.
         self._follows = np.zeros(capacity, dtype=bool)
 
     def refresh(self, cursor: int) -> None:
         """Read the slots that have changed.
 
         Args:
-            cursor: the ticket counter, read under the lock, so that no reservation is incomplete.
+            cursor: the next ticket. It was read under the lock, so no reservation was incomplete.
         """
         directory, capacity = self.directory, self.directory.capacity
         changed = np.flatnonzero(directory.versions != self.versions)
@@ -120,17 +124,17 @@ class _Columns:
         if self._end_columns is not None:
             self._ends[changed] = np.any([column[changed] for column in self._end_columns], 0)
         settled = directory.versions[changed] == versions
-        self.versions[changed] = np.where(settled, versions, -1)  # -1: read it again next time
+        self.versions[changed] = np.where(settled, versions, -1)  # -1: read again next time
         self._published[changed] = settled & (versions & 1 == 0) & (versions > 0)
-        # Drop slots that were reserved since ``cursor`` was read. Their old rows, next to new rows
-        # of the same trajectory, would look consecutive.
+        # Drop slots that were reserved since ``cursor`` was read. Otherwise their old rows could
+        # look consecutive with new rows of the same trajectory.
         reserved = min(int(directory.words[Word.CURSOR]) - cursor, capacity)
         for start, stop in slot_ranges(cursor, reserved, capacity):
             self.versions[start:stop] = -1
             self._published[start:stop] = False
             changed = np.concatenate([changed, np.arange(start, stop)])
         touched = np.concatenate([changed, (changed + 1) % capacity])
-        before = touched - 1  # for slot 0, the last slot
+        before = touched - 1  # for slot 0, this is the last slot
         ids = self._copies[0]
         numbered = self._end_columns is not None
         self._follows[touched] = (
@@ -141,7 +145,7 @@ class _Columns:
         if len(self._copies) > 1:
             steps = self._copies[1]
             self._follows[touched] &= steps[touched] == steps[before] + 1
-        if self._end_columns is not None:  # of a row with number 0, nothing is known
+        if self._end_columns is not None:  # number 0: the row's place is unknown
             self._follows[touched] &= (ids[before] != 0) & ~self._ends[before]
 
     def runs_by_position(self, state: tuple[int, ...], cursor: int) -> _Runs:
@@ -157,7 +161,7 @@ class _Columns:
         return _Runs(state, _as_boundaries(start, stop, length))
 
     def runs_by_step(self, state: tuple[int, ...], step_key: NestedKey) -> _Runs:
-        """Return runs of consecutive steps of a trajectory, in any slots."""
+        """Return runs of consecutive steps of a trajectory. The steps may be in any slots."""
         slots = np.flatnonzero(self._published)
         ids, steps = (copy[slots] for copy in self._copies)
         order = np.lexsort((steps, ids))
@@ -168,7 +172,7 @@ class _Columns:
             at = int(twice[0])
             raise ConfigurationError(
                 f"slots {slots[at]} and {slots[at + 1]} both hold step {steps[at]} ({step_key!r}) "
-                f"of trajectory {ids[at]}: trajectory ids must be unique in the job"
+                f"of trajectory {ids[at]}; give every trajectory of the job its own id"
             )
         first = np.ones(slots.size, dtype=bool)
         first[1:] = ~(same & (steps[1:] == steps[:-1] + 1))
@@ -185,7 +189,8 @@ def _as_boundaries(
 
 
 class _View:
-    """Stands for the storage in ``SliceSampler`` (torchrl 0.14.1). Each run is a trajectory."""
+    """Takes the place of the storage in ``SliceSampler`` (torchrl 0.14.1), and presents each run as
+    a trajectory."""
 
     ndim = 1
 
@@ -199,7 +204,7 @@ class _View:
 
 
 class _Rows:
-    """Stands for the storage when ``SliceSampler`` reads the flags of drawn rows."""
+    """Takes the place of the storage when ``SliceSampler`` reads the flags of drawn rows."""
 
     def __init__(self, rows: TensorDictBase) -> None:
         self._rows = rows
@@ -215,7 +220,8 @@ class _Slices:
     Attributes:
         shape: ``num_slices``, ``seq_length``, ``target_seq_length`` and ``mask_flat`` of
             ``SliceSampler._finalize_index``.
-        leaf: float64 [num_slices], ``p ** alpha`` of the first rows, or 1.
+        leaf: float64 [num_slices], ``(priority + eps) ** alpha`` of the first row of each slice; 1
+            in uniform sampling.
         minimum: the smallest leaf in the directory.
         mass: the mass of all possible slices, if requested.
     """
@@ -238,40 +244,44 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
     """TorchRL's ``SliceSampler`` over rows that many processes write.
 
     It replaces ``SliceSampler(traj_key=..., ...)``, and its arguments have the same meaning. It
-    sees the trajectories of all processes. A slice has consecutive, whole rows of one trajectory.
-    It never includes rows that are being written, and never continues from the newest row of the
-    ring to the oldest. Trajectory ids must be unique in the job, as those of
-    ``RPCBatchedCollector`` are, because equal ids of two writers look like one trajectory.
+    draws from the trajectories of all processes. A slice has consecutive, whole rows of one
+    trajectory. A slice never includes rows that are being written, and never continues from the
+    newest row of the buffer to the oldest. Trajectory ids must be unique in the job, because rows
+    of two writers with the same id look like one trajectory. The ids of ``RPCBatchedCollector`` are
+    unique.
 
-    If writers take turns, rows of one trajectory are neighbours only in short runs. Therefore
-    either extend whole trajectories, or number the steps and pass ``fragmented=True``. Slices then
-    follow ``step_key`` through any slots.
+    If several writers take turns, only short runs of a trajectory's rows are in neighbouring slots.
+    Therefore either extend whole trajectories, or number the steps and pass ``fragmented=True``.
+    With ``fragmented=True``, a slice follows the values of ``step_key``, regardless of the slots of
+    its rows.
 
-    A draw after a write scans the versions of the whole ring, as TorchRL's sampler scans its
-    trajectory ids. With ``fragmented``, it sorts all rows by trajectory and step.
+    The first draw after a write scans the versions of all slots. TorchRL's sampler likewise scans
+    the trajectory ids of all slots. With ``fragmented``, the first draw also sorts all rows by
+    trajectory and step.
 
     Args:
         num_slices, slice_len: pass exactly one of them, as for ``SliceSampler``.
-        traj_key: integer or float, one per row. Default: ``("collector", "traj_ids")`` or
-            ``"episode"``, whichever the rows have.
-        step_key: integer, one per row. It is used only with ``fragmented``.
-        end_key, end_keys: flags, one per row, for rows without a trajectory id. After a row with a
-            flag, another trajectory begins. With ``traj_key``, flags are ignored. With flags, a
-            slice has rows that one thread of one process wrote consecutively, so each ``extend``
-            must hold consecutive steps. Use this sampler in the buffers of all processes, even of
-            processes that only write, because the writer of each row must be recorded from the
-            first row on. Rows that came by RPC never follow each other in a slice.
+        traj_key: key of the trajectory ids, an integer or float per row. Default: ``("collector",
+            "traj_ids")`` or ``"episode"``, whichever the rows have.
+        step_key: key of the steps, an integer per row. It is used only with ``fragmented``.
+        end_key, end_keys: key or keys of flags, one per row, for rows without a trajectory id.
+            After a row whose flag is true, another trajectory begins. With ``traj_key``, flags are
+            ignored. With flags, a slice consists of rows that one thread of one process wrote
+            consecutively, so each ``extend`` must hold consecutive steps. Use this sampler in the
+            buffers of all processes, even of processes that only write, because from the first row
+            on, each row must record which thread wrote it. Rows that came by RPC never follow each
+            other in a slice.
         cache_values: has no effect. Trajectories are looked up again when rows have changed.
         fragmented, truncated_key, init_key, strict_length, pad_output, span: as in
             ``SliceSampler``.
 
     Raises:
-        ConfigurationError: for arguments that cannot work over a shared buffer (``ends``,
-            ``trajectories``, ``compile`` and ``use_gpu``), for ``fragmented`` without trajectory
-            ids, for rows without the keys, and for rows written before a sampler requested
-            ``end_key``.
-        RuntimeError: from ``sample``, if there is no row and none is being written, or if no run is
-            long enough.
+        ConfigurationError: an argument cannot work over a shared buffer (``ends``,
+            ``trajectories``, ``compile`` and ``use_gpu``), ``fragmented`` is used without
+            trajectory ids, the rows do not have the keys, or rows were written before the first
+            sampler with ``end_key`` was built.
+        RuntimeError: from ``sample``, if there is no row and no process is writing one, or if no
+            trajectory has enough consecutive rows.
 
     Example:
         >>> storage = SharedMemmapStorage(100, scratch_dir="/dev/shm/example")
@@ -287,14 +297,14 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
 
     _knows_rows = True
     _not_copied = (*SharedSampler._not_copied, "_columns", "_runs", "_own_rng", "_given_rng")
-    _no_counts = "takes the rows of a slice regardless of their counts"
+    _no_counts = "draws the rows of a slice regardless of how often they were sampled"
     _no_windows = "draws slices, not rows"
 
     consecutive = False
-    """Whether neighbours must be consecutive steps. Over hosts, steps between two neighbours may be
-    in another shard."""
+    """Whether neighbouring rows of a slice must be consecutive steps. This is needed over hosts,
+    because steps between two neighbours may be in another shard."""
 
-    # TorchRL's class sets these
+    # TorchRL's class sets these attributes
     slice_len: int | None
     traj_key: NestedKey | None
     span: tuple[bool | int, bool | int]
@@ -315,13 +325,14 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
             if given is not None and given is not False:
                 raise ConfigurationError(
                     f"{type(self).__name__} does not support {name}={given!r}, because other "
-                    "processes change the rows between two samples; leave it out"
+                    "processes change the rows between two samples; leave this argument out"
                 )
         self._by_end = traj_key is None and (end_key is not None or end_keys is not None)
         if self._by_end and fragmented:
             raise ConfigurationError(
-                "fragmented=True needs a traj_key, because flags at the ends do not say which "
-                "trajectory continues after the rows of another one"
+                "fragmented=True needs traj_key=, because flags at the ends of trajectories do "
+                "not say which trajectory continues after the rows of another one; pass "
+                "traj_key=, or leave fragmented= out"
             )
         if self._by_end:
             options |= {"end_key": end_key, "end_keys": end_keys}
@@ -354,14 +365,16 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
     def sample(
         self, storage: Storage, batch_size: int
     ) -> tuple[tuple[torch.Tensor, ...], dict[NestedKey, torch.Tensor]]:
-        """Return the slots, int64 [batch_size] in a tuple of one, and the flags of the slices."""
+        """Return the slots, a tuple of one tensor, int64 [batch_size], and the flags of the
+        slices."""
         drawn = self._next(storage, batch_size)
         return (drawn.index,), self._info(drawn)
 
     def _info(self, drawn: Drawn) -> dict[Any, torch.Tensor]:
-        """Return the entries that TorchRL's sampler adds. It needs only the number of slots."""
+        """Return the entries that TorchRL's sampler adds to a batch. They depend on the number of
+        slots, not on which slots these are."""
         count = drawn.index.numel()
-        if drawn.shape is None:  # no slice was requested from hosts
+        if drawn.shape is None:  # no slices were requested from hosts
             return {}
         found = _Rows(rows.build(drawn.tensors, drawn.spec, (count,), raw=True))
         index = torch.empty(count, 1, dtype=torch.int64)
@@ -385,7 +398,7 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
                     slots, slices = self._choose(directory, runs, count, with_mass)
             except NoRowsError:
                 raise
-            except RuntimeError:  # too few rows, perhaps only at this moment
+            except RuntimeError:  # too few rows, but perhaps only at this moment
                 if locked:
                     raise
                 with directory.lock():
@@ -400,7 +413,7 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         return Drawn.of(directory.rows, slots, generation, *facts)
 
     def _lock_of(self, directory: ReplayDirectory) -> Any:
-        """Return the lock that a choice of slices needs."""
+        """Return the lock that must be held while slices are chosen."""
         return nullcontext()
 
     def draw_slices(
@@ -408,7 +421,7 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
     ) -> tuple[Drawn | None, float, float]:
         """Draw ``count`` slices of ``slice_len`` rows for a host, or None if no run is long enough.
 
-        Also return the mass of all possible slices and the smallest leaf of a row."""
+        Also return the total mass of all possible slices, and the smallest leaf of any row."""
         directory = self.attach(storage)
         assert self.slice_len is not None
         if count and directory.length:
@@ -421,13 +434,16 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
             runs = self._read_runs(directory, fresh=False, locked=True)
             return None, *self._mass(directory, runs, self.slice_len)
 
+    def _check_order(self, storage: SharedMemmapStorage) -> None:
+        storage.check_order("slices")
+
     def _bind(self, storage: SharedMemmapStorage, directory: ReplayDirectory) -> None:
         super()._bind(storage, directory)
         if self._by_end:
             directory.ask_for_numbers(STREAM)
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Return whether a run is long enough."""
+        """Return whether a run is long enough for a slice."""
         directory = self.attach(storage)
         assert isinstance(storage, SharedMemmapStorage)
         if not super().can_sample(storage, batch_size):
@@ -439,30 +455,36 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
     def _choose(
         self, directory: ReplayDirectory, runs: _Runs, batch_size: int, with_mass: bool
     ) -> tuple[np.ndarray, _Slices]:
-        """Return the slots of a batch, int64 [n], by TorchRL's draw."""
+        """Return the slots of a batch, int64 [n]. TorchRL's method draws these slots."""
         view = _View(directory.capacity, runs)
         if not len(view):
             raise NoRowsError(EMPTY)
         if not with_mass:
-            return SliceSampler.sample(self, view, batch_size)
+            try:
+                return SliceSampler.sample(self, view, batch_size)
+            except RuntimeError as error:
+                length, _ = self._adjusted_batch_size(batch_size)
+                if self._mass(directory, runs, length)[0]:
+                    raise
+                raise NoSlicesError(*error.args) from None
         length, _ = self._adjusted_batch_size(batch_size)
         mass, minimum = self._mass(directory, runs, length)
         if not mass:
-            raise NoSlicesError(length)
+            raise NoSlicesError.of(length)
         slots, slices = SliceSampler.sample(self, view, batch_size)
         return slots, replace(slices, mass=mass, minimum=minimum)
 
     def _mass(self, directory: ReplayDirectory, runs: _Runs, length: int) -> tuple[float, float]:
-        """Return the mass of all possible slices, and the smallest leaf of a row.
+        """Return the total mass of all possible slices, and the smallest leaf of any row.
 
-        In TorchRL's law, all runs have the same probability, and so have all slices of a run.
-        Called under the lock."""
+        In TorchRL's law, all runs have the same probability, and all slices of a run have the same
+        probability. Called under the lock."""
         lengths = runs.boundaries[2]
         return float((lengths >= length).sum() if self.strict_length else len(lengths)), 1.0
 
     def _finalize_index(self, *, index: torch.Tensor, storage: _View, **shape: Any) -> Any:
-        """Defer the end of TorchRL's draw, which looks at the rows, until the rows have been
-        copied."""
+        """Defer the last step of TorchRL's draw until the rows have been copied, because this step
+        reads the rows."""
         positions = index[:, 0]
         slots = positions if storage.slots is None else storage.slots[positions]
         return slots.numpy(), _Slices(shape, np.ones(shape["num_slices"]))
@@ -502,7 +524,7 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         if self.end_keys is None:
             return [column_of(directory, self.end_key, locked=locked)]
         found = []
-        for key in self.end_keys:  # as in TorchRL, one of them suffices
+        for key in self.end_keys:  # as in TorchRL, one of the keys suffices
             with suppress(NoColumnError):
                 found.append(column_of(directory, key, locked=locked))
         return found or [column_of(directory, self.end_keys[0], locked=locked)]
@@ -532,16 +554,16 @@ class SharedPrioritizedSliceSampler(
     """TorchRL's ``PrioritizedSliceSampler`` over rows that many processes write.
 
     It replaces ``PrioritizedSliceSampler(capacity, alpha, beta, ...)``. The first row ``i`` of a
-    slice is drawn with probability ``p_i / sum(p)`` over the rows that may begin a slice, where
+    slice is drawn with probability ``p_i / sum(p)`` over the rows that may begin a slice. Here
     ``p_i = (priority_i + eps) ** alpha`` comes from the tree that all processes share. All rows of
     the slice have the weight ``(p_i / min(p)) ** -beta``, with the minimum over all rows of the
-    buffer. A row may begin a slice if its run has ``slice_len`` rows from that row on. With
-    ``span`` (to the right), fewer rows suffice. With ``strict_length=False``, the first row of a
-    run may always begin a slice. :class:`SharedSliceSampler` defines a run. ``fragmented=True``
-    also works.
+    buffer. A *run* consists of consecutive rows of one trajectory, see :class:`SharedSliceSampler`.
+    A row may begin a slice if its run has ``slice_len`` rows from that row on. With a ``span`` to
+    the right, fewer rows suffice. With ``strict_length=False``, the first row of a run may always
+    begin a slice. ``fragmented=True`` also works.
 
     Priorities belong to rows, so a row within a slice may have a low priority. Priorities for
-    overwritten rows are dropped, as by :class:`SharedPrioritizedSampler`.
+    overwritten rows are dropped, as in :class:`SharedPrioritizedSampler`.
 
     Example:
         >>> sampler = SharedPrioritizedSliceSampler(
@@ -555,8 +577,8 @@ class SharedPrioritizedSliceSampler(
             is turned off with a warning, as in TorchRL's class.
 
     Raises:
-        ConfigurationError: as :class:`SharedPrioritizedSampler` and :class:`SharedSliceSampler`.
-        RuntimeError: from ``sample``, as :class:`SharedSliceSampler`.
+        ConfigurationError: as in :class:`SharedPrioritizedSampler` and :class:`SharedSliceSampler`.
+        RuntimeError: from ``sample``, as in :class:`SharedSliceSampler`.
     """
 
     _not_copied = (*SharedSliceSampler._not_copied, "_starts")
@@ -584,8 +606,8 @@ class SharedPrioritizedSliceSampler(
         )
         if self.span[0]:
             warnings.warn(
-                f"{type(self).__name__} draws the first rows of slices: the span to the left is "
-                "turned off",
+                f"{type(self).__name__} draws the first row of each slice, so it turns off "
+                "the span to the left; pass span=(False, ...)",
                 stacklevel=2,
             )
             self.span = (False, self.span[1])
@@ -606,7 +628,7 @@ class SharedPrioritizedSliceSampler(
         length, count = self._adjusted_batch_size(batch_size)
         starts, leaves, minimum = self._draw_starts(directory, runs, length, count)
         left, position, _ = self._may_start(directory, runs, length)[1]
-        # slices that end with their run are shorter
+        # a slice that reaches the end of its run is cut off there
         lengths = np.minimum(left[starts], length)
         within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         index = np.repeat(position[starts], lengths) + within
@@ -639,11 +661,11 @@ class SharedPrioritizedSliceSampler(
     def _draw_starts(
         self, directory: ReplayDirectory, runs: _Runs, length: int, count: int
     ) -> tuple[np.ndarray, np.ndarray, float]:
-        """Draw the first slots of slices, int64 [count]. Return them, their leaves, and the
+        """Draw the first slots of slices, int64 [count]. Return these slots, their leaves, and the
         smallest leaf of a row.
 
-        Called under the lock. Draws of rows that may not begin a slice are repeated, so the result
-        follows the law of the tree without these rows.
+        Called under the lock. Draws of rows that may not begin a slice are repeated, so the slots
+        are distributed as if the tree did not have these rows.
         """
         tree = directory.tree
         tree.refresh()
@@ -660,7 +682,7 @@ class SharedPrioritizedSliceSampler(
                 return slots, leaves, tree.minimum
         running = np.cumsum(np.where(allowed, tree.leaves, 0.0))
         if not running[-1] > 0:
-            raise NoSlicesError(length)
+            raise NoSlicesError.of(length)
         more = np.searchsorted(running, self._uniforms(count - slots.size) * running[-1], "right")
         more = np.minimum(more, int(np.flatnonzero(allowed & (tree.leaves > 0))[-1]))
         return np.append(slots, more), np.append(leaves, tree.leaves[more]), tree.minimum
@@ -674,7 +696,8 @@ class SharedPrioritizedSliceSampler(
 
 
 def shape_of(lengths: torch.Tensor, length: int) -> dict[str, Any]:
-    """Describe slices of these lengths, int64 [slices], as ``SliceSampler`` does for ``length``."""
+    """Describe slices of these lengths, int64 [slices], as ``SliceSampler`` does if it is asked for
+    slices of ``length`` rows."""
     return {
         "num_slices": lengths.numel(),
         "seq_length": length if bool((lengths == length).all()) else lengths,

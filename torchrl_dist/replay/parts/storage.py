@@ -18,12 +18,17 @@ from torchrl.data import ReplayBuffer
 
 from torchrl_dist.errors import ConfigurationError, DeadlineError, DirectoryError
 from torchrl_dist.replay.law.limiter import MOST_TIMES, Counts, RateLimiter
-from torchrl_dist.replay.law.placement import split_rows
+from torchrl_dist.replay.law.placement import largest_reservation, split_rows
 from torchrl_dist.replay.node.cursor import (
     Reservation,
     SharedCursor,
     empty,
     repair,
+)
+from torchrl_dist.replay.node.dimensions import (
+    agree_on_dimensions,
+    agree_on_width,
+    other_dimensions,
 )
 from torchrl_dist.replay.node.directory import ReplayDirectory
 from torchrl_dist.replay.node.frames import Plan
@@ -42,11 +47,12 @@ from torchrl_dist.replay.node.tables import ORDERED_LOADS, Word
 from torchrl_dist.replay.node.times_sampled import retire
 from torchrl_dist.replay.parts.base import RowStorage, check_batch
 from torchrl_dist.replay.parts.drawn import Drawn
-from torchrl_dist.replay.row import _torchrl, rows
+from torchrl_dist.replay.row import _torchrl, rows, trees
 from torchrl_dist.replay.row.gather import Gatherer
 from torchrl_dist.replay.row.numbers import RowNumbers
 from torchrl_dist.replay.row.spec import HIDDEN, RowSpec
 from torchrl_dist.replay.saving.shards import Shard
+from torchrl_dist.replay.saving.snapshot import Head
 
 REDRAWS = 8
 _RETRY_S = 2e-4
@@ -57,14 +63,14 @@ SMALL_BYTES = 32 << 10
 _T = TypeVar("_T")
 
 Draw = Callable[[int, bool], tuple[np.ndarray, np.ndarray, Any]]
-"""``draw(n, locked) -> (slots, versions, extra)``.
+"""A function ``draw(n, locked) -> (slots, versions, extra)``.
 
 It returns at most ``n`` slots, the versions of their published rows, and one more number per row.
-With ``locked``, the caller holds the directory's lock."""
+If ``locked`` is true, the caller holds the directory's lock."""
 
 
 def check_batch_size(batch_size: int) -> None:
-    """Raise ConfigurationError for an impossible batch size. A batch may have 0 rows."""
+    """Raise ConfigurationError for a negative batch size. A batch may have 0 rows."""
     if batch_size < 0:
         raise ConfigurationError(f"batch_size={batch_size}: expected at least 0")
 
@@ -72,7 +78,7 @@ def check_batch_size(batch_size: int) -> None:
 class NoRowsError(RuntimeError):
     """Fewer than ``least`` rows are published at this moment.
 
-    With ``RateLimiter(min_size_to_sample=least)``, samples wait for the rows."""
+    With ``RateLimiter(min_size_to_sample=least)``, samples wait for that many rows."""
 
     def __init__(self, message: str, least: int = 1) -> None:
         super().__init__(message)
@@ -80,46 +86,57 @@ class NoRowsError(RuntimeError):
 
 
 class SharedMemmapStorage(RowStorage):
-    """Rows shared by every process of one node that names the same directory.
+    """Rows that all processes of a node share if they name the same directory.
 
-    Build it with the same arguments in each process. A copy (``pickle``, ``torch.save``, ``spawn``,
-    ``deepcopy``) has the path of the directory, not the rows. It attaches to the original's
-    directory, or raises ``DirectoryError`` if that directory no longer exists. ``len`` is the
-    number of published rows, the same in all processes. It is below ``max_size`` while rows of a
-    full ring are being rewritten.
+    Build the storage with the same arguments in each process. A copy (``pickle``, ``torch.save``,
+    ``spawn``, ``deepcopy``) has the path of the directory, not the rows. It attaches to the
+    original's directory, or raises ``DirectoryError`` if that directory no longer exists. ``len``
+    is the number of published rows, the same in all processes. While rows of a full buffer are
+    being rewritten, ``len`` is below ``max_size``.
 
     Args:
         max_size: capacity in rows.
 
     Keyword Args:
         scratch_dir: the replay directory, on a local file system. In ``/dev/shm/...`` it is in
-            memory; on a disk it survives a reboot. It is created for this user alone (mode 0700).
-            A directory that another user created or can write to is refused.
+            memory. On a disk it survives a reboot. It is created for this user alone (mode 0700). A
+            directory that another user created or can write to is refused.
         job_id: processes with the same id share the directory. Default: torchrun's run id or
             SLURM's job id. Under another launcher, pass an id.
         resume: continue with the rows that an earlier job left in the directory.
-        keep: keep the directory when the last process ends. By default, that process removes it
-            at a clean end. It keeps the directory for a restart if a signal asked a process of a
-            session to stop, or if an exception ended a process.
+        keep: keep the directory when the last process ends. By default, the last process removes
+            the directory at a clean end. If a signal asked a process of a session to stop, or if an
+            exception ended a process, the directory is kept for a restart.
         timeout_s: longest wait for another process, in seconds.
         limiter: limits how often rows are sampled, and makes writes wait. Pass the same limiter in
-            every process. Default: the limiter of the directory, or none.
+            every process. Default: the limiter that the directory already has, or none.
         gather_threads: number of threads that copy sampled rows if a batch has more than 1 MiB. The
             gain for images depends on free cores and on the memory's bandwidth.
-        frames: number of frames per value, by key, for values that repeat frames: each frame is
-            then stored once. Use ``{"pixels": 4}`` if the first dimension of ``"pixels"`` and
-            ``("next", "pixels")`` holds 4 frames, also with n-step returns. Use ``{"pixels": 1}``
-            if each value is one frame. Batches stay the same, bit for bit. A process recognises
-            repeated frames by their bytes, among the frames that it wrote recently. There is room
-            for 1.07 new frames per row, plus the frames of 3 % of the rows. Rows need more if
-            episodes are shorter than about 15 steps, or if frames do not repeat. The oldest rows
-            are then dropped early, with a warning, and counted (``"dropped_rows"``). To avoid this,
-            pass a larger ``max_size``. Pass the same ``frames`` in every process. Default: the
-            ``frames`` of the directory, or none.
+        frames: for keys whose values repeat frames, a dictionary that maps each such key to the
+            number of frames per value. Each frame is then stored once. Use ``{"pixels": 4}`` if the
+            first dimension of ``"pixels"`` and ``("next", "pixels")`` holds 4 frames. Frames are
+            also stored once if rows have n-step returns. Use ``{"pixels": 1}`` if each value is one
+            frame. Batches stay the same, bit for bit. A process recognises repeated frames by
+            comparing them, byte by byte, with frames that it wrote recently. There is room for 1.07
+            new frames per row, plus the frames of 3 % of the rows. Rows need more room if episodes
+            are shorter than about 15 steps, or if frames do not repeat. The oldest rows are then
+            dropped early, with a warning, and counted (``"dropped_rows"``). To keep more rows, pass
+            a larger ``max_size``. Pass the same ``frames`` in every process. Default: the
+            ``frames`` that the directory already has, or none.
+        ndim: with ``ndim=2``, rows have two dimensions as in TorchRL's storages: ``extend`` takes
+            ``[B, T, ...]`` (which TorchRL's buffers store as ``[T, B]``), a sample has single
+            elements, and their index is a pair of coordinates. ``B`` must be the same in all
+            writes of all processes. ``max_size`` and ``write_count`` count elements, and
+            ``max_size`` must be a multiple of ``B``. The elements of one time step stay together,
+            but steps of several processes alternate along the first dimension. Therefore slices,
+            windows and queries are refused, and so are ``frames``, ``fill_once`` and a
+            :class:`SharedMaxValueWriter`. A checkpoint can be loaded into a storage of the same
+            capacity only. Reading by index waits for elements that are being written. A slice of
+            time steps, as in ``storage[:]``, leaves out steps whose writer was killed.
 
     Raises:
-        DirectoryError: the directory belongs to another job or user, has another capacity, or is on
-            a network file system, or its disk is full.
+        DirectoryError: the directory belongs to another job or user, has another capacity, is on a
+            network file system, or is on a full disk.
         ConfigurationError: from writes, if rows do not match the stored rows.
         DeadlineError: from any operation that waited ``timeout_s`` for another process.
 
@@ -164,15 +181,20 @@ class SharedMemmapStorage(RowStorage):
     ) -> None:
         if torch.device(device).type != "cpu":
             raise ConfigurationError(
-                f"shared rows are in host memory, got device={device}; append a transform that "
-                "moves samples, such as lambda td: td.to('cuda')"
+                "expected device='cpu', because shared rows are in the CPU's memory, got "
+                f"device={device}; leave device= out, and append a transform that moves samples, "
+                "such as lambda td: td.to('cuda')"
             )
-        if ndim != 1 or compilable:
+        if ndim not in (1, 2) or compilable:
             raise ConfigurationError(
-                f"SharedMemmapStorage supports ndim=1 and compilable=False, got ndim={ndim}, "
-                f"compilable={compilable}. Leave both out, call buffer.extend(data.reshape(-1)), "
-                "and give each row a trajectory id, as collectors do: a second dimension would "
-                "not separate environments, because rows of several processes alternate in it"
+                f"SharedMemmapStorage supports ndim=1, ndim=2 and compilable=False, got ndim="
+                f"{ndim}, compilable={compilable}. Leave both arguments out, and call "
+                "buffer.extend(data.reshape(-1))"
+            )
+        if ndim > 1 and frames is not None:
+            raise ConfigurationError(
+                f"frames={frames!r} needs ndim=1, got ndim={ndim}; leave ndim out, and call "
+                "buffer.extend(data.reshape(-1))"
             )
         if gather_threads < 1:
             raise ConfigurationError(f"gather_threads must be at least 1, got {gather_threads}")
@@ -184,6 +206,7 @@ class SharedMemmapStorage(RowStorage):
             job_id=job_id,
             resume=resume,
             keep=keep,
+            ndim=ndim,
         )
         try:
             if limiter is not None:
@@ -196,12 +219,25 @@ class SharedMemmapStorage(RowStorage):
             raise
 
     def _attach(
-        self, max_size: int, scratch_dir: str, timeout_s: float, gather_threads: int, **options: Any
+        self,
+        max_size: int,
+        scratch_dir: str,
+        timeout_s: float,
+        gather_threads: int,
+        *,
+        ndim: int = 1,
+        **options: Any,
     ) -> None:
         self._directory = open_directory(
             scratch_dir, max_size, timeout_s=timeout_s, repair=repair, **options
         )
+        try:
+            agree_on_dimensions(self._directory, ndim)
+        except BaseException:
+            close_directory(self._directory)
+            raise
         self._set_up(max_size)
+        self.ndim = ndim
         self.scratch_dir = str(self._directory.path)
         self._cursor = SharedCursor(self._directory)
         self._numbers = RowNumbers()
@@ -225,7 +261,7 @@ class SharedMemmapStorage(RowStorage):
 
     @property
     def directory(self) -> ReplayDirectory:
-        """The shared state, which may be read at any time."""
+        """The shared state of the buffer, which may be read at any time."""
         return self._directory
 
     @property
@@ -248,7 +284,8 @@ class SharedMemmapStorage(RowStorage):
             self._directory.check_entry()
 
     def close(self, *, clean: bool = True) -> None:
-        """End this process's use. The last process removes or keeps the directory. Idempotent.
+        """End this process's use of the storage. The last process removes or keeps the directory.
+        Idempotent.
 
         Waits for the writes of other threads of this process. No new write can begin.
 
@@ -257,13 +294,13 @@ class SharedMemmapStorage(RowStorage):
 
         Raises:
             DeadlineError: a write did not end within ``timeout_s``. Nothing has changed.
-            DirectoryError: called in a signal handler that interrupted a write of the same thread.
-                Nothing has changed.
+            DirectoryError: the caller is a signal handler that interrupted a write of the same
+                thread. Nothing has changed.
         """
         if not self._closed:
             close_directory(self._directory, clean=clean)
             self._closed = True
-            # otherwise batches drawn ahead would keep the memory after the buffer's end
+            # otherwise batches that were drawn ahead would keep the memory after the buffer is gone
             _torchrl.forget_drawn_ahead(self)
             self._attached_entities_list = []
 
@@ -275,7 +312,7 @@ class SharedMemmapStorage(RowStorage):
         """
         if self._closed:
             raise DirectoryError(
-                f"the storage over {self.scratch_dir} was closed in this process: {instead}"
+                f"the storage over {self.scratch_dir} was closed in this process; {instead}"
             )
 
     # --- size --------------------------------------------------------------------------------
@@ -285,11 +322,59 @@ class SharedMemmapStorage(RowStorage):
 
     @property
     def shape(self) -> torch.Size:
+        if self.ndim > 1:
+            width = self.width
+            return torch.Size([self._directory.high // (width or 1), width])
         return torch.Size([self._directory.high])
 
     @property
+    def width(self) -> int:  # type: ignore[override]
+        return self._directory.width if self.ndim > 1 else 0
+
+    def have_rows(self, slots: torch.Tensor) -> torch.Tensor:
+        there = self.generations_of(slots) >= 0
+        if there.all():
+            return there
+        with self._directory.lock():
+            written = torch.from_numpy(self._cursor.being_written(slots.numpy()))
+            return (self.generations_of(slots) >= 0) | written
+
+    def flat(self, data: Any) -> Any:
+        check_batch(data)
+        flat = trees.mapped(lambda value: value if value.ndim < 2 else value.flatten(0, 1), data)
+        count = rows.batch_of(data)[0]
+        width, rest = divmod(rows.batch_of(flat)[0], count or 1)
+        if rest or (is_tensor_collection(data) and data.ndim < 2) or flat is data:
+            raise ConfigurationError(
+                f"a storage with ndim=2 takes rows [n, width, ...], got rows "
+                f"{list(getattr(data, 'shape', [count]))}; build the storage without ndim=2 for "
+                "rows of one dimension"
+            )
+        self._check_width(width)
+        return flat
+
+    def _check_width(self, width: int) -> None:
+        if self._cursor.width != width:
+            agree_on_width(self._directory, width)
+            self._cursor.width = width
+
+    def _check_dimensions(self, heads: Sequence[Head]) -> None:
+        if self.ndim == 1:
+            super()._check_dimensions(heads)
+            return
+        for head in heads:
+            if not head.width or head.capacity != self.max_size:
+                raise ConfigurationError(
+                    f"the saved rows have {2 if head.width else 1} dimensions and "
+                    f"a capacity of {head.capacity}, but this storage has two and "
+                    f"max_size={self.max_size}; load them into a storage with "
+                    f"ndim={2 if head.width else 1} and max_size={head.capacity}"
+                )
+            self._check_width(head.width)
+
+    @property
     def _mutation_revision(self) -> int:
-        # samplers with caches derived from the rows compare this number
+        # samplers that keep caches of the rows compare this number
         words = self._directory.words
         return words[Word.CURSOR] + words[Word.BASE] + words[Word.WRITE_COUNT]
 
@@ -300,13 +385,14 @@ class SharedMemmapStorage(RowStorage):
 
     @property
     def next_slot(self) -> int:
-        """The slot of the next row."""
+        """The slot of the next row that is written."""
         return int(self._directory.words[Word.CURSOR]) % self.max_size
 
     def generations_of(self, slots: torch.Tensor) -> torch.Tensor:
-        """Return how often each slot was written by all processes, int64.
+        """Return how many times processes have written each slot, int64.
 
-        The number is -1 where no row is published, and for a number outside the buffer."""
+        The result is -1 for a slot without a published row, and for an index outside the buffer."""
+        self.check_open()
         there = (slots >= 0) & (slots < self.max_size)
         versions = torch.from_numpy(self._directory.versions)[torch.where(there, slots, 0)]
         published = (versions & 1 == 0) & (versions > 0) & there
@@ -314,7 +400,8 @@ class SharedMemmapStorage(RowStorage):
 
     @property
     def _storage(self) -> TensorDict | None:
-        """All slots in memory, published or not. TorchRL reads keys and dtypes here."""
+        """The rows of all slots in memory, whether published or not. TorchRL reads keys and dtypes
+        from this property."""
         spec = self._directory.rows
         if spec is None:
             return None
@@ -329,10 +416,11 @@ class SharedMemmapStorage(RowStorage):
         *,
         limited: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write a batch at the shared cursor and publish it. The writer calls this.
+        """Write a batch at the shared cursor and publish it. The writer calls this method.
 
         Args:
-            data: ``[n, ...]``. Of more than ``max_size`` rows, only the last ``max_size`` are kept.
+            data: ``[n, ...]``. If there are more than ``max_size`` rows, only the last ``max_size``
+                are kept.
             priority: float64 [n], finite and >= 0, without alpha and eps. Default: the largest
                 priority seen.
             limited: whether to wait for the limiter before anything is written.
@@ -343,9 +431,34 @@ class SharedMemmapStorage(RowStorage):
         Raises:
             RateLimitError: the limiter did not admit the rows in time.
         """
+        written = None if priority is not None else self._append_plain(data)
+        if written is not None:
+            return written
         return self._append(
             self._checked(data, self._numbers), rows.batch_of(data)[0], priority, limited
         )
+
+    def _append_plain(self, data: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Write a few plain rows in one call to C code. Return None, with nothing changed, if this
+        is not possible."""
+        self.check_open()
+        directory = self._directory
+        spec = directory.rows
+        if not directory.kernel.appends or spec is None or directory.gate is not None:
+            return None
+        if directory.words[Word.RESTORES]:  # changes the numbers in hidden columns
+            return None
+        columns = rows.plain_columns(data, spec)  # kept, because another thread may change data
+        if columns is None:
+            return None
+        count = data.batch_size[0]
+        if count > min(SMALL_BYTES // max(1, spec.row_bytes), largest_reservation(self.max_size)):
+            return None
+        self._cursor.drop_interrupted()
+        written = self._cursor.append([column.data_ptr() for column in columns], count)
+        if written is None:
+            return None
+        return torch.from_numpy(written[0]), torch.from_numpy(written[1])
 
     def keep_best(
         self,
@@ -354,11 +467,12 @@ class SharedMemmapStorage(RowStorage):
         reduction: str,
         priority: np.ndarray | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the rows that are among the best. :class:`SharedMaxValueWriter` calls this.
+        """Write the given rows that rank among the best of the given and the stored rows.
+        :class:`SharedMaxValueWriter` calls this method.
 
         Args:
             data: ``[n, ...]``.
-            rank_key, reduction: of :class:`SharedMaxValueWriter`.
+            rank_key, reduction: see :class:`SharedMaxValueWriter`.
             priority: see :meth:`append`.
 
         Returns:
@@ -366,7 +480,7 @@ class SharedMemmapStorage(RowStorage):
 
         Raises:
             ConfigurationError: the rows have no such key, or a rank is NaN. No row was written.
-            DeadlineError: another process was writing rows for ``timeout_s``.
+            DeadlineError: other processes were writing rows for ``timeout_s`` without a pause.
         """
         self.check_open()
         self.check_ranked()
@@ -388,7 +502,8 @@ class SharedMemmapStorage(RowStorage):
                 if time.monotonic() > deadline:
                     raise DeadlineError(
                         f"other processes were writing rows of {self.scratch_dir} for "
-                        f"{self.timeout_s:g} s; are they stopped? Continue or kill them"
+                        f"{self.timeout_s:g} s without a pause; if one of these processes is "
+                        "stopped, continue or kill it"
                     )
                 time.sleep(_RETRY_S)
                 continue
@@ -411,52 +526,64 @@ class SharedMemmapStorage(RowStorage):
             ConfigurationError: this storage cannot keep the best rows.
         """
         words, why = self._directory.words, ""
-        if self.limiter is not None:
-            why = "a limiter, which counts rows that are written, although a row may not be kept"
+        if self.ndim > 1:
+            why = "ndim=2 (rows would be kept one by one, and not line by line)"
+        elif self.limiter is not None:
+            why = "a limiter (limiters count all rows, but this writer drops some of them)"
         elif words[Word.FRAMES_SET]:
-            why = "frames=, whose room is for recent frames, although the best rows may be old"
+            why = "frames= (only recent frames are kept, but the best rows may be old)"
         elif words[Word.FILLER]:
-            why = "fill_once, after which no process may extend the storage"
+            why = "a data set of fill_once (no process may extend such a storage)"
         if why:
             raise ConfigurationError(
-                f"a SharedMaxValueWriter cannot write to a storage with {why}: leave it out, or "
-                "build the buffer with writer=SharedCursorWriter()"
+                f"a SharedMaxValueWriter cannot write to a storage with {why}; use a storage "
+                "without it, or build the buffer with writer=SharedCursorWriter()"
             )
 
     def check_order(self, use: str) -> None:
+        if self.ndim > 1:
+            raise ConfigurationError(
+                f"{use} need rows in the order of writing, but with ndim=2 neighbouring rows "
+                "come from different environments; build the storage without ndim=2, call "
+                "buffer.extend(data.reshape(-1)), and give each row a trajectory id"
+            )
         if self._directory.words[Word.RANKED]:
             raise ConfigurationError(
-                f"{use} need rows in the order of writing, but a SharedMaxValueWriter puts each "
-                "row in the slot of a worse one: store whole trajectories as rows, [n, T]"
+                f"{use} need rows in the order of writing, but a SharedMaxValueWriter puts a new "
+                "row in the slot of a row with a lower rank; store each whole trajectory as one "
+                "row (extend with [n, T])"
             )
 
     def fill_once(self, data: Any, *, rows_at_once: int = 8192) -> None:
-        """Write a data set, unless a process of this node has done so. Each process calls this.
+        """Write a data set, unless another process of this node has already written it. Each
+        process calls this method.
 
-        The first process writes the rows, and the others wait for it. The node then has the data
-        set once, whatever the number of its processes. If the writing process ends before it is
-        done, another one begins anew. With ``keep=True`` and ``resume=True``, a later job finds the
-        rows. No process may extend the storage.
+        The first process writes the rows, and the other processes wait for it. The node then has
+        the data set only once, regardless of the number of processes. If the writing process ends
+        before all rows are written, another process starts over. With ``keep=True`` and
+        ``resume=True``, a later job finds the rows. Afterwards, no process may extend the storage.
 
         Args:
-            data: has ``len(data)`` rows, and ``data[i:j]`` returns a TensorDict ``[j - i]``. A
-                TensorDict, also a memory-mapped one, or a ``ReplayBuffer``, such as a data set of
-                TorchRL.
-            rows_at_once: rows that are read from ``data`` at once.
+            data: an object that has ``len(data)`` rows, and whose ``data[i:j]`` returns a
+                TensorDict ``[j - i]``. ``data`` may be a TensorDict, memory-mapped or not, or a
+                ``ReplayBuffer``, such as a data set of TorchRL.
+            rows_at_once: the number of rows that are read from ``data`` at once.
 
         Raises:
             ConfigurationError: the storage has no room for the rows, has a limiter, or has other
-                rows; or ``data`` returned another number of rows.
-            DeadlineError: the process that fills it wrote nothing for ``timeout_s``.
+                rows; or ``data[i:j]`` did not return ``j - i`` rows.
+            DeadlineError: the process that fills the storage wrote nothing for ``timeout_s``.
         """
         self.check_open()
         count, words = len(data), self._directory.words
         if rows_at_once < 1:
             raise ConfigurationError(f"rows_at_once={rows_at_once}: expected at least 1")
+        if self.ndim > 1:
+            raise ConfigurationError("fill_once needs a storage without ndim=2; leave ndim out")
         if count > self.max_size or self.limiter is not None:
             raise ConfigurationError(
-                f"the data set has {count} rows, the storage room for {self.max_size} and limiter="
-                f"{self.limiter}: expected enough room and no limiter, as in "
+                f"the data set has {count} rows, but the storage has room for {self.max_size} and "
+                f"limiter={self.limiter}: expected enough room and no limiter, as in "
                 f"SharedMemmapStorage({count}, scratch_dir=...)"
             )
         written, deadline = -1, 0.0
@@ -465,16 +592,17 @@ class SharedMemmapStorage(RowStorage):
                 if self.write_count == count:
                     return
                 raise ConfigurationError(
-                    f"{self.scratch_dir} was filled with {self.write_count} rows, this data set "
-                    f"has {count}: use another folder for each data set, and do not extend it"
+                    f"{self.scratch_dir} was filled with {self.write_count} rows, but this data "
+                    f"set has {count}; use one folder per data set, and do not extend a storage "
+                    "that fill_once has filled"
                 )
             if self.write_count != written:
                 written, deadline = self.write_count, time.monotonic() + self.timeout_s
             if time.monotonic() > deadline:
                 raise DeadlineError(
-                    f"process {self._directory.pid_of(words[Word.FILLER] - 1)} fills "
-                    f"{self.scratch_dir}, and wrote nothing for {self.timeout_s:g} s; is it "
-                    "stopped? Continue or kill it, or allow more with timeout_s"
+                    f"process {self._directory.pid_of(words[Word.FILLER] - 1)}, which fills "
+                    f"{self.scratch_dir}, wrote nothing for {self.timeout_s:g} s. If it is "
+                    "stopped, continue or kill it; otherwise, pass a larger timeout_s"
                 )
             time.sleep(_RETRY_S * 50)
         done = 0
@@ -482,7 +610,7 @@ class SharedMemmapStorage(RowStorage):
             self.empty()
             for first in range(0, count, rows_at_once):
                 part = data[first : min(first + rows_at_once, count)]
-                # TorchRL's buffers store the index of each row in it
+                # TorchRL's buffers store each row's index under this key
                 self.append(part.exclude("index") if isinstance(data, ReplayBuffer) else part)
             if self.write_count != count:
                 raise ConfigurationError(
@@ -499,7 +627,8 @@ class SharedMemmapStorage(RowStorage):
                 words[Word.FILLER] = done
 
     def _may_fill(self) -> bool:
-        """Note that this process fills the data set, unless another one does or has done so.
+        """Record that this process fills the storage, unless another process fills or has filled
+        it.
 
         Raises:
             ConfigurationError: there are rows that :meth:`fill_once` did not write.
@@ -511,8 +640,8 @@ class SharedMemmapStorage(RowStorage):
                 return False
             if not filler and directory.words[Word.WRITE_COUNT]:
                 raise ConfigurationError(
-                    f"{self.scratch_dir} has rows that others wrote: use a new folder for a data "
-                    "set"
+                    f"{self.scratch_dir} has rows that fill_once did not write; use a new folder "
+                    "for the data set"
                 )
             directory.words[Word.FILLER] = directory.member + 1
             return True
@@ -520,9 +649,9 @@ class SharedMemmapStorage(RowStorage):
     def append_columns(
         self, spec: RowSpec, columns: list[np.ndarray], priority: np.ndarray | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append rows that are already split, [n, ...] per column of ``spec``, for a host.
+        """Append rows, given as columns, [n, ...] per column of ``spec``.
 
-        This never waits for the limiter."""
+        A host calls this method. It never waits for the limiter."""
         if self._directory.rows is None:
             self._directory.create_rows(spec)
         source = rows.fitted(columns, spec, self._spec())
@@ -538,7 +667,7 @@ class SharedMemmapStorage(RowStorage):
         source = self._after_restores(source)
         frames = self._directory.frames
         most = None if frames is None else frames.largest_write
-        parts = split_rows(count, self.max_size, most)
+        parts = split_rows(count, self.max_size, most, self._cursor.width or 1)
         if parts == [(0, count)]:
             slots, generations = self._append_part(source, 0, count, priority, limited)
             return torch.from_numpy(slots), torch.from_numpy(generations)
@@ -558,7 +687,8 @@ class SharedMemmapStorage(RowStorage):
         return torch.from_numpy(index), torch.from_numpy(generation)
 
     def _after_restores(self, source: list[np.ndarray]) -> list[np.ndarray]:
-        """Change the numbers of new rows, so that they follow no row from before a restore."""
+        """Change the numbers of new rows, so that no new row counts as the next step of a row that
+        was written before a restore."""
         restores = self._directory.words[Word.RESTORES]
         if not restores:
             return source
@@ -597,15 +727,15 @@ class SharedMemmapStorage(RowStorage):
         self, source: Sequence[np.ndarray], start: int, count: int, priority: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray] | None:
         """Reserve, copy and publish a few rows under one lock, because locking twice takes longer
-        than copying. Return None if other writers are in the way."""
+        than copying. Return None if the rows cannot be reserved at once, because other processes
+        are writing."""
         taken: list[Reservation] = []
         try:
-            generation = self._write_locked(taken, source, start, count, priority)
+            return self._write_locked(taken, source, start, count, priority)
         except BaseException:
             for reservation in taken:
                 self._cursor.abandon(reservation)
             raise
-        return None if generation is None else (taken[0].slots(), generation)
 
     def _write_locked(
         self,
@@ -614,26 +744,26 @@ class SharedMemmapStorage(RowStorage):
         start: int,
         count: int,
         priority: np.ndarray | None,
-    ) -> np.ndarray | None:
-        # Not in ``_append_at_once``, because a frame that cleans up after an interrupt must not
-        # hold the lock, see ``FairLock``.
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        # This is a separate method because ``_append_at_once`` cleans up after an interrupt. At
+        # that time, its own stack frame must not hold the lock, see ``FairLock``.
         with self._directory.lock():
             reservation = self._cursor.try_reserve(count)
             if reservation is None:
                 return None
             taken.append(reservation)
             self._copy(reservation, source, start)
-            return self._cursor.publish_locked(reservation, priority)
+            return reservation.slots(), self._cursor.publish_locked(reservation, priority)
 
     def _warn_of_dropped_rows(self) -> None:
         directory = self._directory
         if directory.words[Word.DROPPED_ROWS]:
             self._warned = True
             warnings.warn(
-                f"the rows in {directory.path} have more different frames than there is room for: "
-                f"{directory.words[Word.DROPPED_ROWS]} of the oldest rows were dropped, and "
-                f"{directory.length} of {self.max_size} are left. Pass a larger max_size to keep "
-                "more rows",
+                f"the rows in {directory.path} have more distinct frames than there is room for, "
+                f"so {directory.words[Word.DROPPED_ROWS]} of the oldest rows were dropped. "
+                f"{directory.length} of at most {self.max_size} rows are left. Pass a larger "
+                "max_size to keep more rows",
                 stacklevel=5,
             )
 
@@ -642,7 +772,7 @@ class SharedMemmapStorage(RowStorage):
         self.check_open()
         slots = index.numpy()
         given = self._checked(data)
-        # the last occurrence of each slot, in slot order
+        # keep the last occurrence of each slot, in slot order
         unique, last = np.unique(slots[::-1], return_index=True)
         order = slots.size - 1 - last
         source: list[np.ndarray | None] = [value[order] for value in given]
@@ -652,7 +782,8 @@ class SharedMemmapStorage(RowStorage):
                 source[number] = None
         self._cursor.drop_interrupted()
         generations = np.empty(unique.size, dtype=np.int64)
-        # a few runs of neighbours at a time, because all processes share a limited claim table
+        # write a few runs of neighbouring slots at a time, because all processes share a small
+        # table of claims
         edges = np.flatnonzero(np.diff(unique) != 1) + 1
         frames = self._directory.frames
         at_once = _RUNS_AT_ONCE if frames is None else 1
@@ -678,11 +809,12 @@ class SharedMemmapStorage(RowStorage):
 
     def _checked(self, data: TensorDictBase, numbers: RowNumbers | None = None) -> list[np.ndarray]:
         check_batch(data)
+        if self.ndim == 1 and self._directory.words[Word.WIDTH]:
+            raise other_dimensions(self._directory, 0)  # another process has set it since
         spec = self._directory.rows
         if spec is None:
             self._directory.create_rows(rows.spec_of(data))
-            spec = self._directory.rows
-            assert spec is not None
+            return self._checked(data, numbers)  # looks at the dimensions again
         return rows.matching_columns(data, spec, numbers)
 
     def _fill(
@@ -735,14 +867,14 @@ class SharedMemmapStorage(RowStorage):
         directory = self._directory
         if directory.times_sampled is None:
             raise ConfigurationError(
-                "retired rows are stored like rows that were sampled often enough: build the "
-                "storage with limiter=RateLimiter(max_times_sampled=n), at most "
-                f"n={MOST_TIMES}"
+                "retire_older_than needs a limiter with max_times_sampled, because it marks old "
+                "rows as if they had been sampled that often; build the storage with "
+                f"limiter=RateLimiter(max_times_sampled=n), where n is at most {MOST_TIMES}"
             )
         if directory.rows is None:
             raise ConfigurationError(
-                f"no row has been written, so it is not known where its {version_key!r} is; call "
-                "this after the first extend"
+                "no row has been written yet, so it is not known whether rows have "
+                f"{version_key!r}; call retire_older_than after the first extend"
             )
         column_of(directory, version_key)
         key = unravel_key(version_key)
@@ -750,7 +882,8 @@ class SharedMemmapStorage(RowStorage):
         return retire(directory, keys.index((key,) if isinstance(key, str) else key), oldest)
 
     def empty(self, *, reset_write_count: bool = True) -> None:
-        """Drop every row for all processes. Earlier slots and generations then name no row."""
+        """Drop all rows, for all processes. Afterwards, no row has the slot and generation of an
+        earlier row."""
         self.check_open()
         try:
             empty(self._directory, reset_write_count=reset_write_count)
@@ -764,7 +897,7 @@ class SharedMemmapStorage(RowStorage):
         being written, and call it again.
 
         Raises:
-            NoRowsError: ``read`` raised it, and no process is writing a row.
+            NoRowsError: ``read`` raised this error, and no process is writing a row.
             DeadlineError: rows were being written, but too few were published in ``timeout_s``.
         """
         self.check_open()
@@ -780,14 +913,16 @@ class SharedMemmapStorage(RowStorage):
     def read_rows(
         self, draw: Draw, count: int, *, whole: bool = False, stored: bool = False
     ) -> tuple[np.ndarray, np.ndarray, Any, list[np.ndarray]]:
-        """Copy drawn rows, so that each is one whole published row. The samplers call this.
+        """Copy drawn rows so that each copy is one whole published row. The samplers call this
+        method.
 
-        Compare the versions of the copied rows, and draw others for the rows that changed. Repeat
-        this a few times, and finally under the lock, where no process can rewrite them.
+        After the copy, this method compares the versions of the rows, and replaces rows that have
+        changed by newly drawn rows. It repeats this a few times. The last time, it holds the lock,
+        because no process can rewrite rows while the lock is held.
 
         Args:
-            whole: whether to draw all rows again if one changed, as slices need. ``draw`` may then
-                return any number of rows, and any object as ``extra``.
+            whole: whether to draw all rows again if one of them changed, as is needed for slices.
+                ``draw`` may then return any number of rows, and any object as ``extra``.
             stored: whether to return the rows in their stored form, see ``row.stacks``.
 
         Returns:
@@ -807,7 +942,7 @@ class SharedMemmapStorage(RowStorage):
         slots, versions, extra = draw(count, False)
         columns = copy(slots)
         now = directory.versions[slots]
-        if now.tobytes() == versions.tobytes():  # takes a tenth of the time of comparing arrays
+        if now.tobytes() == versions.tobytes():  # ten times as fast as comparing arrays
             return slots, versions >> 1, extra, columns
         moved, missing = np.flatnonzero(now != versions), []
         for attempt in range(1, REDRAWS + 2):
@@ -824,7 +959,7 @@ class SharedMemmapStorage(RowStorage):
                     missing.append(moved[again.size :])
                     moved = moved[: again.size]
                     slots[moved], versions[moved], extra[moved] = again, stamps, more
-                    if stored:  # rows share frames, so all are copied again
+                    if stored:  # rows share frames, so copy all rows again
                         columns = copy(slots, locked)
                         moved = np.setdiff1d(np.arange(slots.size), np.concatenate(missing))
                     else:
@@ -854,7 +989,7 @@ class SharedMemmapStorage(RowStorage):
         """Return the number of rows and their columns [n, ...] at slots >= 0, int64 [n].
 
         Args:
-            wait: if True, wait for unpublished rows; otherwise omit them.
+            wait: whether to wait for unpublished rows. With ``False``, these rows are omitted.
         """
         self.check_open()
         directory = self._directory
@@ -862,7 +997,8 @@ class SharedMemmapStorage(RowStorage):
         high = directory.high
         if slots.size and not (0 <= slots.min() and slots.max() < high):
             raise IndexError(
-                f"slots must be in 0 .. {high - 1}, got {slots.min()} .. {slots.max()}"
+                f"got slots from {slots.min()} to {slots.max()}, expected slots from 0 to "
+                f"{high - 1}; pass an index that sample or extend returned"
             )
         versions = directory.versions[slots]
         columns = copied(directory, lambda: directory.read(slots))
@@ -882,7 +1018,9 @@ class SharedMemmapStorage(RowStorage):
             if gone.size:
                 raise IndexError(
                     f"there is no row in slots {slots[gone][:8].tolist()} of {directory.path}, and "
-                    "no process is writing one: never written, emptied, or its writer died"
+                    "no process is writing one there. The slots were never written, the buffer "
+                    "was emptied, or the process that was writing there died. Read only slots "
+                    "that extend or a sample returned"
                 )
             if todo.size and not wait:
                 slots, columns = (
@@ -894,7 +1032,8 @@ class SharedMemmapStorage(RowStorage):
                 if time.monotonic() > deadline:
                     raise DeadlineError(
                         f"slots {slots[todo][:8].tolist()} of {directory.path} were being written "
-                        f"by other processes for {self.timeout_s:g} s; are these stopped?"
+                        f"by other processes for {self.timeout_s:g} s; if one of these processes "
+                        "is stopped, continue or kill it"
                     )
                 time.sleep(_RETRY_S)
         return slots.size, columns
@@ -902,7 +1041,10 @@ class SharedMemmapStorage(RowStorage):
     def _spec(self) -> RowSpec:
         spec = self._directory.rows
         if spec is None:
-            raise IndexError("cannot read from a shared storage to which no row was ever written")
+            raise IndexError(
+                "cannot read from a shared storage to which no row was ever written; extend the "
+                "buffer first"
+            )
         return spec
 
     def _gather(self, slots: np.ndarray) -> list[np.ndarray]:
@@ -935,13 +1077,14 @@ class SharedMemmapStorage(RowStorage):
             "timeout_s": self.timeout_s,
             "gather_threads": self._gatherer.threads,
             "identity": directory.identity,
+            "ndim": self.ndim,
             "attached": self._attached_entities_list,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         attached = state.pop("attached")
         self._attach(**state, resume=False, keep=False)
-        set_limiter(self._directory, None)  # the limiter that the other processes use
+        set_limiter(self._directory, None)  # use the other processes' limiter
         _torchrl.arrive_with(self, attached)
 
     def __repr__(self) -> str:
@@ -968,14 +1111,14 @@ def _ranks_of(data: Any, rank_key: NestedKey, reduction: str) -> np.ndarray:
         kind = type(data).__name__ if plain else f"keys {sorted(map(str, data.keys(True, True)))}"
         raise ConfigurationError(
             "a SharedMaxValueWriter expects data to be a tensor collection (a TensorDict or "
-            f"tensorclass) with real numbers under rank_key={rank_key!r}, got {kind}; pass "
-            "rank_key="
+            f"tensorclass) with real numbers under rank_key={rank_key!r}, got {kind}; write such "
+            "data, or pass another rank_key="
         )
     ranks = reduced(value, reduction)
     if np.isnan(ranks).any():
         raise ConfigurationError(
-            f"{np.count_nonzero(np.isnan(ranks))} of {ranks.size} rows have NaN as their "
-            f"{reduction} of {rank_key!r}; no row was written. Leave these rows out"
+            f"{np.count_nonzero(np.isnan(ranks))} of {ranks.size} rows have NaN as the {reduction} "
+            f"of {rank_key!r}; no row was written. Leave these rows out"
         )
     return ranks
 
@@ -984,15 +1127,15 @@ def checked_frames(frames: Mapping[NestedKey, int]) -> dict[tuple[str, ...], int
     """Return ``frames=`` with keys as tuples.
 
     Raises:
-        ConfigurationError: it is not a mapping of keys of rows to numbers of frames.
+        ConfigurationError: ``frames`` does not map keys of rows to numbers of frames.
     """
     found: dict[tuple[str, ...], int] = {}
     for key, stack in frames.items() if isinstance(frames, Mapping) else [(None, 0)]:
         path = _path_of(key) if isinstance(key, (str, tuple)) else ()
         if not path or type(stack) is not int or stack < 1 or (path[0] == "next" and path[1:]):
             raise ConfigurationError(
-                f"frames={frames!r}: expected the number of frames in a value, by key, such as "
-                '{"pixels": 4}; this includes the key ("next", "pixels")'
+                f"frames={frames!r}: expected a dictionary from a key to the number of frames in a "
+                'value; pass, for example, {"pixels": 4}, which also covers ("next", "pixels")'
             )
         found[path] = stack
     return found

@@ -1,8 +1,8 @@
 """Windows of consecutive rows around drawn rows, for TorchRL's sample unit ``Sequence``.
 
 ``Sequence`` expands a drawn row, the *anchor*, into the rows of the neighbouring slots. If many
-processes write the ring, the next step of a trajectory is in some other slot. :class:`Neighbours`
-finds it by the numbers of rows (``row.numbers``).
+processes write the ring, the next step of a trajectory may be in any slot. :class:`Neighbours`
+finds this slot by the numbers of rows (``row.numbers``).
 """
 
 from __future__ import annotations
@@ -45,13 +45,14 @@ class Window:
 
     @property
     def end_key(self) -> NestedKey | None:
-        """The key of the flags after which no window continues."""
+        """The key of the flags that mark the ends of trajectories, or None. No window continues
+        after a row whose flag is true."""
         return None if self.episode_boundary == "include_reset" else self.done_key
 
     def info(self, drawn: Drawn) -> dict[Any, torch.Tensor]:
         """Return the entries that TorchRL's ``Sequence`` adds to a batch, one value per row.
 
-        ``"anchor_generation"`` is ours: the generation of ``"anchor_index"``."""
+        ``"anchor_generation"`` is an addition: the generation of the row at ``"anchor_index"``."""
         step = torch.arange(self.size)
         learning = (step >= self.burn_in) & (step < self.burn_in + self.length)
         anchors = torch.empty(0, 3, dtype=torch.int64) if drawn.anchors is None else drawn.anchors
@@ -66,16 +67,18 @@ class Window:
 
 
 class Neighbours:
-    """This process's copy of which row follows which, updated slot by slot.
+    """This process's record of which row follows which. Only changed slots are read again.
 
     Args:
         directory: a directory whose rows are numbered.
-        end_key: the key of the flags after which no row follows, or None.
+        end_key: the key of the flags that mark the ends of trajectories, or None. No row follows a
+            row whose flag is true.
 
     Attributes:
-        versions: int64 [capacity], the versions of the rows in this copy.
-        busy: a use has begun and not ended. In a signal handler or after Ctrl-C, the copy may then
-            be incomplete: build another one.
+        versions: int64 [capacity], the versions of the rows in this record.
+        busy: whether a use has begun and not ended. If a signal handler, or code that runs after
+            Ctrl-C, finds ``busy`` true, the record may be incomplete, and another record must be
+            built.
     """
 
     def __init__(self, directory: ReplayDirectory, end_key: NestedKey | None) -> None:
@@ -87,9 +90,10 @@ class Neighbours:
         self._ends = None if end_key is None else column_of(directory, end_key)
         self._numbers = np.zeros(capacity, np.int64)
         self._gone = np.zeros(capacity, bool)
-        # the slots of the next and the previous row, or the slot itself if there is none
+        # the slots of the next and the previous row, or the slot itself if there is no such row
         self._after, self._before = np.arange(capacity), np.arange(capacity)
-        # slots of rows without a neighbour on one side, by their numbers
+        # from the number of a row to its slot, for rows without a previous row (first) and rows
+        # without a next row (last)
         self._first: dict[int, int] = {}
         self._last: dict[int, int] = {}
 
@@ -103,7 +107,7 @@ class Neighbours:
         ends = np.zeros(changed.size, bool) if self._ends is None else self._ends[changed] != 0
         settled = now[changed] == versions
         self._remove(changed[self._numbers[changed] != 0])
-        self.versions[changed] = np.where(settled, versions, -1)  # -1: read it again next time
+        self.versions[changed] = np.where(settled, versions, -1)  # -1: read again next time
         there = settled & (versions & 1 == 0) & (versions > 0) & (numbers != 0)
         self._insert(changed[there], numbers[there], ends[there])
 
@@ -153,19 +157,19 @@ class Neighbours:
     def _walk(
         self, links: np.ndarray, slots: np.ndarray, steps: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Follow links from each slot. Return the slots, int64 [steps + 1, n], which stay at the
-        last row, and how many steps there were, int64 [n]."""
+        """Follow links from each slot. Return the visited slots, int64 [steps + 1, n], and how many
+        steps were possible, int64 [n]. At the last row, the slot stays the same."""
         path = np.empty((steps + 1, slots.size), np.int64)
         path[0] = slots
         for step in range(steps):
-            links.take(path[step], out=path[step + 1], mode="clip")  # without a check: faster
+            links.take(path[step], out=path[step + 1], mode="clip")  # "clip" is faster: no checks
         return path, np.count_nonzero(path[1:] != path[:-1], axis=0)
 
     def windows(self, window: Window, anchors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the slots of the windows of anchors, int64 [n, size], and which rows are valid.
 
-        The law is that of TorchRL's ``Sequence.expand`` (0.14.1)."""
-        shifts = window.episode_boundary == "stop"  # back, to end with the trajectory
+        The rows of each window are those that TorchRL's ``Sequence.expand`` (0.14.1) chooses."""
+        shifts = window.episode_boundary == "stop"  # shift back to end with the trajectory
         ahead = window.dilation * (window.length + window.bootstrap - 1)
         back = window.dilation * window.burn_in + (ahead if shifts else 0)
         after, left = self._walk(self._after, anchors, ahead)
@@ -188,16 +192,18 @@ def read_windows(
     count: int,
     stored: bool,
 ) -> Drawn:
-    """Copy the windows of ``count`` anchors that a law draws. All rows are whole published rows.
+    """Copy the windows of ``count`` anchors that ``law`` draws. All copies are whole published
+    rows.
 
     If a row of a window was rewritten during the copy, all windows are found and copied again.
-    Anchors stay the same unless they were rewritten themselves, so their law is that of ``law``.
+    An anchor is drawn again only if the anchor itself was rewritten, so the anchors still follow
+    ``law``.
     """
     directory = storage.directory
     drawn: list[np.ndarray] = []
 
     def anchors(count: int, locked: bool) -> None:
-        """Draw anchors until this process's copy of the neighbours has all of them."""
+        """Draw anchors until ``neighbours`` has the version of each drawn row."""
         if not drawn:
             drawn[:] = law(count, locked)
         for attempt in itertools.count():

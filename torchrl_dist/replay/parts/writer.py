@@ -15,7 +15,7 @@ from torchrl.data.replay_buffers.writers import Writer
 
 from torchrl_dist import own_files
 from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.replay.law.placement import as_slots
+from torchrl_dist.replay.law.placement import as_slots, coordinates_of, slots_at
 from torchrl_dist.replay.node.ranking import REDUCTIONS
 from torchrl_dist.replay.parts.base import check_rows, joined_rows
 from torchrl_dist.replay.row import _torchrl, rows, trees
@@ -26,17 +26,18 @@ _MARKS = 32
 class SharedCursorWriter(Writer):
     """Round-robin writer whose cursor, length and generations belong to the storage's directory.
 
-    It replaces ``TensorDictRoundRobinWriter``. Each process writes to slots of its own, and readers
-    see whole rows only. If a sampled row is overwritten, the sample's ``"index_generation"`` shows
-    that its priority is not for the new row.
+    It replaces ``TensorDictRoundRobinWriter``. Each process reserves its own slots for a write, and
+    readers see only whole rows. If a sampled row is overwritten, ``"index_generation"`` of the
+    sample shows that a priority computed from the sample is not for the new row.
 
-    An extend of more than ``max_size`` rows keeps the last ``max_size``. The rows that are not kept
-    get the index -1. If the writers of a :class:`RemoteStorage` write to their own shard, an extend
-    keeps only as many rows as this shard can hold, with a warning. The batch itself is not changed.
+    An extend of more than ``max_size`` rows keeps the last ``max_size`` rows. The rows that are not
+    kept get the index -1. If processes write to their own shard of a :class:`RemoteStorage`, an
+    extend keeps only as many rows as this shard can hold, and warns. The batch itself is not
+    changed.
 
     Raises:
-        ConfigurationError: if the storage is neither a :class:`SharedMemmapStorage` nor a
-            :class:`RemoteStorage`, or rows do not match the buffer's.
+        ConfigurationError: the storage is neither a :class:`SharedMemmapStorage` nor a
+            :class:`RemoteStorage`, or rows do not match the buffer's rows.
 
     Example:
         >>> storage = SharedMemmapStorage(100, scratch_dir="/dev/shm/example")
@@ -58,7 +59,7 @@ class SharedCursorWriter(Writer):
         self._written: deque[torch.Tensor] = deque(maxlen=_MARKS)
 
     def register_storage(self, storage: Storage) -> None:
-        if not callable(getattr(storage, "append", None)):  # every storage of this package has it
+        if not callable(getattr(storage, "append", None)):  # this package's storages have it
             raise ConfigurationError(
                 f"SharedCursorWriter writes to a SharedMemmapStorage or RemoteStorage, got "
                 f"{type(storage).__name__}; build the buffer with "
@@ -86,15 +87,19 @@ class SharedCursorWriter(Writer):
         if not getattr(data, "batch_size", True):
             raise ConfigurationError("extend takes a batch of rows [n, ...], got one row; use add")
         if not (rows.batch_of(data)[:1].numel() if trees.is_tree(data) else len(data)):
-            return torch.zeros(0, dtype=torch.int64)
+            return torch.zeros((0, 2)[: self._storage.ndim], dtype=torch.int64)
         data = joined_rows(data)
+        if self._storage.ndim > 1:
+            data = self._storage.flat(data)
         index, generation = self._store(self._without_mark(data), priority)
         self._written.append(index)
         self._announce(index, generation)
+        if self._storage.ndim > 1:
+            return torch.stack(coordinates_of(index, self._storage.width), -1)
         return index
 
     def _store(self, data: Any, priority: np.ndarray | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return index and generation of the rows, int64 [n] each; -1 for rows that were not
+        """Write rows. Return their index and generation, int64 [n] each; -1 for rows that were not
         kept."""
         return self._storage.append(data, priority)
 
@@ -104,6 +109,12 @@ class SharedCursorWriter(Writer):
         if type(data) is not TensorDict and not is_tensor_collection(data):  # type() is faster
             return data
         mark = _torchrl.value_of(data, "index")
+        width = self._storage.width
+        if isinstance(mark, torch.Tensor) and width and mark.shape[1:] == (2,):
+            # TorchRL's buffers set the coordinates in a different order from that of the rows
+            mine = slots_at(mark.cpu(), width).sort()[0]
+            same = any(torch.equal(mine, each.sort()[0]) for each in list(self._written))
+            return data.exclude("index") if same else data
         if mark is None or not isinstance(mark, torch.Tensor) or mark.ndim != len(data.batch_size):
             return data
         if not {"index_generation", "priority_weight"}.isdisjoint(data.keys()):
@@ -115,11 +126,12 @@ class SharedCursorWriter(Writer):
 
     def add(self, data: TensorDictBase) -> torch.Tensor:
         check_rows(data)
-        return self.extend(trees.mapped(lambda value: value.unsqueeze(0), data)).squeeze(0)
+        index = self.extend(trees.mapped(lambda value: value.unsqueeze(0), data))
+        return index if self._storage.ndim > 1 else index.squeeze(0)
 
     def write_at(self, index: int | torch.Tensor, data: Any) -> torch.Tensor:
         """Replace the rows at given slots without moving the cursor."""
-        slots = as_slots(index)
+        slots = as_slots(index, self._storage.width)
         if slots.ndim == 0:
             data = trees.mapped(lambda value: value.unsqueeze(0), data)
         flat = slots if slots.ndim == 1 else slots.reshape(-1)  # samplers recognise this tensor
@@ -127,7 +139,7 @@ class SharedCursorWriter(Writer):
         return slots
 
     def _announce(self, index: torch.Tensor, generation: torch.Tensor) -> None:
-        """Tell the samplers of this process's buffers on the storage which rows were written."""
+        """Report written rows to the samplers of this process's buffers over the storage."""
         for buffer in _torchrl.buffers_over(self._storage):
             note_written = getattr(_torchrl.sampler_of(buffer), "note_written", None)
             if note_written is not None:
@@ -136,14 +148,21 @@ class SharedCursorWriter(Writer):
                 buffer.mark_update(index)
 
     def generations_of(self, index: int | torch.Tensor) -> torch.Tensor:
-        """Return how often each slot was written by all processes.
+        """Return how many times processes have written each slot.
 
-        The number is -1 for a slot without a published row, and for an index of -1.
+        The result is -1 for a slot without a published row, and for an index of -1.
         """
         handed = self._storage.handed_generation(index)
         if handed is not None:
             return handed
         self._check_buffers()  # set_sampler does not notify the writer
+        width = self._storage.width
+        if width and isinstance(index, tuple):
+            index = slots_at(torch.stack([torch.as_tensor(part) for part in index], -1), width)
+        elif width:
+            index = torch.as_tensor(index)
+            pairs = index.ndim > 1 and index.shape[-1] == 2
+            index = slots_at(index, width) if pairs else index * width
         index = torch.as_tensor(index[0] if isinstance(index, tuple) else index)
         return self._storage.generations_of(index.cpu().long()).to(index.device)
 
@@ -153,12 +172,12 @@ class SharedCursorWriter(Writer):
 
     @property
     def _cursor(self) -> int:
-        return self._storage.next_slot
+        return self._storage.next_slot // (self._storage.width or 1)
 
     def _empty(self, empty_write_count: bool = True) -> None:
         self._storage.empty(reset_write_count=empty_write_count)
 
-    # The cursor belongs to the directory, so the storage saves and restores it.
+    # The cursor belongs to the directory, so the storage saves and restores the cursor.
 
     def dumps(self, path: str | Path) -> None:
         own_files.make_folder(path)
@@ -180,33 +199,35 @@ class SharedCursorWriter(Writer):
 
 
 class SharedMaxValueWriter(SharedCursorWriter):
-    """Keep the best rows that all processes wrote, by a key of the rows.
+    """Keep the rows with the highest ranks among the rows that all processes write.
 
     It replaces ``TensorDictMaxValueWriter``. A new row takes a free slot, or replaces the row with
-    the lowest rank if its own rank is higher; otherwise it is not kept. The rank of a row is
-    a float64: the ``reduction`` of its values under ``rank_key``. After any number of writes by any
-    processes, the buffer therefore holds the ``max_size`` best rows. Of rows with the same rank,
-    those in the buffer stay. To keep the best trajectories, store each as a row: extend with
-    ``[n, T]``.
+    the lowest rank if its own rank is higher. Otherwise the new row is not kept. The rank of a row
+    is a float64: the ``reduction`` of its values under ``rank_key``. After any number of writes by
+    any processes, the buffer therefore holds the ``max_size`` best rows. If a new row has the same
+    rank as a row in the buffer, the row in the buffer stays. To keep the best trajectories, store
+    each trajectory as one row, that is, extend with ``[n, T]``.
 
     Pass the same arguments in the buffers of all processes. A write holds the lock of the buffer
-    while it copies the rows that are kept, up to 256 KiB at once, so it suits rows that are seldom
-    replaced. If a process is killed or interrupted during this, the rows that it was replacing at
-    that moment are lost, and so are the new ones (``write_count`` may count these). Rows that are
-    written by ``buffer[i] = rows`` have ranks like all others. While a process restores
-    a checkpoint, do not write. A checkpoint of a larger buffer is not restored by rank.
+    while it copies the rows that are kept, up to 256 KiB at once. This writer is therefore best if
+    rows are seldom replaced. If a process is killed or interrupted during a write, the rows that it
+    was replacing at that moment are lost, and so are the new rows (``write_count`` may count them).
+    Rows that are written by ``buffer[i] = rows`` have ranks like all other rows. Do not write while
+    a process restores a checkpoint. If a checkpoint has more rows than there is room for, the rows
+    that are left out are not chosen by rank.
 
     Args:
         rank_key: key of the numbers that rank a row. ``update_if_present`` cannot change them.
-        reduction: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"median"`` (the lower one of
-            two) over the values of a row.
+        reduction: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"median"`` (the lower of two
+            middle values) over the values of a row.
 
     Raises:
-        ConfigurationError: the arguments differ from those of another process; the storage is not
-            a :class:`SharedMemmapStorage`, because shards would each keep their own best rows; or
-            it has a ``limiter`` or ``frames``. From writes, if rows have no real numbers under the
-            key, or have NaN there; then no row is written. Samplers and ``query`` raise it if they
-            need rows in the order of writing, as slices without ``fragmented=True`` do.
+        ConfigurationError: the arguments differ from those of another process; the storage is not a
+            :class:`SharedMemmapStorage`, because shards would each keep their own best rows; or the
+            storage has a ``limiter`` or ``frames``. Writes raise this error if rows have no real
+            numbers under the key, or have NaN under it. No row is written then. Samplers and
+            ``query`` raise this error if they need rows in the order of writing, as slices without
+            ``fragmented=True`` do.
         DeadlineError: from writes, if another process is stopped while it writes.
 
     Example:
@@ -227,13 +248,13 @@ class SharedMaxValueWriter(SharedCursorWriter):
         self.reduction = reduction
 
     def register_storage(self, storage: Storage) -> None:
-        # a storage that is opened by its owner becomes a RemoteStorage on another node
+        # a storage that its owner has opened becomes a RemoteStorage on another node
         if not hasattr(storage, "keep_best") or hasattr(storage, "owner"):
             raise ConfigurationError(
-                f"SharedMaxValueWriter writes to a SharedMemmapStorage, got "
-                f"{type(storage).__name__}; over hosts, each shard would keep its own best rows: "
-                "let the processes of one node write to "
-                "SharedMemmapStorage(capacity, scratch_dir=...)"
+                "SharedMaxValueWriter writes to a SharedMemmapStorage, got "
+                f"{type(storage).__name__}. Over hosts, each shard would keep its own best rows. "
+                "Let the processes of one node write to SharedMemmapStorage(capacity, "
+                "scratch_dir=...)"
             )
         storage.check_ranked()
         super().register_storage(storage)
@@ -243,7 +264,7 @@ class SharedMaxValueWriter(SharedCursorWriter):
 
     @property
     def _cursor(self) -> int:
-        """The number of slots in use, or 0 if all are, as in TorchRL's class."""
+        """The number of slots in use, or 0 if all are in use, as in TorchRL's class."""
         return self._storage.shape[0] % self._storage.max_size
 
     def __repr__(self) -> str:

@@ -1,1 +1,1 @@
-"""What a row is: its columns, and how TensorDicts become arrays and arrays TensorDicts."""
+"""The form of rows, and the conversion between TensorDicts and arrays."""

@@ -21,6 +21,7 @@ from torchrl.data import RemoteTensorDictReplayBuffer, ReplayBuffer, TensorDictR
 from torchrl.data.replay_buffers.sample_units import Sequence, Transition
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
+from torchrl.data.replay_buffers.utils import _reduce
 from torchrl.data.replay_buffers.writers import (
     ImmutableDatasetWriter,
     TensorDictMaxValueWriter,
@@ -28,6 +29,7 @@ from torchrl.data.replay_buffers.writers import (
 )
 
 from torchrl_dist.errors import ConfigurationError, DirectoryError
+from torchrl_dist.replay.law.placement import coordinates_of
 from torchrl_dist.replay.row import trees
 from torchrl_dist.stopping import giving_up
 
@@ -82,11 +84,11 @@ def locks_given_back(storage: Storage) -> Iterator[None]:
 
 
 class EntryLock:
-    """A lock of TorchRL's buffers. A thread that holds the directory's lock gets an error instead.
+    """A lock of TorchRL's buffers. It raises for a thread that holds the directory's lock.
 
-    Other threads hold the buffer's lock while they wait for the directory's lock. A signal handler
-    that interrupts a thread with the directory's lock would therefore wait for the buffer's lock
-    indefinitely.
+    Other threads hold the buffer's lock while they wait for the directory's lock. If a signal
+    handler interrupts the thread that has the directory's lock, the handler would therefore wait
+    for the buffer's lock indefinitely.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -109,21 +111,23 @@ def check_prefetching(buffer: Any) -> None:
     """Check that this thread may sample. Call it before a sample.
 
     Raises:
-        DirectoryError: called in a signal handler. The handler would wait for a batch that another
-            thread fetches, and that thread waits for the code that the handler interrupted.
+        DirectoryError: this is a call from a signal handler. The handler would wait for a batch
+            that another thread fetches, while that thread waits for the code that the handler
+            interrupted.
     """
     if buffer._prefetch and (buffer._futures_lock._is_owned() or buffer._replay_lock._is_owned()):
         raise DirectoryError(
             "a signal handler that interrupted a use of a buffer with prefetch cannot sample from "
-            "it. Have the handler set a flag, and sample after the interrupted use has ended"
+            "that buffer. Have the handler set a flag, and sample after the interrupted use has "
+            "ended"
         )
 
 
 def renew_after_fork(buffer: Any) -> None:
     """Give new, free locks to a buffer that a forked child has inherited.
 
-    Batches fetched ahead are dropped, because the fetching threads are not in this process. The
-    generator of ``set_rng`` is dropped, because the parent still draws from it.
+    Batches fetched ahead are dropped, because the fetching threads do not exist in this process.
+    The generator of ``set_rng`` is dropped, because the parent still draws from the same sequence.
     """
     forget_generator(buffer)
     attributes = buffer.__dict__  # not by getattr: an EntryLock checks before it returns a lock
@@ -143,7 +147,7 @@ def renew_after_fork(buffer: Any) -> None:
 
 
 def forget_generator(buffer: Any) -> None:
-    """Undo the buffer's ``set_rng``, so that its sampler draws random numbers of this process."""
+    """Undo the buffer's ``set_rng``, so that its sampler uses this process's random generator."""
     if getattr(buffer, "_rng", None) is not None:
         for part in (buffer, buffer._storage, buffer._sampler, buffer._writer):
             part._rng = None
@@ -152,10 +156,11 @@ def forget_generator(buffer: Any) -> None:
 def arrive_with(storage: Storage, buffers: list[Any]) -> None:
     """Attach buffers that were copied together with their storage, and let them draw independently.
 
-    The copies get neither the original's generator nor its batches drawn ahead, because the
-    original will return these batches. If a copy is still incomplete, its ``__setstate__``
-    completes it later; this function then replaces, once, the last method that ``__setstate__``
-    calls. After ``copy.copy`` of a storage alone, its buffers stay with the original storage.
+    The copies do not get the original's generator. They do not get its batches drawn ahead either,
+    because the original will return these batches. If a copy is not complete yet, its
+    ``__setstate__`` completes it later. In this case, the last method that ``__setstate__`` calls
+    is replaced for one call, which makes the copy draw independently. After ``copy.copy`` of a
+    storage alone, its buffers stay with the original storage.
     """
     for buffer in buffers:
         of = buffer.__dict__.get("_storage", storage)
@@ -172,8 +177,8 @@ def check_copying(storage: Storage) -> None:
     """Check that a storage may be copied with its buffers. Call it before copying.
 
     Raises:
-        ConfigurationError: ``share()`` was called on a buffer, or a buffer of TorchRL's class that
-            has batches drawn ahead is sent to a process being spawned. These batches are sent as
+        ConfigurationError: ``share()`` was called on a buffer, or a buffer of TorchRL's class is
+            sent to a process being spawned and has batches drawn ahead. These batches are sent as
             open files, some of which would be closed in the child.
     """
     for buffer in buffers_over(storage):
@@ -184,7 +189,7 @@ def check_copying(storage: Storage) -> None:
         if getattr(buffer, "_prefetch_queue", ()) and not getattr(buffer, "draws_anew", False):
             raise ConfigurationError(
                 f"this {type(buffer).__name__} has drawn batches ahead, which cannot be sent to a "
-                "process that is being spawned: build a SharedReplayBuffer, whose copies draw for "
+                "process that is being spawned; build a SharedReplayBuffer, whose copies draw for "
                 "themselves, or start the process before the first sample"
             )
 
@@ -201,16 +206,15 @@ def _draw_for_itself(buffer: Any, *_: Any, **__: Any) -> None:
 def is_being_built(buffer: Any) -> bool:
     """Return whether the caller was called by ``ReplayBuffer._init``.
 
-    At its end, that method resets the priorities of all rows in the storage
+    At its end, ``_init`` resets the priorities of all rows in the storage
     (``_initialize_prioritized_sampler``). In a process that joins a running job, this would destroy
-    the priorities that all processes share. Calls from there must therefore have no effect.
+    the priorities that all processes share. Calls from ``_init`` must therefore have no effect.
     """
     return getattr(buffer, "_init_storage", None) is not None
 
 
 def initialize(buffer: Any) -> None:
-    """Build the parts of a buffer with ``delayed_init``. Each public method of the buffer does so,
-    too."""
+    """Build the parts of a buffer that has ``delayed_init``, as its public methods do."""
     if not buffer.initialized:
         buffer._init()
 
@@ -222,8 +226,8 @@ def drop_prefetched(buffer: Any) -> None:
 
 
 def drop_waiting(buffer: Any) -> None:
-    """Forget batches drawn ahead that are not complete, so that no thread keeps waiting for
-    them."""
+    """Forget batches drawn ahead that are not complete, so that no thread waits for them any
+    more."""
     with buffer._futures_lock, giving_up(_fetching_threads(buffer)):
         queue = list(buffer._prefetch_queue)
         for future in queue:
@@ -241,9 +245,9 @@ def _fetching_threads(buffer: Any) -> Iterable[threading.Thread]:
 def forget_drawn_ahead(storage: Storage) -> None:
     """Drop batches drawn ahead by buffers on a storage that was closed or emptied.
 
-    Otherwise the traceback of a draw that closing interrupted would keep the buffer alive, and thus
-    the rows' memory. If a thread is sampling at this moment, or this call interrupted sampling, the
-    batches stay.
+    If closing interrupts a draw, the draw's traceback would otherwise keep the buffer alive, and
+    with it the rows' memory. If a thread is sampling at this moment, or this call interrupted
+    sampling, the batches stay.
     """
     for buffer in buffers_over(storage):
         attributes = buffer.__dict__  # not by getattr, as in renew_after_fork
@@ -263,7 +267,8 @@ _CPU = torch.device("cpu")
 
 
 class _InOrder:
-    """Stands for a buffer and its storage in ``ReplayBuffer.query``, and returns given rows."""
+    """Takes the place of a buffer and its storage in ``ReplayBuffer.query``, and returns given
+    rows."""
 
     _delayed_init = False
     _is_full = False
@@ -283,8 +288,9 @@ class _InOrder:
 
 
 def query_rows(rows: TensorDictBase, buffer: Any, predicate: Any, trajectory_key: Any) -> list[Any]:
-    """Call TorchRL's ``query`` with the buffer's transforms on rows that are in the order of
-    writing. The rows of a trajectory must be neighbours."""
+    """Call TorchRL's ``query`` with the buffer's transforms on rows in the order of writing.
+
+    The rows of a trajectory must be neighbours."""
     source: Any = _InOrder(rows, buffer._transform)
     return ReplayBuffer.query(source, predicate, trajectory_key=trajectory_key)
 
@@ -295,7 +301,7 @@ def unchecked_tensordict(source: dict[str, Any], batch_size: torch.Size) -> Tens
     The checks would take seven times as long as everything else.
     """
     data = TensorDict._new_unsafe(source, batch_size=batch_size)
-    data._device = _CPU  # passing it as an argument would double the time
+    data._device = _CPU  # passing the device as an argument would double the time
     return data
 
 
@@ -303,8 +309,8 @@ def fetch_one_by_one(storage: Storage) -> None:
     """Let each buffer on the storage fetch batches ahead in one thread, in order.
 
     TorchRL's pool has a thread per batch, and ``sample`` waits for the oldest batch. If a rate
-    limiter admits a later batch first, the oldest may wait for rows that no thread is left to
-    write. Call this before a buffer's first sample, in which its pool starts its first thread.
+    limiter admits a later batch first, the oldest batch may wait for rows that no thread writes any
+    more. Call this before a buffer's first sample, because its pool starts its first thread then.
     """
     for buffer in buffers_over(storage):
         pool = getattr(buffer, "_prefetch_executor", None)
@@ -358,17 +364,17 @@ def check_buffer(buffer: Any, storage: Storage) -> None:
 
 
 class ChecksBuffers:
-    """A storage that refuses buffers which cannot work with shared rows, whatever writer they have.
+    """A storage that refuses buffers which cannot work with shared rows. It works with any writer.
 
     ``ReplayBuffer._init`` sets the storage's checkpointer once storage, sampler, writer and
     transforms are there. This is the only moment at which a storage sees the complete buffer, so
-    the setter checks it.
+    the setter checks the buffer.
     """
 
     samplers_to_use: ClassVar[Mapping[str, str]]
-    """For each name of a TorchRL sampler, the code of its replacement, which messages show; ``""``
-    stands for all other samplers. Capacity, alpha and beta are filled in where their names are in
-    braces."""
+    """Code that error messages show: for each name of a TorchRL sampler, the code that builds its
+    replacement. The key ``""`` stands for all other samplers. Capacity, alpha and beta are filled
+    in where their names are in braces."""
 
     _checkpointer: Any  # of TorchRL's Storage
 
@@ -384,11 +390,12 @@ class ChecksBuffers:
                 check_buffer(buffer, self)
 
     def check_writers(self) -> None:
-        """Refuse to write if a writer with a cursor of its own was set after the buffer was
+        """Refuse to write if a writer that has its own cursor was set after the buffer was
         built."""
         for buffer in buffers_over(self):
             wrong = _wrong_writer(buffer, self.samplers_to_use)
-            if wrong is not None and not is_being_built(buffer):  # in another thread
+            # another thread may be building the buffer; then its writer may still be replaced
+            if wrong is not None and not is_being_built(buffer):
                 raise ConfigurationError(f"a buffer over shared rows cannot have {wrong}")
 
 
@@ -404,23 +411,25 @@ _OF_NEIGHBOURS = (
 
 
 class SparseSlots:
-    """Replaces what TorchRL's storages derive from their length. Here rows may lie in any slots,
-    and ``storage[:]`` leaves out rows that are being written."""
+    """Overrides the methods of TorchRL's storages that rely on rows being in the first slots. Here
+    rows may lie in any slots, and ``storage[:]`` leaves out rows that are being written."""
 
     max_size: int
+    width: int
     _rng: torch.Generator | None
     generations_of: Callable[[torch.Tensor], torch.Tensor]
 
     @property
     def supports_conditional_update(self) -> bool:
-        """TorchRL's ``update_if_present`` asks for it, and then checks and writes in two steps.
+        """Read by TorchRL's ``update_if_present``, which then checks and writes in two steps.
 
         Raises:
             ConfigurationError: always, because other processes may write between these steps.
         """
         raise ConfigurationError(
-            "conditional updates of shared rows must be one step for all processes: build a "
-            "SharedReplayBuffer with the same arguments, and call its update_if_present"
+            "conditional updates of shared rows must be atomic, because other processes may write "
+            "between the check and the update; build a SharedReplayBuffer with the same arguments, "
+            "and call its update_if_present"
         )
 
     def __iter__(self) -> Iterator[TensorDictBase]:
@@ -428,17 +437,20 @@ class SparseSlots:
         return trees.rows_in(rows)
 
     def contains(self, item: int | torch.Tensor) -> Any:
-        """Return whether there is a row in a slot, or in each of several: ``item in storage``."""
+        """Return whether a slot, or each of several slots, has a row: ``item in storage``."""
         slots = torch.as_tensor(item, device="cpu").long()
         slots = torch.where(slots < 0, slots + self.shape[0], slots)  # type: ignore[attr-defined]
+        slots = slots * (self.width or 1)  # the slot of each line's first element
         known = (slots >= 0) & (slots < self.max_size)
         found = known & (self.generations_of(torch.where(known, slots, -1)) >= 0)
         return found if isinstance(item, torch.Tensor) else bool(found)
 
-    def _rand_given_ndim(self, batch_size: int) -> torch.Tensor:
-        """Return random slots that have rows, for samplers that users have written."""
+    def _rand_given_ndim(self, batch_size: int) -> Any:
+        """Return random slots, or coordinates, that have rows, for samplers that users have
+        written."""
         slots = (self.generations_of(torch.arange(self.max_size)) >= 0).nonzero()[:, 0]
-        return slots[torch.randint(len(slots), (batch_size,), generator=self._rng)]
+        slots = slots[torch.randint(len(slots), (batch_size,), generator=self._rng)]
+        return coordinates_of(slots, self.width) if self.width else slots
 
     @property
     def _last_cursor_index(self) -> Any:
@@ -447,18 +459,19 @@ class SparseSlots:
     _last_cursor = _last_cursor_index
 
     def _bump_mutation_revision(self) -> None:
-        """Refuse the change, because it was made to a copy. Replace whole rows: ``buffer[index] =
+        """Refuse a change that was made to a copy. Users must replace whole rows: ``buffer[index] =
         rows``."""
         # TorchRL calls this after set_, set_at_ and update_ of a buffer have written to the result
         # of ``storage[:]``.
         raise ConfigurationError(
             "set_, set_at_ and update_ would change a copy of shared rows; replace whole rows "
-            "instead: rb[index] = rows"
+            "instead, with rb[index] = rows"
         )
 
 
 def _of_torchrl(part: Any, *harmless: type) -> bool:
-    """Return whether the part's class or a base class is TorchRL's, and not ``harmless``."""
+    """Return whether the part's class, or one of its base classes, is a class of TorchRL's that is
+    not ``harmless``."""
     return any(
         base.__module__.startswith("torchrl.") and base not in harmless
         for base in type(part).__mro__
@@ -466,8 +479,8 @@ def _of_torchrl(part: Any, *harmless: type) -> bool:
 
 
 def _build_with(buffer: Any, samplers_to_use: Mapping[str, str]) -> str:
-    """Return the arguments to build the buffer with: a sampler, if it needs another one, and the
-    writer."""
+    """Return the arguments with which to build the buffer: the writer, and a sampler if it needs
+    another one."""
     parts = []
     sampler = sampler_of(buffer)
     if samplers_to_use and getattr(sampler, "attach", None) is None:
@@ -483,7 +496,7 @@ def _build_with(buffer: Any, samplers_to_use: Mapping[str, str]) -> str:
     if isinstance(writer, TensorDictMaxValueWriter):
         law = f"rank_key={writer._rank_key!r}, reduction={writer._reduction!r}"
         instead = f"SharedMaxValueWriter({law})"
-    return f"; build it with {', '.join([*parts, f'writer={instead}'])}"
+    return f"; build the buffer with {', '.join([*parts, f'writer={instead}'])}"
 
 
 def _wrong_writer(buffer: Any, samplers_to_use: Mapping[str, str]) -> str | None:
@@ -493,16 +506,16 @@ def _wrong_writer(buffer: Any, samplers_to_use: Mapping[str, str]) -> str | None
     if not _of_torchrl(writer, Writer, ImmutableDatasetWriter):
         return None
     return (
-        f"{type(writer).__name__}, not even as the default: its cursor belongs to this "
-        "process only, so processes would overwrite each other's rows"
-        f"{_build_with(buffer, samplers_to_use)}"
+        f"the writer {type(writer).__name__} (TorchRL may have added it as the default), because "
+        "its cursor belongs to this process only, so processes would overwrite each other's "
+        f"rows{_build_with(buffer, samplers_to_use)}"
     )
 
 
 _SHARED = (
-    "shared=True, because its lock would stay taken if a process is killed; leave it out, because "
-    "processes share the directory anyway. To a TorchRL collector that calls share(), pass a "
-    "SharedReplayBuffer"
+    "shared=True, because TorchRL's lock for it would stay locked if its holder is killed; leave "
+    "shared=True out, because processes share the rows anyway. If a TorchRL collector calls "
+    "share(), pass it a SharedReplayBuffer"
 )
 
 
@@ -515,7 +528,7 @@ def what_cannot_be_shared(buffer: Any, samplers_to_use: Mapping[str, str]) -> st
     if _of_torchrl(buffer, *_BUFFERS):
         return (
             f"the methods of {type(buffer).__name__}, which assume that slots hold what this "
-            "process wrote, or that neighbouring slots hold steps of one episode: build a "
+            "process wrote, or that neighbouring slots hold steps of one episode; build a "
             f"SharedReplayBuffer instead{_build_with(buffer, samplers_to_use)}. For hindsight "
             "goals, relabel each episode before extend writes it; a buffer that only one process "
             "uses may keep storage=LazyMemmapStorage(capacity)"
@@ -526,34 +539,46 @@ def what_cannot_be_shared(buffer: Any, samplers_to_use: Mapping[str, str]) -> st
     sampler = sampler_of(buffer)
     if getattr(sampler, "attach", None) is None and _of_torchrl(sampler, Sampler):
         return (
-            f"{type(sampler).__name__}, not even as the default: it counts only the rows that this "
-            "process wrote, and other processes overwrite these"
-            f"{_build_with(buffer, samplers_to_use)}"
+            f"the sampler {type(sampler).__name__} (TorchRL may have added it as the default), "
+            "because it counts only the rows that this process wrote, and other processes "
+            f"overwrite these rows{_build_with(buffer, samplers_to_use)}"
         )
     unit = buffer._sample_unit  # a SharedReplayBuffer returns no Sequence, see ``windows_of``
     if type(unit) is Sequence:
         return (
             f"sample_unit=Sequence(...) in a {type(buffer).__name__}, which takes the rows in the "
-            "next slots, although other processes write rows there: build a SharedReplayBuffer "
+            "next slots, although other processes write rows there; build a SharedReplayBuffer "
             "with the same arguments"
         )
     if not isinstance(unit, (Transition, type(None))):
         return (
             f"sample_unit={type(unit).__name__}, because other processes write rows between "
-            "neighbouring steps: use torchrl.data.replay_buffers.Sequence"
+            "neighbouring steps; use torchrl.data.replay_buffers.Sequence"
         )
-    if buffer._dim_extend:
+    if (buffer._dim_extend or 0) >= getattr(buffer._storage, "ndim", 1):
         return (
-            f"dim_extend={buffer._dim_extend}: rows lie along one dimension; extend with [n, ...]"
+            f"dim_extend={buffer._dim_extend}, because the storage has "
+            f"ndim={buffer._storage.ndim}; leave dim_extend out"
         )
     if buffer.shared:
         return _SHARED
     if getattr(buffer, "_init_compilable", None):
-        return "compilable=True: compiled code cannot take the lock; leave it out"
+        return (
+            "compilable=True, because compiled code cannot take the lock that processes share; "
+            "leave it out"
+        )
     checkpointer = getattr(buffer, "_init_checkpointer", None)
     if checkpointer is not None and checkpointer is not buffer._storage.checkpointer:
-        return "checkpointer: the storage saves rows, priorities and cursor itself; leave it out"
+        return (
+            "a checkpointer, because the storage saves rows, priorities and cursor itself; leave "
+            "it out"
+        )
     return None
+
+
+def reduced(values: torch.Tensor, reduction: str) -> torch.Tensor:
+    """Combine the priorities of each row, [n, k], as TorchRL's buffers do."""
+    return _reduce(values, reduction, dim=1)
 
 
 Path = tuple[str, ...]
@@ -563,11 +588,12 @@ Path = tuple[str, ...]
 def plain_leaves(
     data: TensorDictBase,
 ) -> tuple[dict[Path, Any], dict[Path, torch.Size]] | None:
-    """Return the tensors of a plain ``TensorDict`` by path, or None for any other ``data``.
+    """Return the tensors of a plain ``TensorDict``, and the batch sizes that do not follow from its
+    own. Return None for any other ``data``.
 
-    The tensors are those of ``data.items(True, True)``, found in a fifth of the time. The second
-    dictionary has the batch sizes of nested TensorDicts that are empty, or whose size is not that
-    of ``data``.
+    The first dictionary has the tensors by path, as ``data.items(True, True)`` gives them, but in a
+    fifth of the time. The second dictionary has the batch sizes, by path, of nested TensorDicts
+    that are empty or whose batch size is not that of ``data``.
     """
     found: dict[Path, torch.Tensor] = {}
     nodes: dict[Path, torch.Size] = {}
@@ -611,7 +637,7 @@ def value_of(data: TensorDictBase, key: Any) -> Any:
 def add_columns(data: TensorDictBase, columns: dict[str, Any]) -> None:
     """Add columns with one value per row, as ``TensorDictReplayBuffer.sample`` does.
 
-    If ``data`` is a plain TensorDict, values with its shape and device are set unchecked.
+    If ``data`` is a plain TensorDict, values with its shape and device are set without checks.
     """
     plain, device = type(data) is TensorDict and not data.is_locked, data.device
     with contextlib.nullcontext() if plain else data.unlock_():

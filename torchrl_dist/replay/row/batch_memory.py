@@ -10,7 +10,7 @@ import sys
 
 import numpy as np
 
-_SMALLEST_BYTES = 2**16  # the allocator itself recycles smaller blocks
+_SMALLEST_BYTES = 2**16  # smaller blocks are recycled by the allocator itself
 _BLOCKS_PER_SIZE = 16
 _SIZES = 16
 
@@ -29,13 +29,14 @@ _UNUSED = next(n for n in range(1, 9) if _first_with(n, [np.empty(0)]) is not No
 
 
 class BatchMemory:
-    """Return arrays over blocks that have no other references. Thread-safe.
+    """Makes arrays over blocks of memory to which nothing else refers. Thread-safe.
 
     An array, its views, and tensors made from it refer to its block as long as they exist. The
     block's reference count therefore shows exactly when the block is free. A thread that checks a
-    block refers to it, too, so at most one of several threads finds it free. No lock is
-    needed; a signal handler or a forked child could find it taken. If threads change the table of
-    sizes at the same time, a change may get lost; its blocks then return to the allocator.
+    block refers to it, too, so at most one of several threads finds it free. There is no lock,
+    because a signal handler or a forked child could find the lock taken. If threads change the
+    table of sizes at the same time, a change may get lost. The blocks concerned then return to the
+    allocator.
     """
 
     def __init__(self) -> None:
@@ -48,7 +49,7 @@ class BatchMemory:
             return np.empty(shape, dtype)
         # the most recently used sizes come last
         blocks = self._blocks[size] = self._blocks.pop(size, [])
-        for oldest in list(self._blocks)[:-_SIZES]:  # arrays keep blocks that are in use alive
+        for oldest in list(self._blocks)[:-_SIZES]:  # blocks in use live on, through their arrays
             self._blocks.pop(oldest, None)
         block = _first_with(_UNUSED, blocks)
         if block is None:

@@ -1,10 +1,11 @@
-"""Numbers in hidden columns, which tell which row follows which, wherever both are stored.
+"""Numbers in hidden columns that tell which row follows which, wherever the rows are stored.
 
 Each thread that writes gives a number to each of its rows. The first number is random, and each
 further row gets the next number. A row therefore follows another one exactly if its number is
 larger by one. A row that was lost, or is in another shard, leaves a gap, and so does a restore. The
-number 0 says that nothing is known. The column ``STREAM`` numbers all rows of a thread. The column
-``ORDER`` numbers the rows of each trajectory on their own, if rows have trajectory ids.
+number 0 means that the row's place in the order is unknown. The column ``STREAM`` numbers all rows
+of a thread. The column ``ORDER`` numbers the rows of each trajectory on their own, if rows have
+trajectory ids.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ TRAJECTORY_KEYS = (("collector", "traj_ids"), ("episode",))
 """The keys under which rows usually have their trajectory ids."""
 
 _MOST_TRAJECTORIES = 2**14
-"""Trajectories that a thread continues. If it writes more at the same time, some are cut."""
+"""The number of trajectories whose numbers a thread continues. If a thread writes more trajectories
+than this at the same time, the numbers of some trajectories have gaps."""
 
 
 class RowNumbers(threading.local):
@@ -40,7 +42,7 @@ class RowNumbers(threading.local):
         """Return the next rows' numbers in a hidden column, int64 [count].
 
         Args:
-            columns: the rows by key, in which trajectory ids are looked up.
+            columns: the rows' values by key. Trajectory ids are looked up there.
         """
         if self._pid != os.getpid():  # a forked child does not continue its parent's trajectories
             self._pid, self._next = os.getpid(), OrderedDict()
@@ -60,7 +62,7 @@ class RowNumbers(threading.local):
         return numbers
 
     def _taken(self, trajectory: Any, count: int) -> int:
-        """Return the first of ``count`` numbers for rows of a trajectory."""
+        """Reserve ``count`` numbers for rows of a trajectory, and return the first."""
         start = self._next.pop(trajectory, 0) or int.from_bytes(os.urandom(8), "little") // 4 + 1
         self._next[trajectory] = start + count
         if len(self._next) > _MOST_TRAJECTORIES:

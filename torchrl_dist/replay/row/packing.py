@@ -12,7 +12,7 @@ import torch
 
 from torchrl_dist.replay.row.spec import RowSpec
 
-_LARGEST_INSIDE_BYTES = 2**16  # above this a copy costs more than another tensor in the message
+_LARGEST_INSIDE_BYTES = 2**16  # copying a larger array costs more than one more tensor in a message
 
 Part = np.ndarray | torch.Tensor
 
@@ -22,7 +22,7 @@ def pack(arrays: Sequence[np.ndarray], *, copy: bool) -> list[Part]:
 
     Args:
         arrays: as ``tensors.array_of`` returns them.
-        copy: whether the caller may change the arrays before they are sent.
+        copy: whether to copy the arrays, because the caller may change them before they are sent.
     """
     found: list[Part] = []
     for array in arrays:
@@ -35,11 +35,11 @@ def pack(arrays: Sequence[np.ndarray], *, copy: bool) -> list[Part]:
 
 
 def unpack(packed: Sequence[Part]) -> list[np.ndarray]:
-    """Return the arrays that :func:`pack` got."""
+    """Return the arrays that were passed to :func:`pack`."""
     return [part if isinstance(part, np.ndarray) else part.numpy() for part in packed]
 
 
 @functools.lru_cache(maxsize=64)
 def spec_from_text(text: str) -> RowSpec:
-    """Return the spec with this ``text``, as the same object each time."""
+    """Return the spec with this ``text``. Equal texts give the same object."""
     return RowSpec.from_json(json.loads(text))

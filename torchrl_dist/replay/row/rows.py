@@ -1,5 +1,6 @@
-"""Convert TensorDicts into the flat columns of a row, with checks, and back. ``text`` handles
-values that are not tensors."""
+"""Convert TensorDicts into flat columns, with checks, and back.
+
+The module ``text`` handles values that are not tensors."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from tensordict import (
     LazyStackedTensorDict,
+    TensorDict,
     TensorDictBase,
     is_non_tensor,
     is_tensor_collection,
@@ -32,7 +34,7 @@ from torchrl_dist.replay.row.text import (
     shown,
     text_problem,
 )
-from torchrl_dist.tensors import array_of
+from torchrl_dist.tensors import array_of, is_plain
 
 SAMPLING_KEYS = frozenset({"index", "index_generation", "priority_weight"})
 """The keys that a buffer adds to a sample. They describe the draw, not the row, so they are not
@@ -40,11 +42,13 @@ stored."""
 
 
 _TENSOR = "torch:Tensor"
-"""What a spec says of rows that are plain tensors. They are in the only column."""
+"""The name that takes the place of a tensorclass in the spec of rows that are plain tensors. Such
+rows have one column."""
 
 
 def batch_of(data: Any) -> torch.Size:
-    """Return the batch size of rows, ``[n, ...]``; ``[n]`` if they are a tensor or a tree."""
+    """Return the batch size of rows: ``[n, ...]``, or ``[n]`` if the rows are a tensor or a
+    tree."""
     if trees.is_tree(data):
         return trees.batch_of(data)
     return data.shape[:1] if isinstance(data, torch.Tensor) else data.batch_size
@@ -54,7 +58,8 @@ def batch_of(data: Any) -> torch.Size:
 
 
 class _Parts(NamedTuple):
-    """The parts of a batch, by path: columns, and the nodes that do not follow from columns."""
+    """The parts of a batch by path: its columns, and the TensorDicts that cannot be derived from
+    columns."""
 
     columns: dict[Path, torch.Tensor | Text]
     nodes: dict[Path, tuple[torch.Size, str]]
@@ -92,7 +97,9 @@ def _parts_of(data: Any) -> _Parts:
     if not SAMPLING_KEYS.isdisjoint(_torchrl.names_in(data)):
         _leave_out_draw(parts)
     if not parts.columns:
-        raise ConfigurationError("a row needs at least one tensor, got an empty TensorDict")
+        raise ConfigurationError(
+            "a row needs at least one tensor, got an empty TensorDict; add a tensor"
+        )
     return parts
 
 
@@ -100,16 +107,16 @@ def _leave_out_draw(parts: _Parts) -> None:
     """If the rows come from a sample, drop the columns that describe its draw.
 
     Raises:
-        ConfigurationError: the rows have a column of the user's own under such a name, so no sample
-            could show it.
+        ConfigurationError: the user's rows have a column of such a name. A sample could not show
+            that column.
     """
     found = {path[0] for path in (*parts.columns, *parts.nodes) if path} & SAMPLING_KEYS
     if "index" not in found or len(found) == 1:
         name = min(found)
         raise ConfigurationError(
             f"the rows have a column {name!r}, but a sample uses this name to say which rows it "
-            f"drew: rename it, rows.rename_key_({name!r}, 'row_{name}'); if the rows are a sample "
-            f"of another buffer, leave it out, rows.exclude({name!r})"
+            f"drew; rename the column with rows.rename_key_({name!r}, 'row_{name}'), or if the "
+            f"rows are a sample of another buffer, leave the column out with rows.exclude({name!r})"
         )
     for kept in (parts.columns, parts.nodes):
         for path in [path for path in kept if path and path[0] in found]:
@@ -125,7 +132,7 @@ def _take_apart(data: Any, path: Path, rows: torch.Size, parts: _Parts) -> None:
         if odd:
             raise ConfigurationError(
                 f"field {odd[0]!r} of a {type(data).__name__} is neither a tensor nor stored in "
-                "its TensorDict; make it a tensor or text, or drop it"
+                "its TensorDict; make it a tensor or text, or leave it out"
             )
         data = data._tensordict
     keys = list(data.keys())
@@ -135,7 +142,7 @@ def _take_apart(data: Any, path: Path, rows: torch.Size, parts: _Parts) -> None:
         extra = {key for each in data.tensordicts for key in each.keys()}.difference(keys)
         if extra:
             raise ConfigurationError(
-                f"keys {sorted(map(str, extra))} are in some of the stacked rows only; give all "
+                f"keys {sorted(map(str, extra))} are missing in some of the stacked rows; give all "
                 "rows the same keys"
             )
     for key in keys:
@@ -144,7 +151,8 @@ def _take_apart(data: Any, path: Path, rows: torch.Size, parts: _Parts) -> None:
             value = data.get(key)
         except RuntimeError as error:  # a stack of tensors of several shapes
             raise ConfigurationError(
-                f"key {shown(below)!r} has another shape in some rows; pad it to one shape: {error}"
+                f"key {shown(below)!r} has different shapes in different rows; pad its values to "
+                f"one shape ({error})"
             ) from error
         if isinstance(value, torch.Tensor):
             parts.columns[below] = value
@@ -154,7 +162,8 @@ def _take_apart(data: Any, path: Path, rows: torch.Size, parts: _Parts) -> None:
             _take_apart(value, below, rows, parts)
         else:
             raise ConfigurationError(
-                f"key {shown(below)!r} holds a {type(value).__name__}; make it a tensor, or drop it"
+                f"key {shown(below)!r} holds a {type(value).__name__}; make it a tensor, or leave "
+                "it out"
             )
 
 
@@ -170,6 +179,11 @@ def spec_of(data: TensorDictBase) -> RowSpec:
 
 def _column_spec(path: Path, value: torch.Tensor | Text) -> ColumnSpec:
     if not isinstance(value, Text):
+        if value.layout is not torch.strided or value.is_nested or value.is_quantized:
+            raise ConfigurationError(
+                f"key {shown(path)!r} holds a sparse, nested or quantized tensor; make it a dense "
+                "tensor, with to_dense(), torch.nested.to_padded_tensor() or int_repr()"
+            )
         return ColumnSpec(path, value.dtype, tuple(value.shape[1:]))
     return ColumnSpec(path, torch.uint8, (*value.shape[1:], value.width), True)
 
@@ -183,7 +197,8 @@ def matching_columns(
     """Return the columns of a batch in the order of the spec, as :func:`array_of` returns them.
 
     Args:
-        numbers: gives the numbers for hidden columns, if rows have some. Default: zeros.
+        numbers: gives the numbers for hidden columns, if the rows have such columns. Default:
+            zeros.
 
     Raises:
         ConfigurationError: a key is missing, unknown, or of another shape or dtype. The error
@@ -195,10 +210,10 @@ def matching_columns(
     ordered = []
     rows = batch_of(data)[0]
     for column in spec.columns:
-        if column.key in _HIDDEN_KEYS and column in HIDDEN:  # keys first: faster
+        if column.key in _HIDDEN_KEYS and column in HIDDEN:  # testing the key first is faster
             unknown = np.zeros(rows, np.int64)
             ordered.append(unknown if numbers is None else numbers.of(column, rows, found))
-            found[column.key] = torch.empty(0)  # replaces the numbers from another buffer
+            found[column.key] = torch.empty(0)  # leaves out numbers from another buffer
             continue
         value = found.get(column.key)
         if value is None:
@@ -213,8 +228,8 @@ def matching_columns(
                 problems.append(problem)
         elif value.dtype != column.dtype or value.shape != (rows, *column.shape):
             problems.append(
-                f"{shown(column.key)!r} is {value.dtype} {list(value.shape[1:])} per row, stored "
-                f"as {column.dtype} {list(column.shape)}"
+                f"{shown(column.key)!r} is {value.dtype} {list(value.shape[1:])} per row, but the "
+                f"buffer stores it as {column.dtype} {list(column.shape)}"
             )
         else:
             ordered.append(array_of(value))
@@ -228,17 +243,44 @@ def matching_columns(
     return ordered
 
 
+def plain_columns(data: Any, spec: RowSpec) -> list[torch.Tensor] | None:
+    """Return the columns of a batch in the order of the spec, each contiguous and in memory that
+    :func:`array_of` would share.
+
+    Returns:
+        None if the columns are not exactly those of the spec, or a column has another form.
+    """
+    plain = _torchrl.plain_leaves(data) if type(data) is TensorDict and data.batch_size else None
+    if plain is None or plain[1] or spec.nodes or len(plain[0]) != len(spec.columns):
+        return None
+    found, rows, columns = plain[0], tuple(data.batch_size[:1]), []
+    for column in spec.columns:
+        value = found.get(column.key)
+        if (
+            value is None
+            or not is_plain(value)
+            or value.dtype != column.dtype
+            or value.shape != rows + column.shape
+            or column.stack
+            or column.text
+            or not value.is_contiguous()
+        ):
+            return None
+        columns.append(value)
+    return columns
+
+
 _DIFFERENT = "the data does not match the rows of the shared buffer: "
 
 
 def node_problems(given: tuple[NodeSpec, ...], spec: RowSpec) -> list[str]:
-    """Return how nodes differ from those of a spec. Dictionaries may have their keys in any
-    order."""
+    """Return how nodes differ from those of a spec. The order of a dictionary's keys does not
+    matter."""
     here = {node.key: node for node in given}
     there = {node.key: node for node in spec.nodes}
     return [
-        f"{shown(key) if key else 'a row'!r} is {_node_text(here.get(key))}, stored as "
-        f"{_node_text(there.get(key))}"
+        f"{shown(key) if key else 'a row'!r} is {_node_text(here.get(key))}, but the buffer stores "
+        f"it as {_node_text(there.get(key))}"
         for key in sorted({*here, *there})
         if here.get(key) != there.get(key) and not _same_tree(here.get(key), there.get(key))
     ]
@@ -254,7 +296,7 @@ def _same_tree(one: NodeSpec | None, other: NodeSpec | None) -> bool:
 
 def _node_text(node: NodeSpec | None) -> str:
     if node is None:
-        return "a TensorDict of the rows' batch size, or not there"
+        return "a TensorDict of the rows' batch size (or missing)"
     if node.tensorclass.startswith(trees.KIND):
         return f"a tree {node.tensorclass.removeprefix(trees.KIND)}"
     kind = node.tensorclass.partition(":")[2] or "TensorDict"
@@ -265,8 +307,8 @@ def _node_text(node: NodeSpec | None) -> str:
 
 
 def tensors(columns: list[np.ndarray], spec: RowSpec) -> list[torch.Tensor]:
-    """Invert :func:`array_of` for the columns of a batch, or the arrays of its stored form (see
-    ``row.stacks``), without a copy."""
+    """Convert the columns of a batch, or the arrays of its stored form (see ``row.stacks``), back
+    to tensors without a copy. This inverts :func:`array_of`."""
     own = spec.columns if len(columns) == len(spec.columns) else spec.stored.values()
     return [
         value if value.dtype == column.dtype else value.view(column.dtype)
@@ -295,10 +337,10 @@ class _Node:
             found.batch_dims, found.tensorclass = node.batch_dims, node.tensorclass
         return root
 
-    def _at(self, path: Path, root: _Node | None = None) -> _Node:
-        node = root = root or self
+    def _at(self, path: Path) -> _Node:
+        node = self
         for part in path:
-            node = node.nodes.setdefault(part, _Node(root.batch_dims))
+            node = node.nodes.setdefault(part, _Node(self.batch_dims))
         return node
 
 
@@ -309,13 +351,13 @@ def build(
     the tensor or the tree if rows are plain tensors or trees.
 
     Args:
-        raw: whether to leave texts undecoded and use plain TensorDicts instead of tensorclasses.
-            Use it for rows that are not used, or that another process may be overwriting.
+        raw: whether to leave texts undecoded and to use plain TensorDicts instead of tensorclasses.
+            This is for rows that nothing will read, or that another process may be overwriting.
 
     Raises:
         ConfigurationError: the rows have a tensorclass that this process has not imported.
     """
-    plan = spec.__dict__.get("_plan")  # cached on the spec, because there are few specs
+    plan = spec.__dict__.get("_plan")  # cached on the spec, because specs are few
     if plan is None:
         plan = spec.__dict__["_plan"] = _Node.of(spec)
     if plan.tensorclass == _TENSOR:
@@ -371,14 +413,15 @@ def fitted(arrays: list[Any], spec: RowSpec, own: RowSpec) -> list[Any]:
             if resized is None:
                 problems.append(
                     f"{shown(column.key)!r} takes more than the {column.shape[-1]} bytes of text "
-                    "that the first rows of the buffer allow: write the longest text first"
+                    "that the first rows of the buffer allow; write a row with the longest text "
+                    "first"
                 )
             else:
                 ordered.append(resized)
         elif column != other:
             problems.append(
-                f"{shown(column.key)!r} is {other.dtype} {list(other.shape)} per row, stored as "
-                f"{column.dtype} {list(column.shape)}"
+                f"{shown(column.key)!r} is {other.dtype} {list(other.shape)} per row, but the "
+                f"buffer stores it as {column.dtype} {list(column.shape)}"
             )
         else:
             ordered.append(array)
@@ -388,7 +431,8 @@ def fitted(arrays: list[Any], spec: RowSpec, own: RowSpec) -> list[Any]:
     problems += node_problems(spec.nodes, own)
     if spec.batch_dims != own.batch_dims:
         problems.append(
-            f"the batch size is [n, {list(spec.batch_dims)}], stored [n, {list(own.batch_dims)}]"
+            f"each row has batch size {list(spec.batch_dims)}, but the buffer stores rows of batch "
+            f"size {list(own.batch_dims)}"
         )
     if problems:
         raise ConfigurationError(_DIFFERENT + "; ".join(problems))

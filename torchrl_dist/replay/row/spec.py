@@ -1,4 +1,5 @@
-"""What a row holds: the dtype, shape and place of each of its tensors. Can be stored as JSON."""
+"""The spec of a row: the dtype, shape and place of each of its tensors. A spec can be stored as
+JSON."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ def data_file(key: Sequence[str]) -> str:
 
 
 def ring_file(key: Sequence[str]) -> str:
-    """Return the name of the file with the frames of a key and of ``("next", key)``. No column's
-    file has "=" after its first letters."""
+    """Return the name of the file with the frames of a key and of ``("next", key)``. A column's
+    file never has this name, because its name never begins with "frames="."""
     return f"frames={hashlib.blake2b(data_file(key).encode(), digest_size=16).hexdigest()}.bin"
 
 
@@ -37,12 +38,12 @@ def ring_file(key: Sequence[str]) -> str:
 class ColumnSpec:
     """One tensor of a row: where it sits in the TensorDict, its dtype and shape.
 
-    If ``text`` is true, the column stores values that are not tensors, as JSON in UTF-8. Its last
-    dimension holds the bytes of a text, padded with zeros.
+    If ``text`` is true, the column stores values that are not tensors, as JSON in UTF-8. The
+    column's last dimension holds the bytes of a text, padded with zeros.
 
-    If ``stack`` is not 0, the values are stacks of that many frames, each of which is stored once,
-    see ``node.frames``. Specs that differ only in ``stack`` are equal, because their rows have the
-    same values.
+    If ``stack`` is not 0, the values are stacks of that many frames. Each frame is stored once, see
+    ``node.frames``. Specs that differ only in ``stack`` are equal, because their rows have the same
+    values.
     """
 
     key: tuple[str, ...]
@@ -61,12 +62,13 @@ class ColumnSpec:
 
     @property
     def ring(self) -> tuple[str, ...]:
-        """The key under which the frames are stored: for ``("next", key)``, too, it is ``key``."""
+        """The key under which the frames are stored. ``("next", key)`` and ``key`` share their
+        frames."""
         return self.key[1:] if self.key[0] == "next" and len(self.key) > 1 else self.key
 
     @property
     def frame_shape(self) -> tuple[int, ...]:
-        """The shape of a frame, which is that of the value with ``stack=1``."""
+        """The shape of a frame: the shape that a value has with ``stack=1``."""
         if self.stack == 1:
             return self.shape
         return (self.shape[0] // self.stack, *self.shape[1:])
@@ -79,13 +81,13 @@ class ColumnSpec:
         """Return this column with values that are stacks of frames.
 
         Raises:
-            ConfigurationError: the values are not such stacks.
+            ConfigurationError: the values cannot be stacks of that many frames.
         """
         if self.text or (stack > 1 and (not self.shape or self.shape[0] % stack)):
             raise ConfigurationError(
-                f"{'.'.join(self.key)!r} holds {self.dtype} {list(self.shape)} per row, "
-                f"not a stack of {stack} frames; expected a first dimension that is a multiple of "
-                f"{stack}: move the dimension of the stack to the front, or pass frames={{key: 1}} "
+                f"{'.'.join(self.key)!r} holds {self.dtype} {list(self.shape)} per row, not a "
+                f"stack of {stack} frames; expected a first dimension that is a multiple of "
+                f"{stack}; move the dimension of the stack to the front, or pass frames={{key: 1}} "
                 "for values that are one frame each"
             )
         return replace(self, stack=stack)
@@ -140,31 +142,31 @@ class NodeSpec:
 
 @dataclass(frozen=True)
 class RowSpec:
-    """What one row holds.
+    """The content of one row.
 
     Attributes:
         columns: its tensors.
         batch_dims: leading dimensions that all columns of a row share.
-        nodes: the TensorDicts of a row that do not follow from the columns, because they have other
-            batch dimensions, no column, or a tensorclass. Sorted by key.
+        nodes: the TensorDicts of a row that cannot be derived from the columns, because they have
+            other batch dimensions, no column, or a tensorclass. Sorted by key.
     """
 
     columns: tuple[ColumnSpec, ...]
     batch_dims: tuple[int, ...] = ()
     nodes: tuple[NodeSpec, ...] = ()
 
-    @property
+    @functools.cached_property
     def row_bytes(self) -> int:
         return sum(column.row_bytes for column in self.columns)
 
     @property
     def stored_row_bytes(self) -> int:
-        """The bytes of a row in its stored form, if it has one new frame per ring. At least 1."""
+        """The size in bytes, at least 1, of a row's stored form with one new frame per ring."""
         return max(1, sum(column.row_bytes for column in self.stored.values()))
 
     @functools.cached_property
     def rings(self) -> dict[tuple[str, ...], list[int]]:
-        """The numbers of the columns with frames, by the key under which these are stored."""
+        """The numbers of the columns with frames, by the key under which the frames are stored."""
         found: dict[tuple[str, ...], list[int]] = {}
         for number, column in enumerate(self.columns):
             if column.stack:
@@ -219,8 +221,10 @@ def checked_spec(entry: Any) -> RowSpec:
         names = column.key and all(isinstance(part, str) for part in column.key)
         sizes = all(type(size) is int and size >= 0 for size in column.shape)
         if not (names and sizes and isinstance(column.dtype, torch.dtype)):
-            raise ValueError(f"not a spec of a row: it has {column}")
+            raise ValueError(f"not a spec of a row: it has the invalid {column}")
         stacked = column.stack and (column.text or not column.frame_bytes)
         if column.stack < 0 or stacked or (column.stack > 1 and column.shape[0] % column.stack):
-            raise ValueError(f"not a spec of a row: {column} holds no {column.stack} frames")
+            raise ValueError(
+                f"not a spec of a row: {column} does not hold stacks of {column.stack} frames"
+            )
     return spec

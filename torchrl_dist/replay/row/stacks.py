@@ -1,9 +1,10 @@
-"""Rows in their *stored form*, which has each frame once. Checkpoints and messages use it.
+"""Rows in their *stored form*, which has each frame once. Checkpoints and messages use this form.
 
-The stored form of ``n`` rows is a list of arrays. First comes an array per column of the spec: the
-values [n, ...]. If the values are stacks of frames, the array has numbers, int64 [n, stack],
-instead. Then comes an array of frames, [k, *frame_shape], per ring (see :attr:`RowSpec.rings`). The
-numbers are positions in it. Without stacks there are no rings, so the stored form is the columns.
+The stored form of ``n`` rows is a list of arrays. First comes one array for each column of the
+spec. It holds the column's values, [n, ...]. If the values are stacks of frames, it instead holds
+the positions of their frames, int64 [n, stack]. Then comes one array of frames, [k, *frame_shape],
+for each ring (see :attr:`RowSpec.rings`); the positions refer to this array. Without stacks there
+are no rings, so the stored form is the columns.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torchrl_dist.replay.row.spec import ColumnSpec, RowSpec
 
 
 class Stacks:
-    """Stacks of frames, [n, ...]. A slice, such as ``stacks[5:9]``, joins the frames of its rows.
+    """Stacks of frames, [n, ...]. A slice such as ``stacks[5:9]`` returns an array of whole stacks.
 
     Args:
         numbers: int64 [n, stack], positions in ``frames``.
@@ -32,7 +33,8 @@ class Stacks:
         return len(self.numbers)
 
     def fit(self, column: ColumnSpec) -> bool:
-        """Whether these stacks have the column's shape, and all numbers are positions of frames."""
+        """Whether these stacks have the column's shape, and all numbers are valid positions of
+        frames."""
         numbers, frames = self.numbers, self.frames
         if numbers.dtype != np.int64 or numbers.shape[1:] != (column.stack,):
             return False
@@ -46,7 +48,7 @@ class Stacks:
 
 
 Column = np.ndarray | Stacks
-"""The values of a column, [n, ...]. A slice of it is always an array."""
+"""The values of a column, [n, ...]. A slice of the values is always an array."""
 
 
 def as_columns(stored: Sequence[np.ndarray], spec: RowSpec) -> list[Column]:
@@ -87,8 +89,8 @@ def joined(parts: Sequence[Sequence[np.ndarray]], spec: RowSpec) -> list[np.ndar
 def renumbered(
     stored: Sequence[np.ndarray], spec: RowSpec, first: Sequence[int]
 ) -> list[np.ndarray]:
-    """Return the stored form with numbers that fit if ``first[k]`` frames precede those of ring
-    ``k``."""
+    """Return the stored form with its numbers increased so that they name the same frames after
+    ``first[k]`` frames are put before the frames of ring ``k``."""
     found = list(stored)
     for numbers, before in zip(spec.rings.values(), first, strict=True):
         for number in numbers:

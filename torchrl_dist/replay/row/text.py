@@ -45,7 +45,7 @@ class Text:
 
     @property
     def width(self) -> int:
-        """The bytes of a field that has room for these texts."""
+        """The size in bytes of a field that has room for these texts."""
         return max(_SHORTEST, 1 << (2 * self.longest - 1).bit_length())
 
     def as_array(self, width: int) -> np.ndarray:
@@ -93,15 +93,14 @@ def _check_plain(value: Any, path: Path) -> None:
             _check_plain(item, path)
         return
     raise ConfigurationError(
-        f"key {shown(path)!r} holds a {kind.__name__}; a row can hold tensors, text, "
-        "numbers, None, and lists of these and dictionaries with string keys; encode it as one of "
-        "these, or drop it"
+        f"key {shown(path)!r} holds a {kind.__name__}; a row can hold tensors, text, numbers and "
+        "None, and lists and dictionaries (with string keys) of text, numbers and None; convert "
+        "the value to one of these types, or leave the key out"
     )
 
 
 def decoded(field_: torch.Tensor) -> Any:
-    """Invert ``encoded`` and ``Text.as_array``. The result is a stack, as TorchRL's storages
-    return."""
+    """Invert ``encoded`` and ``Text.as_array``. The result is a stack, as in TorchRL's storages."""
     array = np.ascontiguousarray(field_.numpy())
     *shape, width = array.shape
     if not math.prod(shape):
@@ -129,16 +128,25 @@ def text_problem(value: torch.Tensor | Text, column: ColumnSpec, rows: int) -> s
     """
     name = shown(column.key)
     if not isinstance(value, Text):
-        return f"{name!r} is a tensor, stored as a value that is not a tensor"
+        return (
+            f"{name!r} is a tensor, but the buffer stores values that are not tensors under this "
+            "key"
+        )
     if not column.text:
-        return f"{name!r} is not a tensor, stored as {column.dtype} {list(column.shape)}"
+        return (
+            f"{name!r} is not a tensor, but the buffer stores it as {column.dtype} "
+            f"{list(column.shape)}"
+        )
     if value.shape != (rows, *column.shape[:-1]):
-        return f"{name!r} has batch size {list(value.shape)}, stored as {list(column.shape[:-1])}"
+        return (
+            f"{name!r} has batch size {list(value.shape)}, but the buffer stores it with "
+            f"{list(column.shape[:-1])} per row"
+        )
     if value.longest > column.shape[-1]:
         return (
-            f"{name!r} takes {value.longest} bytes as text, but the first rows of the buffer "
-            f"limit it to {column.shape[-1]}: write the longest text first, or encode it as a "
-            "tensor"
+            f"{name!r} takes {value.longest} bytes as text, but the first rows of the buffer limit "
+            f"it to {column.shape[-1]}; write a row with the longest text first, or encode the "
+            "text as a tensor"
         )
     return None
 
@@ -171,8 +179,8 @@ def class_named(name: str) -> type[Any]:
     """Return the tensorclass of this name.
 
     Raises:
-        ConfigurationError: this process has no such tensorclass. Its module is not imported here,
-            because a name in a file must not run code.
+        ConfigurationError: this process has no such tensorclass. This function does not import the
+            class's module, because a name in a file must not make a process run code.
     """
     found: Any = _classes.get(name)
     if found is None:
@@ -183,6 +191,6 @@ def class_named(name: str) -> type[Any]:
     if not isinstance(found, type) or not is_tensorclass(found):
         raise ConfigurationError(
             f"the rows are of the tensorclass {name.replace(':', '.')}, which this process has not "
-            "imported: import it before reading them"
+            "imported; import it before you read these rows"
         )
     return found

@@ -1,7 +1,7 @@
 """Rows that are dictionaries, lists and tuples of tensors, as in TorchRL's ``ReplayBuffer``.
 
-Each tensor is a column. The spec of the rows has the *form* of the tree, which puts the columns
-together again.
+Each tensor is a column. The spec of the rows has the *form* of the tree, from which the tree is
+rebuilt around the columns.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ import torch
 from torchrl_dist.errors import ConfigurationError
 
 KIND = "torch:tree:"
-"""What a spec says of rows that are trees; the form follows, as JSON."""
+"""The start of the name that takes the place of a tensorclass in the spec of rows that are trees.
+The form of the tree follows it, as JSON."""
 
 _TYPES: dict[str, Any] = {"list": list, "tuple": tuple}
 _Path = tuple[str, ...]
 
 
 def is_tree(data: Any) -> bool:
-    """Whether rows are a tree. A list is not, because TorchRL's buffers take it for several rows,
-    nor are a tuple's TensorDicts."""
+    """Whether rows are a tree. A list is not a tree, because TorchRL's buffers treat a list as
+    several rows. A tuple is a tree only if it holds a tensor, dictionary, list or tuple."""
     parts = (torch.Tensor, dict, list, tuple)
     return type(data) is dict or (
         type(data) is tuple and any(isinstance(each, parts) for each in data)
@@ -32,7 +33,7 @@ def is_tree(data: Any) -> bool:
 
 
 def mapped(function: Callable[..., Any], *data: Any) -> Any:
-    """Return the function of rows, or a tree with its results, for trees of equal form."""
+    """Apply a function to the tensors of trees of equal form. Return the tree of the results."""
     kind = type(data[0])
     if kind is dict:
         return {key: mapped(function, *(each[key] for each in data)) for key in data[0]}
@@ -54,19 +55,20 @@ def stacked(rows: list[Any]) -> Any:
     """Join single rows, which are trees.
 
     Raises:
-        ConfigurationError: they are different trees, or their tensors have different shapes.
+        ConfigurationError: the rows are different trees, or their tensors have different shapes.
     """
     forms = [sorted(take_apart(row)[0]) for row in rows]
     if any(form != forms[0] for form in forms):
         raise ConfigurationError(
-            f"the rows of a list are different trees, such as {forms[0]} and "
+            f"the rows in a list have different keys, such as {forms[0]} and "
             f"{next(form for form in forms if form != forms[0])}; give all rows the same keys"
         )
     try:
         return mapped(lambda *values: torch.stack(values), *rows)
     except RuntimeError as error:
         raise ConfigurationError(
-            f"the rows of a list have different shapes: {error}; give all rows the same shapes"
+            f"the rows in a list have tensors of different shapes ({error}); give the tensors of "
+            "all rows the same shapes"
         ) from error
 
 
@@ -74,15 +76,15 @@ def batch_of(data: Any) -> torch.Size:
     """Return ``[n]`` for a tree of tensors ``[n, ...]``, or ``[]`` for a single row.
 
     Raises:
-        ConfigurationError: it is not such a tree.
+        ConfigurationError: ``data`` is not such a tree.
     """
     sizes = {value.shape[:1] for value in take_apart(data)[0].values()}
     if not sizes:
-        raise ConfigurationError(f"a row needs at least one tensor, got {data}")
+        raise ConfigurationError(f"a row needs at least one tensor, got {data}; add a tensor")
     if len(sizes) > 1:
         raise ConfigurationError(
-            f"the tensors of a row have first dimensions {sorted(map(list, sizes))}, expected one "
-            "value per row in each"
+            f"the first dimensions of the tensors are {sorted(map(list, sizes))}, but all of them "
+            "must be the number of rows; give each tensor one value per row"
         )
     return sizes.pop()
 
@@ -104,8 +106,8 @@ def _form(value: Any, path: _Path, leaves: dict[_Path, torch.Tensor]) -> Any:
     kind = type(value)
     if kind not in (dict, list, tuple):
         raise ConfigurationError(
-            f"a row has a value of type {kind.__name__} at {list(path)}: rows are TensorDicts, "
-            "tensors, or dictionaries, lists and tuples of tensors; make it a tensor"
+            f"a row has a value of type {kind.__name__} at {list(path)}, but rows are TensorDicts, "
+            "tensors, or dictionaries, lists and tuples of tensors; convert this value to a tensor"
         )
     entries = value.items() if kind is dict else enumerate(value)
     found = [[key, _form(each, (*path, _name(key, path)), leaves)] for key, each in entries]
@@ -113,13 +115,14 @@ def _form(value: Any, path: _Path, leaves: dict[_Path, torch.Tensor]) -> Any:
 
 
 def _name(key: Any, path: _Path) -> str:
-    """Return the part of a path for a key. Numbers are in brackets, so that 1 and "1" differ."""
+    """Return the part of a path that stands for a key. Numbers get brackets, so that 1 and "1"
+    differ."""
     if type(key) is int:
         return f"[{key}]"
     if type(key) is not str or key.startswith("["):
         raise ConfigurationError(
-            f"a row has the key {key!r} at {list(path)}: keys are strings that do not begin with a "
-            "bracket, or ints; rename it"
+            f"a row has the key {key!r} at {list(path)}, but keys must be ints, or strings that do "
+            "not begin with a bracket; rename the key"
         )
     return key
 
@@ -138,7 +141,8 @@ def _built(form: Any, path: _Path, columns: Mapping[_Path, torch.Tensor]) -> Any
 
 
 def in_order(kind: str) -> Any:
-    """Return a form that is equal for dictionaries that differ only in the order of their keys."""
+    """Return the form with sorted keys, so that the order of a dictionary's keys makes no
+    difference."""
     return _sorted(json.loads(kind.removeprefix(KIND)))
 
 

@@ -1,1 +1,1 @@
-"""Checkpoints: what is saved of a buffer, and how it is written to disk and read again."""
+"""Checkpoints: save a buffer, write it to disk, and restore it."""

@@ -47,21 +47,21 @@ _FOLDER = "rows-"
 _MADE_HERE = ".torchrl_dist-rows"
 _PRIORITY, _RUNS = "priority.bin", "runs.bin"
 _TENSOR = "tensor of the extra folder"
-_MOST = 1 << 28  # most bytes of a manifest
+_MOST = 1 << 28  # largest size of a manifest in bytes
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[DumpWriter]:
-    """Write a checkpoint. The earlier one stays valid until ``DumpWriter.commit``.
+    """Write a checkpoint. The earlier checkpoint stays valid until ``DumpWriter.commit``.
 
     Args:
-        path: folder of the checkpoint, which is made if it does not exist. It may have one
-            writer at a time.
+        path: folder of the checkpoint, which is made if it does not exist. Only one process may
+            write there at a time.
 
     Raises:
         CheckpointError: another process is writing there, another user could change the folder, or
-            the files cannot be written, for example because the disk is full. What this call has
-            written is removed.
+            the files cannot be written, for example because the disk is full. The files that this
+            call has written are removed.
     """
     path = Path(os.path.abspath(path))
     try:
@@ -81,8 +81,8 @@ def writing(path: Path) -> Iterator[DumpWriter]:
         ) from error
     except OSError as error:
         raise CheckpointError(
-            f"could not write the checkpoint {path}: {error}; an earlier one is unchanged. "
-            "Free space, or choose another folder"
+            f"could not write the checkpoint {path}: {error}; an earlier checkpoint in this folder "
+            "is unchanged. Free space, or choose another folder"
         ) from error
 
 
@@ -104,8 +104,8 @@ class DumpWriter:
             raise
 
     def _note_folders(self) -> None:
-        """Store the folders' names before making the new folder. After a crash, the next writer
-        finds that folder by its name."""
+        """Store the names of the new and the earlier folder before making the new folder. After a
+        crash, the next writer finds the new folder by its name."""
         made = [self._folder.name] + ([] if self._earlier is None else [self._earlier])
         text = "\n".join(made).encode()
         own_files.atomic_write(
@@ -135,7 +135,7 @@ class DumpWriter:
 
         Args:
             shards: :meth:`ShardFiles.entry` of each shard, or None if the shard is missing.
-            extra: dictionaries and lists of tensors and of values that JSON can hold.
+            extra: tensors, values that JSON can hold, and dictionaries and lists of these.
 
         Raises:
             ConfigurationError: ``extra`` holds another kind of value.
@@ -187,8 +187,8 @@ class DumpWriter:
 
 
 def _files(spec: RowSpec | None, folder: Path) -> dict[Path, ColumnSpec]:
-    """Return the files of rows. A column named like ``priority.bin`` or ``runs.bin`` gets
-    the prefix ``=``."""
+    """Return the files of rows. If a column's file would have the name ``priority.bin`` or
+    ``runs.bin``, it gets the prefix ``=``."""
     return {
         folder / (f"={name}" if name in (_PRIORITY, _RUNS) else name): column
         for name, column in (spec.stored if spec else {}).items()
@@ -201,15 +201,15 @@ Ends = tuple[int, ...]
 
 class RowFiles:
     """The files of a shard's rows, one per array of their stored form. Any process that can access
-    the folder may write them.
+    the folder may write the files.
 
     Attributes:
-        parts: for each file, the length and the CRC-32 of the array written last.
+        parts: for each file, the length and the CRC-32 of the last array written to it.
 
     Args:
         steps: closing this stack closes the files.
-        flags: for ``os.open``. By default the files must exist, so that this process does not
-            make the files of an abandoned checkpoint again.
+        flags: for ``os.open``. By default the files must exist already, because this process must
+            not create the files of an abandoned checkpoint again.
     """
 
     def __init__(
@@ -223,22 +223,22 @@ class RowFiles:
         self.parts: tuple[tuple[int, int], ...] = ()
 
     def write(self, ends: Ends, stored: list[np.ndarray]) -> None:
-        """Write rows after those that end at ``ends``."""
+        """Write rows at the positions ``ends``."""
         stored = renumbered(stored, self._spec, ends[len(self._spec.columns) :])
         for (fd, row_bytes), end, array in zip(self._files, ends, stored, strict=True):
             _write_at(fd, end * row_bytes, array)
         self.parts = tuple((len(array), _sum(array)) for array in stored)
 
     def end(self, ends: Ends) -> None:
-        """Cut the files off at ``ends``, and sync them. A file is longer if its last chunk was
-        written again with fewer rows."""
+        """Cut the files off at ``ends``, and sync them. A file is longer than its end if its last
+        chunk was written again with fewer rows."""
         for (fd, row_bytes), end in zip(self._files, ends, strict=True):
             os.ftruncate(fd, end * row_bytes)
             os.fsync(fd)
 
 
 def after(ends: Ends, parts: Sequence[tuple[int, int]]) -> Ends:
-    """Return the ends after these :attr:`RowFiles.parts` were written."""
+    """Return the new ends after these :attr:`RowFiles.parts` were written at ``ends``."""
     return tuple(end + length for end, (length, _) in zip(ends, parts, strict=True))
 
 
@@ -333,7 +333,7 @@ def read_dump(
             raise CheckpointError(
                 f"checkpoint {path} is damaged: {error!r}; use another one"
             ) from error
-        if _folder_of(path) == folder.name:  # otherwise a new checkpoint has replaced it
+        if _folder_of(path) == folder.name:  # if not, a new checkpoint has replaced it
             break
     raise CheckpointError(f"checkpoint {path} is damaged: {missing}; use another one")
 
@@ -349,18 +349,22 @@ def read_manifest(path: Path) -> dict[str, Any]:
         manifest = json.loads(own_files.read_plain(file, _MOST))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(
-            f"{path} holds no checkpoint of a replay buffer: there is no {MANIFEST}"
+            f"{path} holds no checkpoint of a replay buffer, because there is no {MANIFEST}; "
+            "choose a folder to which dumps() has written"
         ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is damaged: {error}; use another checkpoint") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{file} was not written by a replay buffer of torchrl_dist")
+        raise CheckpointError(
+            f"{file} was not written by a replay buffer of torchrl_dist; choose a folder to which "
+            "dumps() has written"
+        )
     version = manifest.get("format_version")
     known = (FORMAT_VERSION, FORMAT_WITH_FRAMES)
     if type(version) is int and version not in known:
         raise CheckpointError(
-            f"{path} has format version {version}, this torchrl_dist reads {known[0]} and "
-            f"{known[1]}: use the torchrl_dist version that wrote it"
+            f"{path} has format version {version}, but this version of torchrl_dist reads only "
+            f"{known[0]} and {known[1]}; use the version of torchrl_dist that wrote the checkpoint"
         )
     sound = (
         version in known
@@ -413,8 +417,8 @@ def _read_shard(folder: Path, entry: dict[str, Any], check_rows: bool) -> SavedS
 def _compare(file: Path, array: np.ndarray, wanted: int) -> None:
     if _sum(array) != wanted:
         raise CheckpointError(
-            f"checkpoint {file} is damaged: its bytes are not those that were written (checksum); "
-            "use another one"
+            f"checkpoint {file} is damaged: its bytes differ from those that were written (wrong "
+            "checksum); use another one"
         )
 
 
@@ -444,12 +448,13 @@ def _without_tensors(value: Any, where: str, tensors: list[torch.Tensor]) -> Any
         return [_without_tensors(item, f"{where}[{i}]", tensors) for i, item in enumerate(value)]
     raise ConfigurationError(
         f"{where} is a {type(value).__name__}, but a checkpoint can hold only tensors, numbers, "
-        "strings, and lists and dictionaries (with string keys) of these; convert it"
+        "strings, and lists and dictionaries (with string keys) of these; convert the value to one "
+        "of these types, or leave it out"
     )
 
 
 def _with_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Inverse of :func:`_without_tensors`."""
+    """Invert :func:`_without_tensors`."""
     if isinstance(value, dict):
         if value.keys() == {_TENSOR}:
             return tensors[value[_TENSOR]]
@@ -544,7 +549,7 @@ def _write_at(fd: int, offset: int, array: np.ndarray) -> None:
 
 @contextlib.contextmanager
 def _only_writer(path: Path) -> Iterator[None]:
-    # the lock of the folder itself, which forked children do not keep
+    # a lock on the folder itself, which forked children do not keep
     fd = open_lock_file(path, os.O_DIRECTORY, access=os.O_RDONLY)
     try:
         if not own_files.lock_folder(fd):
@@ -558,7 +563,7 @@ def _only_writer(path: Path) -> Iterator[None]:
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until the names in the folder are on the disk."""
+    """Wait until the folder's list of names is on the disk."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -31,19 +31,21 @@ class Sink(Protocol):
     """Receives the rows of a shard that is being saved.
 
     Attributes:
-        folder: the folder of the rows' files, or None. The shard's process may write the files
-            itself with :class:`disk.RowFiles`; the caller then only calls :meth:`append`. If the
-            folder is None, that process must send the rows.
+        folder: the folder of the rows' files, or None. If there is a folder, the process that has
+            the shard may write the files itself with :class:`disk.RowFiles`, and the caller then
+            only calls :meth:`append`. If the folder is None, the shard's process must send the
+            rows.
     """
 
     folder: Path | None
 
     def write(self, stored: Arrays) -> None:
         """Take the rows of the next chunk in their stored form, see ``row.stacks``. If rows changed
-        during this, ``write`` is called again for the same chunk, and only the last call counts."""
+        during a call of ``write``, ``write`` is called again for the same chunk, and only the last
+        call counts."""
 
     def append(self, chunk: Chunk) -> None:
-        """Take slots and leaves of the rows written last."""
+        """Take the slots and leaves of the rows that were written last."""
 
 
 class RestoredRows(NamedTuple):
@@ -61,17 +63,18 @@ class RestoredRows(NamedTuple):
 class Shard:
     """One directory, which this process has open. Every method blocks for a bounded time.
 
-    ``ReplayHost`` is a subclass, and ``hosts.shard.RemoteShard`` calls one in another process."""
+    ``ReplayHost`` is a subclass. ``hosts.shard.RemoteShard`` calls a ``ReplayHost`` in another
+    process."""
 
     def __init__(self, cursor: SharedCursor) -> None:
         self._cursor = cursor
 
     def head(self) -> Head:
-        """Return the state without the rows, at this instant."""
+        """Return the present state without the rows."""
         return Head.of(self._cursor.directory)
 
     def save(self, head: Head, sink: Sink) -> None:
-        """Write to ``sink`` the rows that were there at the time of ``head`` and still are, the
+        """Write to ``sink`` the rows that existed at the time of ``head`` and still exist, the
         oldest first."""
         for start, stop in head.chunks():
             sink.append(
@@ -81,12 +84,12 @@ class Shard:
             )
 
     def row_spec(self, spec: RowSpec) -> RowSpec:
-        """Return the spec of the shard's rows. If there are none yet, return the spec that rows
+        """Return the spec of the shard's rows. If there are no rows yet, return the spec that rows
         with ``spec`` would get."""
         return self._cursor.directory.spec_for(spec)
 
     def make_room(self, spec: RowSpec) -> None:
-        """Make the files of rows, so that a full disk raises before any row is changed."""
+        """Make the files of rows, so that a full disk is noticed before any row is changed."""
         self._cursor.directory.create_rows(spec)
 
     def begin_restore(self, head: Head) -> int:
@@ -99,7 +102,7 @@ class Shard:
 
 
 class MemorySink:
-    """Keeps a copy of the rows in this process."""
+    """A sink that keeps a copy of the rows in this process."""
 
     folder: Path | None = None
 
@@ -127,8 +130,8 @@ class MemorySink:
 
 
 Lost = Callable[[int, Exception], None]
-"""``lost(shard, error)`` is called if a shard did not answer. It raises if too few shards are
-left."""
+"""A function ``lost(shard, error)`` that is called if a shard did not answer. The function raises
+if too few shards are left."""
 
 
 def save_in_memory(shards: Sequence[Shard | None], lost: Lost) -> list[SavedShard | None]:
@@ -147,7 +150,7 @@ def save_to_disk(
 ) -> None:
     """Write all rows to a folder (see :func:`disk.writing`), while processes may continue to write.
 
-    Shards that do not answer are left out, and the checkpoint says which they are.
+    Shards that do not answer are left out, and the checkpoint says which shards are missing.
 
     Raises:
         CheckpointError: the disk is full or cannot be written, or the shards hold rows of different
@@ -168,9 +171,9 @@ def save_to_disk(
         for number in sorted(specs):
             if specs[number] != specs[min(specs)]:
                 raise CheckpointError(
-                    f"shards {min(specs)} and {number} hold rows of different kinds: "
-                    f"{specs[min(specs)]} and {specs[number]}; an earlier checkpoint stays. Empty "
-                    "the buffer, and write rows of one kind"
+                    f"shards {min(specs)} and {number} hold rows with different columns: "
+                    f"{specs[min(specs)]} and {specs[number]}; an earlier checkpoint is unchanged. "
+                    "Empty the buffer, and write rows with the same columns to all shards"
                 )
         writer.commit(entries, extra or {})
 
@@ -222,7 +225,7 @@ def restore(shards: Sequence[Shard], capacity: int, saved: Sequence[SavedShard |
     specs = [head.spec for each in saved if each is not None and (head := each.head).spec]
     if any(spec != specs[0] for spec in specs):
         raise CheckpointError(
-            "the saved shards hold rows of different kinds; use another checkpoint"
+            "the saved shards hold rows with different columns; use another checkpoint"
         )
     fitting = [_fitting(shard, saved, specs[0]) if specs else saved for shard in shards]
     for shard in shards:
@@ -232,7 +235,7 @@ def restore(shards: Sequence[Shard], capacity: int, saved: Sequence[SavedShard |
         _restore_shard(shard, target, fit)
     if left_out:
         warnings.warn(
-            f"the checkpoint has {left_out} rows more than the {capacity * len(shards)} that this "
+            f"the checkpoint has {left_out} more rows than the {capacity * len(shards)} that this "
             "buffer can hold; the oldest rows were left out",
             stacklevel=4,
         )
@@ -270,9 +273,9 @@ def _restore_shard(
 class SavedStorage:
     """Saving and restoring, for storages over one or more directories.
 
-    A checkpoint can be loaded into a buffer with any number of shards and any capacity. If both
-    are unchanged, every row keeps its slot and generation. Otherwise :func:`snapshot.deal` assigns
-    new ones.
+    A checkpoint can be loaded into a buffer with any number of shards and any capacity. If both are
+    the same as in the saved buffer, every row keeps its slot and generation. Otherwise
+    :func:`snapshot.deal` assigns new slots and generations.
     """
 
     max_size: int
@@ -282,12 +285,12 @@ class SavedStorage:
         raise NotImplementedError
 
     def shard_lost(self, number: int, error: Exception) -> None:
-        """Note that a shard did not answer, or raise if too few are left."""
+        """Record that a shard did not answer. Raise the error if too few shards are left."""
         raise error
 
     def snapshot(self) -> list[SavedShard | None]:
         """Return a copy of all rows, with slots, generations and priorities. Other processes may
-        write meanwhile, so rows may be from different instants, but each is whole."""
+        write meanwhile, so rows may be from different instants, but each row is whole."""
         return save_in_memory(self.shards(), self.shard_lost)
 
     def restore(self, saved: Sequence[SavedShard | None]) -> None:
@@ -308,10 +311,10 @@ class SavedStorage:
         """Write all rows to a folder, as a checkpoint that replaces an earlier one.
 
         Blocks for as long as the disk takes. Other processes sample and write meanwhile. The
-        checkpoint has the rows that were there at the start, except rows that were overwritten
+        checkpoint has the rows that the buffer had at the start, except rows that were overwritten
         before they could be copied. Each row is whole, with a priority that it had during this
         call. After a crash, the earlier checkpoint is still valid. Shards that do not answer are
-        left out with a warning, and the checkpoint says which they are.
+        left out with a warning, and the checkpoint says which shards are missing.
 
         Args:
             path: the folder, which is made if it does not exist.
@@ -359,7 +362,7 @@ def _shard_state(saved: SavedShard) -> dict[str, Any]:
 
 
 def from_state(state: dict[str, Any]) -> list[SavedShard | None]:
-    """Inverse of :func:`as_state`.
+    """Invert :func:`as_state`.
 
     Raises:
         CheckpointError: ``state`` is something else, such as the state of a TorchRL storage.
@@ -368,14 +371,18 @@ def from_state(state: dict[str, Any]) -> list[SavedShard | None]:
         found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
         raise CheckpointError(
             f"expected the state_dict() of a shared storage, got {found}; load the state of a "
-            "TorchRL storage into one of its kind, and pass that storage's rows to extend()"
+            "TorchRL storage into a TorchRL storage of the same class, and pass its rows to "
+            "extend() of this buffer"
         )
     try:
         return [None if each is None else _saved_shard(each) for each in state["shards"]]
     except CheckpointError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise CheckpointError(f"this is not the state of a replay buffer: {error!r}") from error
+        raise CheckpointError(
+            "expected the state_dict() of a shared storage, got one with missing or wrong entries "
+            f"({error!r}); load another one"
+        ) from error
 
 
 def _saved_shard(state: dict[str, Any]) -> SavedShard:

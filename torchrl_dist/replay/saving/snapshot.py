@@ -5,12 +5,12 @@ its distance ahead of the cursor at the start, ``(slot - cursor) % capacity``, w
 oldest row. Writers reserve slots in the same order, so the n slots that they have reserved since
 the start are those with positions below n.
 
-- Saving copies a chunk's rows without the lock, and compares their versions afterwards. Each saved
-  row is whole, with a priority that it had during the save. Slots that were reserved since the
-  start, or are being written, are left out.
+- Saving copies the rows of a chunk without the lock, and compares their versions afterwards. Each
+  saved row is whole, with a priority that it had during the save. Slots that were reserved since
+  the start, or are being written, are left out.
 - Restoring empties the buffer and sets its cursor. It then claims, writes and publishes one chunk
   after another, like any writer. If another writer has reserved a slot first, that writer's row
-  stays. No generation becomes smaller.
+  stays. The generation of a slot never becomes smaller.
 """
 
 from __future__ import annotations
@@ -41,7 +41,14 @@ _LARGEST_BLOCK = 1024
 # columns of `runs`, int64 [n, 3]. A run is a range of slots with equal versions
 RUN_SLOT, RUN_VERSION, RUN_COUNT = range(3)
 
-_WHOLE_NUMBERS = ("capacity", "cursor", "high", "length", "write_count")  # of a head
+_WHOLE_NUMBERS = (
+    "capacity",
+    "cursor",
+    "high",
+    "length",
+    "write_count",
+    "width",
+)  # fields of a head
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,7 @@ class Head:
 
     ``max_priority`` (without alpha), ``alpha`` and ``eps`` are None if they were not set yet, and
     ``spec`` is None before the first row. ``length`` counts published rows. ``limiter`` is
-    ``gate.state()`` if the directory has a limiter.
+    ``gate.state()`` if the directory has a limiter. ``width`` is ``directory.width``.
     """
 
     capacity: int
@@ -65,6 +72,7 @@ class Head:
     counters: dict[str, int]
     spec: RowSpec | None
     limiter: list[float] | None = None
+    width: int = 0
 
     @property
     def max_times_sampled(self) -> int:
@@ -91,6 +99,7 @@ class Head:
                 directory.counters,
                 directory.rows,
                 None if directory.gate is None else directory.gate.state(),
+                directory.width,
             )
 
     def check(self) -> None:
@@ -107,8 +116,8 @@ class Head:
         for value in (self.alpha, self.eps, self.max_priority, *limiter):
             if value is not None and not (isinstance(value, int | float) and 0 <= value < math.inf):
                 raise CheckpointError(
-                    f"the checkpoint is damaged: it has {value!r}, expected a finite number >= 0; "
-                    "use another one"
+                    f"the checkpoint is damaged: it has {value!r} in place of a finite number >= "
+                    "0; use another one"
                 )
         if (self.alpha is None) != (self.eps is None):
             raise CheckpointError(
@@ -117,11 +126,14 @@ class Head:
 
     def as_json(self) -> dict[str, Any]:
         """Return the state as plain values."""
-        return vars(self) | {"spec": None if self.spec is None else self.spec.as_json()}
+        entry = vars(self) | {"spec": None if self.spec is None else self.spec.as_json()}
+        if not self.width:  # so that an earlier version can read the checkpoint
+            del entry["width"]
+        return entry
 
     @classmethod
     def from_json(cls, entry: dict[str, Any]) -> Head:
-        """Inverse of :meth:`as_json`.
+        """Invert :meth:`as_json`.
 
         Raises:
             CheckpointError: the entry is damaged.
@@ -141,7 +153,7 @@ class Head:
         self, most_bytes: Callable[[], int] = lambda: CHUNK_BYTES
     ) -> Iterator[tuple[int, int]]:
         """Yield ranges of slots ``(start, stop)`` that cover the ring, the oldest first.
-        Before each range, ``most_bytes()`` returns the largest size for it."""
+        Before each range, ``most_bytes()`` is called for the largest size of the range."""
         if self.spec is None:
             return
         first = self.cursor % self.capacity
@@ -179,33 +191,42 @@ class SavedShard:
     def _problem(self) -> str | None:
         runs, leaf, capacity = self.runs, self.leaf, self.head.capacity
         if runs.dtype != np.int64 or runs.ndim != 2 or runs.shape[1] != 3:
-            return f"the runs are {runs.dtype} {list(runs.shape)}"
+            return f"its table of slots is {runs.dtype} {list(runs.shape)}, expected int64 [n, 3]"
         slot, version, count = runs.T
         if runs.size:
             if count.min() < 1 or count.max() > capacity or count.sum() != leaf.size:
-                return f"the runs do not have {leaf.size} rows"
+                return (
+                    f"its table of slots does not have {leaf.size} rows in total, as its "
+                    "priorities do"
+                )
             if slot.min() < 0 or slot.max() >= capacity or (slot + count).max() > capacity:
-                return f"rows are in slots that a ring of {capacity} does not have"
+                return f"some rows are in slots that a buffer of capacity {capacity} does not have"
             if version.min() < 1 or version.max() > LARGEST_COUNT or (version & 1).any():
-                return "rows have versions that a published row cannot have"
+                return "some rows have versions that a complete row cannot have"
             position = (slot - self.head.cursor) % capacity
             if (position + count > np.append(position[1:], capacity)).any():
-                return "rows share a slot, or are not in the order of their age"
+                return "some rows share a slot, or are not in the order of their age"
         elif leaf.size:
-            return f"there are {leaf.size} priorities without rows"
+            return f"it has {leaf.size} priorities without rows"
         if leaf.dtype != np.float64 or leaf.ndim != 1:
-            return f"the priorities are {leaf.dtype} {list(leaf.shape)}"
+            return f"its priorities are {leaf.dtype} {list(leaf.shape)}, expected float64 [n]"
         if not (np.isfinite(leaf).all() and (leaf >= 0).all()):
-            return "its priorities are not finite or below 0"
+            return "some of its priorities are negative or not finite"
         columns = self.head.spec.columns if self.head.spec is not None else ()
         if len(columns) != len(self.columns) or (leaf.size and self.head.spec is None):
-            return f"a row has {len(columns)} tensors, but there are {len(self.columns)}"
+            return (
+                f"its description of a row has {len(columns)} columns, but its rows have "
+                f"{len(self.columns)}"
+            )
         for each, values in zip(columns, self.columns, strict=True):
             kind = array_of(torch.empty(0, dtype=each.dtype)).dtype
             if values.shape != (leaf.size, *each.shape) or values.dtype != kind:
-                return f"{'.'.join(each.key)} is {values.dtype} {list(values.shape)}"
+                return (
+                    f"{'.'.join(each.key)} is {values.dtype} {list(values.shape)}, unlike its "
+                    "description of a row"
+                )
             if isinstance(values, Stacks) and not values.fit(each):
-                return f"{'.'.join(each.key)} names frames that are missing"
+                return f"{'.'.join(each.key)} refers to frames that are missing"
         return None
 
     @property
@@ -243,7 +264,7 @@ class Chunk(NamedTuple):
 
 class _Found(NamedTuple):
     keep: np.ndarray
-    """bool: whether the slot has a published row from before saving began."""
+    """bool: whether the slot has a published row that is older than the start of saving."""
     versions: np.ndarray
     leaf: np.ndarray
 
@@ -258,14 +279,14 @@ def save_chunk(
 ) -> Chunk:
     """Save the rows in slots ``start`` to ``stop - 1`` whose tickets are before ``cursor``.
 
-    Blocks for the directory's lock, and holds it to copy versions and leaves. It copies rows under
-    the lock only if other processes changed the chunk during every earlier attempt.
+    Blocks for the directory's lock, and holds it to copy versions and leaves. The function copies
+    rows under the lock only if other processes changed the chunk during every earlier attempt.
 
     Args:
         alpha: the exponent when saving began. Leaves are converted to this exponent.
         write: takes the rows in their stored form, see ``row.stacks``. The arrays may be shared
-            memory. If rows changed during this, ``write`` is called again for the whole chunk, and
-            only the last call counts.
+            memory. If rows changed during a call of ``write``, ``write`` is called again for the
+            whole chunk, and only the last call counts.
     """
     for _ in range(_ATTEMPTS):
         with directory.lock():
@@ -348,8 +369,9 @@ def deal(
 
     Otherwise blocks of neighbouring rows are dealt evenly, the oldest first. Trajectories stay
     together except at the edges of blocks. Rows get new slots, and generations larger than all
-    saved ones, so that an old slot and generation never name another row. If there is not enough
-    room, the oldest rows are left out; a row's age is its distance from its shard's cursor.
+    saved ones, so that a slot and generation from before the save never name another row. If there
+    is not enough room, the oldest rows are left out. A row's age is its distance from its shard's
+    cursor.
 
     Returns:
         A target per directory, and the number of rows that were left out.
@@ -402,7 +424,8 @@ def _pieces_as_saved(number: int, shard: SavedShard) -> list[Piece]:
 
 
 def _blocks(shards: Sequence[SavedShard | None], size: int) -> list[tuple[int, int, int]]:
-    """Return ``(shard, first row, rows)`` of blocks of at most ``size`` rows, the oldest first."""
+    """Return ``(shard, first row, number of rows)`` of blocks of at most ``size`` rows, the oldest
+    first."""
     found = []
     for number, shard in enumerate(shards):
         if shard is None:
@@ -416,8 +439,8 @@ def _blocks(shards: Sequence[SavedShard | None], size: int) -> list[tuple[int, i
 
 
 def _dealt_heads(heads: list[Head], count: int, capacity: int, quotas: list[int]) -> list[Head]:
-    """Return the new heads. Their write counts are equal shares of the sum; the first head
-    gets all other sums."""
+    """Return the new heads. The sum of all write counts is divided evenly among them. Each other
+    counter is summed over all heads, and the first head gets the sum."""
     highest = [head.max_priority for head in heads if head.max_priority is not None]
     with_alpha = next((head for head in heads if head.alpha is not None), heads[0])
     written = sum(head.write_count for head in heads)
@@ -442,8 +465,8 @@ def _dealt_heads(heads: list[Head], count: int, capacity: int, quotas: list[int]
 
 
 def _limiter_of_all(heads: list[Head], *, first: bool) -> list[float] | None:
-    """Return the limiter's state if all heads have the same limiter, otherwise None. Only the
-    first target gets the sums of the counts."""
+    """Return the limiter's state if all heads have the same limiter, otherwise None. The first
+    target gets the sums of the counts, the others get 0."""
     states = [head.limiter for head in heads if head.limiter is not None]
     if len(states) < len(heads) or any(each[:-2] != states[0][:-2] for each in states):
         return None
@@ -454,8 +477,8 @@ def _limiter_of_all(heads: list[Head], *, first: bool) -> list[float] | None:
 def require_same(own: RowSpec, saved: RowSpec) -> None:
     """Refuse to restore rows of another spec.
 
-    Two differences are allowed: hidden columns may be missing, and fields for text may have other
-    sizes.
+    Two differences are allowed: either spec may lack hidden columns, and fields for text may have
+    other sizes.
 
     Raises:
         ConfigurationError: the specs differ. The message names every column that differs.
@@ -465,17 +488,22 @@ def require_same(own: RowSpec, saved: RowSpec) -> None:
     here = {column.key: column for column in own.columns if column not in HIDDEN}
     there = {column.key: column for column in saved.columns if column not in HIDDEN}
     differ = [
-        f"{'.'.join(key)!r} is {_column_text(there.get(key))}, here {_column_text(here.get(key))}"
+        f"{'.'.join(key)!r} is {_column_text(there.get(key))} in the saved rows, but "
+        f"{_column_text(here.get(key))} in the buffer"
         for key in sorted({*here, *there})
         if not _fit(there.get(key), here.get(key))
     ]
     if not differ and saved.batch_dims != own.batch_dims:
-        differ = [f"batch dimensions are {saved.batch_dims}, here {own.batch_dims}"]
+        differ = [
+            f"each row has batch size {saved.batch_dims} in the saved rows, but "
+            f"{own.batch_dims} in the buffer"
+        ]
     differ = differ or node_problems(saved.nodes, own)
     if not differ:
         return
     raise ConfigurationError(
-        "the saved rows do not match those of the buffer, which is unchanged: " + "; ".join(differ)
+        "the saved rows do not match the rows of the buffer, which was not changed; load the saved "
+        "rows into a new buffer. The differences: " + "; ".join(differ)
     )
 
 
@@ -525,7 +553,7 @@ def begin_restore(cursor: SharedCursor, head: Head) -> int:
     if head.alpha is not None:
         assert head.eps is not None
         values[Word.ALPHA] = head.alpha
-        if not directory.words[Word.ALPHA_SET]:  # otherwise the buffer keeps its own
+        if not directory.words[Word.ALPHA_SET]:  # otherwise the buffer keeps its own values
             values |= {Word.EPS: head.eps, Word.MAX_WITHIN: head.max_within, Word.ALPHA_SET: 1}
     return cursor.start_over(head.cursor, head.high, values, head.limiter, head.length)
 
@@ -551,7 +579,7 @@ def restore_rows(
         arrays: [n, ...] per column of the spec.
 
     Raises:
-        DeadlineError: another process held these slots until the deadline.
+        DeadlineError: another process did not release these slots before the deadline.
     """
     frames = cursor.directory.frames
     if frames is not None and leaf.size > frames.largest_write:
