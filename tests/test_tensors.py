@@ -32,8 +32,9 @@ class Subclass(torch.Tensor):
         torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)]),
         torch.nn.Parameter(torch.zeros(2)),
         torch.zeros(2).as_subclass(Subclass),
+        torch._efficientzerotensor(2),
     ],
-    ids=["array", "bfloat16", "meta", "sparse", "conj", "neg", "nested", "parameter", "subclass"],
+    ids="array bfloat16 meta sparse conj neg nested parameter subclass zero".split(),
 )
 def test_a_tensor_that_an_array_cannot_show_is_not_plain(other: object) -> None:
     assert not is_plain(other)

@@ -1,15 +1,16 @@
 """Tell whether this process, or the work of one thread, was asked to stop.
 
-Modules that must not import sessions or collectors use it.
+Modules that must not import sessions or collectors use this module.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 
 class Stopped(SystemExit):
@@ -17,18 +18,33 @@ class Stopped(SystemExit):
 
 
 _asked_at = -math.inf
-_told: set[int] = set()  # idents of the threads that must give up
+_told: set[int] = set()  # idents of the threads whose waits must fail
 
 
 def note_stop_request() -> None:
-    """Record that a stop signal came. Safe in a signal handler."""
+    """Record that a stop signal has arrived. May be called in a signal handler."""
     global _asked_at
     _asked_at = time.monotonic()
 
 
 def stop_requested_since(instant: float) -> bool:
-    """Whether a stop signal came at or after ``instant``, measured on ``time.monotonic()``."""
+    """Whether a stop signal has arrived at or after ``instant`` (on ``time.monotonic()``)."""
     return _asked_at >= instant
+
+
+@contextlib.contextmanager
+def handling(handlers: Mapping[int, Callable[..., object]]) -> Iterator[None]:
+    """In this context, handle signals by ``handlers`` (by number). In a thread other than the main
+    thread, which cannot set handlers, do nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 class _Thread(threading.local):
@@ -60,7 +76,7 @@ def giving_up(threads: Iterable[threading.Thread]) -> Iterator[None]:
 
 
 def gives_up() -> bool:
-    """Whether this thread must end its wait; called repeatedly while it waits."""
+    """Whether this thread must end its wait. A thread that waits calls this repeatedly."""
     if _thread.wanted is not None and _thread.wanted():
         return True
     return threading.get_ident() in _told

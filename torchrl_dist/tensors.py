@@ -22,25 +22,29 @@ _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def is_plain(value: Any) -> bool:
-    """Whether ``value`` is exactly a ``torch.Tensor`` whose memory a NumPy array can share."""
+    """Whether ``value`` is a ``torch.Tensor``, not of a subclass, whose memory a NumPy array can
+    share."""
     return (
         type(value) is torch.Tensor
         and value.layout is torch.strided
         and value.dtype in NAMES
-        and value.device.type == "cpu"
+        and value.is_cpu
         and not (value.is_nested or value.is_conj() or value.is_neg())
+        and (value.data_ptr() != 0 or not value.numel())  # derivatives of 0 may have no memory
     )
 
 
 def array_of(tensor: torch.Tensor) -> np.ndarray:
-    """Return the tensor's memory as a NumPy array, as integers for dtypes that NumPy lacks.
+    """Return the tensor's memory as a NumPy array. A dtype that NumPy lacks becomes an integer
+    dtype of the same size.
 
     The array is a copy if NumPy cannot share the memory, for example on another device. For a few
     rows, NumPy copies in a tenth of the time that torch needs to start a copy.
     """
     try:
         return tensor.numpy()
-    except (TypeError, RuntimeError):  # it requires grad, is on a GPU, has a dtype NumPy lacks ...
+    # for example because the tensor requires grad, is on a GPU, or has a dtype that NumPy lacks
+    except (TypeError, RuntimeError):
         tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
     try:
         return tensor.numpy()

@@ -1,7 +1,8 @@
 """Pack a module's tensors into one flat byte buffer with a version.
 
-An update is packed once and sent to many workers. It is a single tensor, because each tensor of a
-message has a cost in addition to that of its bytes, and a policy has dozens of small tensors.
+An update is packed once and sent to many workers. The update is packed into a single tensor,
+because each tensor of a message has a cost in addition to the cost of its bytes, and a policy has
+dozens of small tensors.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ class PackedWeights:
     """An immutable snapshot of a module's parameters and buffers on the CPU.
 
     Attributes:
-        version: the caller's number of this update; increases by one with each update.
+        version: the caller's number of this update, which increases by one with each update.
         entries: name, dtype, shape and position of each tensor, in the module's order.
         data: uint8 ``[size_bytes]``.
-        aliases: additional names of tied tensors, each with the name of its entry.
+        aliases: pairs of an additional name of a tied tensor and the name of the tensor's entry.
     """
 
     version: int
@@ -75,7 +76,7 @@ def named_tensors(source: nn.Module | TensorDictBase | Mapping[str, Any]) -> dic
 
     Raises:
         ConfigurationError: a parameter of a lazy layer has no shape yet, or a TensorDict or dict
-            contains no tensors, or something that is not a tensor.
+            contains no tensors, or contains something that is not a tensor.
     """
     if isinstance(source, nn.Module):
         found: dict[str, Tensor] = dict(source.named_parameters())
@@ -91,7 +92,8 @@ def named_tensors(source: nn.Module | TensorDictBase | Mapping[str, Any]) -> dic
         )
     if not found and not isinstance(source, nn.Module):
         raise ConfigurationError(
-            f"this {type(source).__name__} contains no weights; pass one that has tensors"
+            f"this {type(source).__name__} contains no weights; pass a module, TensorDict or dict "
+            "that has tensors"
         )
     _refuse_lazy(found)
     return found
@@ -101,8 +103,8 @@ def _refuse_lazy(tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if torch.nn.parameter.is_lazy(tensor):
             raise ConfigurationError(
-                f"parameter {name!r} belongs to a lazy layer that has no shape yet: "
-                "run the module once on a sample input before using it here"
+                f"parameter {name!r} belongs to a lazy layer that has no shape yet: run the module "
+                "once on a sample input before you pass it"
             )
 
 
@@ -116,7 +118,8 @@ def _flat(weights: Mapping[Any, Any], prefix: str = "") -> dict[str, Tensor]:
             found |= _flat(value, f"{name}.")
         elif not name.endswith("_extra_state"):
             raise ConfigurationError(
-                f"weights[{name!r}] is {type(value).__name__}; expected tensors by name"
+                f"weights[{name!r}] is of type {type(value).__name__}; expected a tensor, or a "
+                "dict or TensorDict of tensors"
             )
     return found
 
@@ -156,7 +159,7 @@ def _aliases(
 
 
 def every_name(module: nn.Module) -> dict[str, Tensor]:
-    """Like :func:`named_tensors`, but with a tied tensor under each of its names."""
+    """Like :func:`named_tensors`, but return a tied tensor under each of its names."""
     found: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     found.update(module.named_buffers(remove_duplicate=False))
     _refuse_lazy(found)
@@ -166,7 +169,7 @@ def every_name(module: nn.Module) -> dict[str, Tensor]:
 def untied(packed: PackedWeights, target: nn.Module) -> dict[str, str]:
     """Return names that are tied to another tensor in the source but not in ``target``.
 
-    Each name is mapped to the name of the entry that holds its value.
+    Each of these names is mapped to the name of the entry that holds the value.
     """
     have = every_name(target)
     return {
@@ -180,8 +183,8 @@ def find_target(packed: PackedWeights, module: nn.Module) -> nn.Module:
     """Return the module itself, or the one submodule, that has every packed name, dtype and shape.
 
     A worker's policy may thus wrap the learner's module, for example in an exploration module with
-    an epsilon of its own. All that is not packed stays as the worker made it. The outermost match
-    is returned.
+    a separate epsilon. Everything that is not packed stays as the worker made it. If several nested
+    modules match, the outermost is returned.
 
     Raises:
         ConfigurationError: nothing matches (the message names the first differences), or two
@@ -216,9 +219,9 @@ def find_target(packed: PackedWeights, module: nn.Module) -> nn.Module:
         if name in have and (have[name].dtype, tuple(have[name].shape)) != spec
     ]
     raise ConfigurationError(
-        f"the weights fit neither the policy ({type(module).__name__}) nor a part of it; "
-        f"missing in the policy: {missing[:5]}, different: {wrong[:5]}; the policy has: "
-        f"{list(have)[:8]}"
+        f"the weights fit neither the policy ({type(module).__name__}) nor a part of it; pass "
+        "weights with the policy's names, dtypes and shapes. Missing in the policy: "
+        f"{missing[:5]}, different: {wrong[:5]}; the policy has: {list(have)[:8]}"
     )
 
 
@@ -245,14 +248,15 @@ def completed(
 ) -> PackedWeights:
     """Return ``part``, with its gaps filled from ``before``.
 
-    Thus even a worker that never received ``before``, because it was late or is a replacement, gets
-    complete weights.
+    Thus a worker gets complete weights even if it never received ``before``, because it was late or
+    is a replacement.
 
     Args:
         before: the weights that were packed last, or None. If they fit ``module``, they are all of
             its weights.
         module: the learner's module, or None. If ``part`` fits one of its submodules, ``part`` may
-            have the names of that submodule. Otherwise, equal names mean the same tensor.
+            have the names of that submodule. Otherwise, a name in ``part`` means the tensor of that
+            name in ``before``.
 
     Raises:
         ConfigurationError: it is unknown whether ``part`` replaces ``before`` or adds to it.
@@ -260,7 +264,8 @@ def completed(
     if before is None or part.entries == before.entries:
         return part
     if module is not None:
-        with contextlib.suppress(ConfigurationError):  # they may fit only the workers' modules
+        # the weights may fit only the workers' modules
+        with contextlib.suppress(ConfigurationError):
             there = every_name(find_target(part, module))
             names = {id(tensor): name for name, tensor in named_tensors(module).items()}
             entries = tuple(replace(e, name=names[id(there[e.name])]) for e in part.entries)
@@ -279,10 +284,10 @@ def completed(
 
 @torch.no_grad()
 def unpack(packed: PackedWeights, module: nn.Module) -> None:
-    """Copy the packed tensors into ``module``, or the part of it that they fit, in place.
+    """Copy the packed tensors in place into ``module``, or into the part of it that they fit.
 
     Raises:
-        ConfigurationError: as :func:`find_target`; nothing is changed then.
+        ConfigurationError: as :func:`find_target`; in this case, nothing is changed.
     """
     found = find_target(packed, module)
     target, tensors = every_name(found), packed.tensors()

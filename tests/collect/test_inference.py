@@ -14,11 +14,13 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from tensordict import TensorDict
-from tensordict.nn import TensorDictSequential
+from tensordict.nn import TensorDictModule, TensorDictSequential
 from torchrl.data import OneHot
 from torchrl.envs.utils import ExplorationType
 from torchrl.modules import EGreedyModule, LSTMModule, QValueActor
@@ -81,6 +83,26 @@ def test_the_data_are_those_of_a_policy_on_the_workers(fork_server, groups, proc
                 assert torch.allclose(one[key], other[key], atol=1e-6), key
             elif "traj_ids" not in key or not processes:  # else numbered by process
                 assert torch.equal(one[key], other[key]), key
+
+
+def test_groups_may_be_vector_envs(collecting: Any) -> None:
+    def single() -> SyncVectorEnv:
+        return SyncVectorEnv([Counter] * 2, autoreset_mode=AutoresetMode.DISABLED)
+
+    def of_arrays() -> VectorEnv:
+        return gymnasium.make_vec("CartPole-v1", 2, vectorization_mode="vector_entry_point")
+
+    options = {"frames_per_batch": 16, "num_envs": 4, "inference": "learner", "env_groups": 2}
+    with collecting(1, single, policy(), **options) as (collector, _):
+        assert collector.next().shape == (4, 4)
+        collector.set_attr("length", 6, env=2)
+        assert collector.get_attr("length") == [5, 5, 6, 5]
+        assert collector.get_attr("length", env=2) == [6]
+    with collecting(1, of_arrays, q(4, 2), **options) as (collector, _):
+        assert collector.next().shape == (4, 4)
+        assert collector.get_attr("num_envs") == [2, 2]
+        with pytest.raises(RemoteError, match="cannot be accessed one by one"):
+            collector.get_attr("num_envs", env=0)
 
 
 def test_weights_are_used_from_the_next_step_on_and_stamped(collecting: Any) -> None:
@@ -323,11 +345,13 @@ def test_options_that_do_not_go_with_a_policy_at_the_learner_are_refused(fork_se
         RPCBatchedCollector(Counter, policy(), frames_per_batch=8, inference="learner")
     memory = LSTMModule(input_size=2, hidden_size=4, in_key="observation", out_key="embedding")
     head = QValueActor(mlp(4, 3), in_keys=["embedding"], spec=OneHot(3))
+    versions = TensorDictModule(mlp(2, 3), ["observation"], ["policy_version"])
     other_keys = QValueActor(mlp(2, 3), in_keys=["elsewhere"], spec=OneHot(3))
     with local_cluster({"learner": 1, "collector": 1}, fork_server=fork_server) as session:
         for arguments, message in (
             ({"policy": None}, "needs a module as policy="),
             ({"policy": other_keys}, "elsewhere"),
+            ({"policy": TensorDictSequential(versions, policy())}, "the collector writes itself"),
             ({"readiness": Preempt()}, "readiness"),
             ({"num_envs": 3}, "cannot be divided"),
             ({"policy": TensorDictSequential(memory, head)}, "recurrent"),

@@ -310,7 +310,7 @@ def test_processes_that_hang_end_when_their_worker_is_closed(build: Any, tmp_pat
         rollout = pool.submit(worker.collect, request=0)
         wait_for(lambda: worker._pool.words[FIRST_PROGRESS:].max() >= 10)
         worker.close(step_limit_s=1.0)
-        assert rollout.result(0)[1].frames == 10  # of the process that does not hang
+        assert rollout.result(10)[1].frames == 10  # of the process that does not hang
     assert worker._pool.children.wait_gone(0)
 
 

@@ -54,7 +54,9 @@ def test_frames_per_batch_is_divided_by_what_a_batch_holds() -> None:
 
 def test_a_quorum_of_more_workers_than_there_are_is_refused() -> None:
     assert Quorum(3, 1.0).rollouts_per_batch(3) == 3
-    with pytest.raises(ConfigurationError, match=r"min_workers=4.*3 workers"):
+    with pytest.raises(
+        ConfigurationError, match=r"min_workers=4.*at most 3, the number of workers"
+    ):
         Quorum(4, 1.0).rollouts_per_batch(3)
 
 

@@ -124,6 +124,20 @@ def test_a_row_of_another_number_of_envs_is_refused() -> None:
     worker.close()
 
 
+@pytest.mark.parametrize("key", ["policy_version", ("collector", "mine")])
+@pytest.mark.parametrize("make", [Counter, lambda: GymWrapper(Counter())])
+def test_a_policy_that_writes_a_key_of_the_collector_is_refused(make: Any, key: Any) -> None:
+    def policy(td: TensorDictBase) -> TensorDictBase:
+        action = torch.zeros(*td.batch_size, 3, dtype=torch.long)
+        action[..., 0] = 1
+        return td.set("action", action).set(key, torch.full(td.batch_size, 7))
+
+    worker = RolloutWorker(WorkerConfig(make, policy, frames_per_rollout=6))
+    with pytest.raises(ConfigurationError, match="key that the collector writes itself"):
+        worker.collect()
+    worker.close()
+
+
 # ---- arguments
 
 
@@ -173,12 +187,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"storing_device": "cuda", "replay_buffer": object()}, "host memory"),
     ({"init_random_frames": 0.5}, "whole number"),
     ({"max_frames_per_traj": -3}, "at least 0"),
-    ({"track_policy_version": object()}, "expected a bool"),
+    ({"track_policy_version": object()}, "expected True or False"),
     ({"policy_factory": [object, object]}, "one for each of 1"),
     ({"make_env": [Counter, Counter]}, "2 make_env"),
     ({"make_env": None}, "expected a gymnasium id"),
     ({"make_env": 3}, "gymnasium id or a function"),
-    ({"make_env": Counter(), "num_envs": 2}, "a function that makes it"),
+    ({"make_env": Counter(), "num_envs": 2}, "a function that makes the env"),
     ({"make_env": Counter(), "create_env_kwargs": {"length": 3}}, "made already"),
     ({"create_env_kwargs": [{}, {}]}, "2 create_env_kwargs"),
     ({"make_env": counted, "max_frames_per_traj": 5}, "counts its steps already"),
@@ -348,5 +362,8 @@ def test_a_program_that_builds_its_collector_in_every_process_is_told(fork_serve
             me.call(worker, _builds_a_collector)
         assert me.call(worker, lambda: _builds_a_collector(workers=[current_session().me])) == []
         (said,) = me.call(me.of_role("learner")[1], _builds_a_collector)
-        assert "uses all 1 collectors" in said and "session.of_role('collector')[1::2]" in said
+        assert (
+            "uses every process of role 'collector' (1)" in said
+            and "session.of_role('collector')[1::2]" in said
+        )
         assert _builds_a_collector() == []

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from torchrl_dist.collect.learner.report import summarize
+from torchrl_dist.collect.learner.report import CollectReport, summarize
 from torchrl_dist.collect.worker.worker import RolloutStats
 
 
@@ -10,14 +10,14 @@ def test_a_report_joins_what_the_rollouts_say() -> None:
         RolloutStats(2, 10, 2, 6, [2.0, 3.0], [4, 5], 0.2, 0.3, 100),
         RolloutStats(0, 20, 5, 6, [], [], 0.25, 0.1, 200),
     ]
-    report = summarize(
-        rollouts,
+    known = CollectReport(
         total_frames=1000,
         total_frames_by_worker={0: 750, 2: 250},
         policy_version=7,
         wait_s=0.5,
-        lost_workers=["collector1"],
+        lost_workers=("collector1",),
     )
+    report = summarize(rollouts, known)
     assert (report.frames, report.messages, report.data_bytes) == (60, 3, 600)
     assert report.frames_by_worker == {0: 50, 2: 10}
     assert report.shares == {0: 0.75, 2: 0.25}

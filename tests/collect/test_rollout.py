@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -53,7 +55,25 @@ def assert_equal_data(ours: TensorDictBase, theirs: TensorDictBase) -> None:
         assert ours[key].dtype == theirs[key].dtype and torch.equal(ours[key], theirs[key]), key
 
 
+class Clearing(SyncVectorEnv):
+    """A masked reset clears the rewards and flags that the last step returned."""
+
+    results: Sequence[np.ndarray] = ()
+
+    def step(self, actions: Any) -> Any:
+        observation, *self.results, info = super().step(actions)
+        return observation, *self.results, info
+
+    def reset(self, **how: Any) -> Any:
+        for array in self.results:
+            array[how["options"]["reset_mask"]] = 0
+        return super().reset(**how)
+
+
 CASES = {
+    "disabled, with arrays of its own": lambda lengths, cut: Clearing(
+        [lambda n=n: Counter(n, cut) for n in lengths], autoreset_mode=AutoresetMode.DISABLED
+    ),
     "disabled": lambda lengths, cut: counters(lengths, AutoresetMode.DISABLED, cut),
     "same step": lambda lengths, cut: counters(lengths, AutoresetMode.SAME_STEP, cut),
     "next step": lambda lengths, cut: counters(lengths, AutoresetMode.NEXT_STEP, cut),
@@ -98,6 +118,24 @@ class TestVectorEnvs:
         rollout.close()
         singles = [collect(lambda n=n: Counter(n), None, 10) for n in lengths]
         assert_equal_data(got.exclude("action"), torch.cat(singles, 0).exclude("action"))
+
+    @pytest.mark.parametrize("kind", [SyncVectorEnv, partial(AsyncVectorEnv, context="fork")])
+    def test_an_env_that_overwrites_its_last_observation_causes_a_warning(self, kind: Any) -> None:
+        class InPlace(Counter):
+            def _observe(self) -> np.ndarray:
+                self.seen = self.__dict__.get("seen", np.empty(2, np.float32))
+                self.seen[:] = super()._observe()
+                return self.seen
+
+        made = []
+        for mode in AutoresetMode.SAME_STEP, AutoresetMode.DISABLED:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                made.append(collect(lambda m=mode: kind([InPlace] * 2, autoreset_mode=m), None, 20))
+            said = [each for each in caught if "does not copy it" in str(each.message)]
+            assert len(said) == (mode is AutoresetMode.SAME_STEP)
+        lost = (made[0]["next", "observation"] != made[1]["next", "observation"]).any(-1)
+        assert torch.equal(lost, made[0]["next", "done"].squeeze(-1))
 
     def test_native_cartpole_truncates_at_its_limit(self) -> None:
         def make() -> gymnasium.vector.VectorEnv:

@@ -196,7 +196,7 @@ def test_random_frames_count_those_of_an_earlier_run_and_of_the_buffer(build: An
     for _ in range(3):
         third.next()
     assert [at_random(part) for part in rows[:].split(10)] == [True, True, True, False]
-    with pytest.raises(ConfigurationError, match="what else the policy writes"):
+    with pytest.raises(ConfigurationError, match="which keys the policy writes"):
         build(Plain, turning(), inference="learner", **common)
 
 
@@ -318,8 +318,14 @@ def test_unsupported_arguments_are_refused_with_the_reason(build: Any) -> None:
     with pytest.raises(ConfigurationError, match="update_policy_weights_"):
         collector.weight_updater = object()
     assert collector.weight_updater is None
-    for method in ("receive_weights", "register_scheme_receiver", "init_updater", "enable_profile"):
-        with pytest.raises(ConfigurationError, match="call update_policy_weights_|profile there"):
+    for method, instead in {
+        "receive_weights": "call update_policy_weights_",
+        "register_scheme_receiver": "call update_policy_weights_",
+        "init_updater": "call update_policy_weights_",
+        "enable_profile": "profile there",
+        "fake_tensordict": r"next\(\) returns a batch",
+    }.items():
+        with pytest.raises(ConfigurationError, match=instead):
             getattr(collector, method)()
     assert collector.next().numel() == 4
 

@@ -198,8 +198,8 @@ def at_different_calls(case: str) -> tuple[str, str, bool]:
 @pytest.mark.parametrize(
     ("case", "kind", "message"),
     [
-        ("metrics", "ConfigurationError", "rank 0 is at the metrics while rank 1 is at what rank"),
-        ("a question", "ConfigurationError", "rank 0 is at the question whether to stop while"),
+        ("metrics", "ConfigurationError", "rank 0 is at the metrics while rank 1 is at a call"),
+        ("a question", "ConfigurationError", "rank 0 is at a call of ranks.any() while"),
         (
             "a call",
             "ConfigurationError",
@@ -227,7 +227,7 @@ def test_a_rank_with_fewer_backward_passes_is_named_with_its_place(two_ranks) ->
     first, second = two_ranks.run(stop_after_different_updates)
     for kind, text, _ in (first, second):
         assert kind == "ConfigurationError"
-        assert "rank 0 is at the question whether to stop while rank 1 is at a call of" in text
+        assert "rank 0 is at a call of ranks.any() while rank 1 is at a call of" in text
         assert "loss.ranks.any(len(buffer) < 1000)" in text
 
 

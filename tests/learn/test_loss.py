@@ -23,6 +23,7 @@ from torchrl.modules import BatchRenorm1d, PopArtValueNorm, QValueActor
 from torchrl.objectives import (
     A2CLoss,
     ClipPPOLoss,
+    CrossQLoss,
     DDPGLoss,
     DQNLoss,
     HardUpdate,
@@ -38,6 +39,7 @@ from tests.learn.losses import (
     OBSERVATION,
     categorical_actor,
     deterministic_actor,
+    gaussian_actor,
     gradients,
     make_batch,
     make_loss,
@@ -346,6 +348,29 @@ def frozen_on_one_rank() -> str:
 def test_parameters_frozen_on_one_rank_must_be_frozen_on_all(two_ranks: LearningRanks) -> None:
     for text in two_ranks.run(frozen_on_one_rank):
         assert "actor_network_params" in text and "(frozen) on rank 1" in text
+
+
+def thawed_later() -> list[str]:
+    """Freeze batch norms, distribute losses, and let the user or the loss call train()."""
+    layers = nn.Sequential(mlp(OBSERVATION, ACTIONS), nn.BatchNorm1d(ACTIONS)).eval()
+    actor = QValueActor(layers, in_keys=["observation"], action_space="categorical")
+    by_user = DistributedLoss(DQNLoss(actor, action_space="categorical"), timeout_s=20)
+    by_user(make_batch("dqn", 4))
+    actor.train()
+    critic = state_action_value()
+    critic.module.layers.append(nn.BatchNorm1d(1))
+    by_itself = CrossQLoss(gaussian_actor(), critic.eval(), target_entropy=-2.0)
+    by_itself = DistributedLoss(by_itself, timeout_s=20)
+    return [
+        told(lambda: by_user(make_batch("dqn", 4))),
+        told(lambda: by_itself(make_batch("sac", 4))),
+    ]
+
+
+def test_a_batch_norm_that_is_unfrozen_later_is_refused(two_ranks: LearningRanks) -> None:
+    for by_user, by_itself in two_ranks.run(thawed_later):
+        assert by_user.startswith("value_network.module.0.module.1 (BatchNorm1d)")
+        assert by_itself.startswith("qvalue_network.module.layers.3 (BatchNorm1d)")
 
 
 class OddLoss(LossModule):

@@ -432,7 +432,7 @@ def test_a_process_that_was_forked_meanwhile_ends_no_children(client: ForkServer
         code = 1
         try:
             client.kill_children()
-            with pytest.raises(ConfigurationError, match="of which this process is a fork"):
+            with pytest.raises(ConfigurationError, match="this process is a fork of it"):
                 client._send(None)
             client.close()
             code = 0

@@ -49,7 +49,7 @@ def test_too_few_descriptors_are_reported_before_anything_is_started(set_limits)
         limits.check_limits(1, one_node=True, starts=1, driver=True)
     held = limits.descriptors_of(64, one_node=False)
     set_limits[resource.RLIMIT_NOFILE] = (held // 2, held // 2)
-    with pytest.raises(ConfigurationError, match=f"up to {held}: "):
+    with pytest.raises(ConfigurationError, match=f"up to {held}; "):
         limits.check_limits(64, one_node=False, starts=1, driver=True)
     limits.check_limits(64, one_node=False, starts=1, driver=False)  # connected to the driver
 

@@ -376,7 +376,10 @@ def test_one_of_two_clusters_in_two_threads_is_refused_and_the_other_works(fork_
     for thread in threads:
         thread.join(90)
     refused, worked = outcomes
-    assert worked == "worked" and "leave it first. Two sessions need two processes" in refused
+    assert (
+        worked == "worked"
+        and "leave that session first. Two sessions need two processes" in refused
+    )
     with session() as alone:  # the other one has ended
         assert alone.peers == (alone.me,)
 
@@ -399,7 +402,7 @@ def test_a_collector_or_buffer_without_a_cluster_gets_a_message_with_the_likely_
             warnings.simplefilter("error")
             collector(session=me, workers=[me.me]).shutdown()
             collector(session=me, workers=me.of_role("actor")).shutdown()
-        roles = r"its roles are 'learner' \(1\), 'actor' \(1\)"
+        roles = r"the session's roles are 'learner' \(1\), 'actor' \(1\)"
         for hosts in (me.of_role("actors"), "actor", [], [Peer("actor", 7, 8, "elsewhere")]):
             with pytest.raises(ConfigurationError, match=roles):
                 replay_buffer(me, capacity=8, batch_size=2, hosts=hosts)

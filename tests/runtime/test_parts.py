@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
+from torch import nn
 
 from tests.runtime.helpers import Counter
 from torchrl_dist.errors import ConfigurationError
@@ -62,6 +63,17 @@ def test_tensors_of_every_kind_come_back_as_they_were(make, size: int):
     back = wire.loads(*wire.dumps(sent))
     assert back.dtype == sent.dtype and back.shape == sent.shape and not back.requires_grad
     assert torch.equal(back, sent)
+
+
+@pytest.mark.parametrize("size", [7, 100_000])
+def test_a_leaf_requires_grad_after_the_way_and_its_result_does_not(size: int):
+    leaf = torch.rand(size, requires_grad=True)
+    sent = {"leaf": leaf, "again": leaf, "result": 2 * leaf, "parameter": nn.Parameter(leaf)}
+    back = wire.loads(*wire.dumps(sent))
+    flags = {name: (each.requires_grad, each.is_leaf) for name, each in back.items()}
+    assert back["leaf"] is back["again"] and type(back["parameter"]) is nn.Parameter
+    assert flags == dict.fromkeys(sent, (True, True)) | {"result": (False, True)}
+    assert all(torch.equal(back[name], each) for name, each in sent.items())
 
 
 @pytest.mark.parametrize("make", [torch.zeros, np.zeros])

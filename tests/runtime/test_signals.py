@@ -6,12 +6,14 @@ import faulthandler
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 
 import psutil
 import pytest
 
+from tests import warm
 from torchrl_dist.runtime import ForkServer, current_session, local_cluster
 from torchrl_dist.runtime.signals import STOP_SIGNALS, Latch, StopSignals
 
@@ -104,6 +106,46 @@ def test_a_programs_own_handlers_stay():
             signal.signal(number, handler)
         latch.close()
         os.close(read)
+
+
+def test_a_handler_that_other_code_puts_back_afterwards_passes_signals_on():
+    latch = Latch()
+    signals = StopSignals(latch)
+    signals.install()
+    ours = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signals.restore()
+    signal.signal(signal.SIGINT, ours)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert not latch.is_set()
+    latch.close()
+
+
+WITH_A_STORAGE = """
+import signal
+from torchrl.data import LazyMemmapStorage
+from torchrl_dist.runtime.signals import Latch, StopSignals
+
+storage = LazyMemmapStorage(4)  # installs handlers that end the process
+signals = StopSignals(Latch())
+signals.install()
+for number in (signal.SIGTERM, signal.SIGINT):
+    signals._asked_at = None
+    signal.raise_signal(number)
+    print(number.name, flush=True)
+try:
+    signal.raise_signal(number)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_the_handlers_of_a_storage_of_torchrl_do_not_end_the_process_at_the_first_signal(tmp_path):
+    out = tmp_path / "out"
+    with out.open("w") as stdout:
+        program = warm.start([sys.executable, "-c", WITH_A_STORAGE], stdout=stdout)
+    assert program.wait(60) == 0
+    assert out.read_text().split() == ["SIGTERM", "SIGINT", "interrupted"]
 
 
 def test_a_forked_child_can_be_terminated_and_does_not_stop_its_parent(stop):

@@ -1,12 +1,13 @@
-"""Averages the gradients of parameters over ranks, at the end of every backward pass.
+"""Average the gradients of parameters over ranks, at the end of every backward pass.
 
-DistributedDataParallel arms its reducer in the module's ``forward`` and expects one backward pass
-that reaches every parameter. TorchRL's losses are used differently: ``loss.actor_loss(batch)`` does
-not call ``forward``. The losses of one forward have separate backward passes, each before the step
-of its own optimizer. A delayed actor loss has a backward pass only sometimes. In these cases
-DistributedDataParallel leaves each rank's gradients unaveraged, or raises in a later forward. Here,
-hooks on the parameters notice that a backward pass reached them, and the gradients are averaged at
-the end of the pass, no matter which method computed the loss.
+DistributedDataParallel prepares its reducer in the module's ``forward``, and expects one backward
+pass that reaches every parameter. TorchRL's losses are used differently: ``loss.actor_loss(batch)``
+does not call ``forward``. If one forward returns several losses, each loss has its own backward
+pass, followed by a step of its own optimizer. A delayed actor loss has a backward pass only in some
+updates. In these cases DistributedDataParallel leaves each rank's gradients unaveraged, or raises
+in a later forward. In this module, hooks on the parameters notice which parameters a backward pass
+reaches. The gradients are averaged at the end of the pass, no matter which method computed the
+loss.
 """
 
 from __future__ import annotations
@@ -24,17 +25,19 @@ from torch.autograd import Variable
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import ConfigurationError
+from .likeness import card
 from .ranks import Ranks
 
-# The GradientAverage of each parameter. A parameter with two would be averaged twice.
+# The GradientAverage of each parameter. A parameter must not have two of them, because its gradient
+# would be averaged twice.
 _owners = WeakTensorKeyDictionary()
 
 
 class GradientAverage:
-    """Averages the gradients of the attached parameters over the ranks, in place in each ``grad``.
+    """Average the gradients of the attached parameters over the ranks, in place in each ``grad``.
 
-    The average includes all that was accumulated in ``grad``. Averaging a second time does not
-    change gradients, because they are equal on all ranks.
+    The average includes everything that was accumulated in ``grad``. Averaging a second time
+    changes nothing, because the gradients are then equal on all ranks.
 
     Each backward pass sends one buffer, with all gradients and a flag per parameter that says
     whether this rank reached the parameter. Ranks may therefore reach different parameters.
@@ -63,7 +66,7 @@ class GradientAverage:
     def attach(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Average exactly these parameters from now on.
 
-        Parameters that need no gradient are left out, until a later call finds that they need one.
+        Parameters that need no gradient are left out until a later call finds that they need it.
 
         Raises:
             ConfigurationError: the parameters are on several devices, or one of them is attached to
@@ -73,8 +76,8 @@ class GradientAverage:
             if self._is_taken(parameter):
                 raise ConfigurationError(
                     f"{name} belongs to another distributed loss: close() that loss first. To "
-                    "train this parameter with both, distribute one LossModule that calls both "
-                    "losses"
+                    "train this parameter with both losses, distribute one LossModule that calls "
+                    "both losses"
                 )
         before = [(name, id(parameter)) for name, parameter in self._parameters.items()]
         for name, identity in before:
@@ -82,8 +85,8 @@ class GradientAverage:
                 self._release(name)
         for name, parameter in parameters.items():
             if parameter.requires_grad and name not in self._hooks:
-                # Weak references, because parameters and their average would otherwise keep each
-                # other alive: the garbage collector does not see torch's hooks.
+                # Weak references, because parameters and their GradientAverage would otherwise keep
+                # each other alive: the garbage collector does not see torch's hooks.
                 note = functools.partial(_note, weakref.ref(self), name)
                 self._hooks[name] = parameter.register_post_accumulate_grad_hook(note)
                 _owners[parameter] = weakref.ref(self)
@@ -101,8 +104,8 @@ class GradientAverage:
         self._frozen, self._dtypes, self._identities = [], [], set()
 
     def is_outdated(self, parameters: Iterable[nn.Parameter] | None = None) -> bool:
-        """Whether ``parameters`` are not the attached ones, or one of them was unfrozen, moved or
-        converted since."""
+        """Whether ``parameters`` differ from the attached parameters, or one of them was unfrozen,
+        moved or converted since it was attached."""
         here = self._buffer.device
         return (
             (parameters is not None and set(map(id, parameters)) != self._identities)
@@ -116,7 +119,7 @@ class GradientAverage:
             return _owners.get(parameter, lambda: None)() not in (None, self)
 
         if is_taken():
-            gc.collect()  # frees unreferenced losses, at the same point on every rank
+            gc.collect()  # frees unreferenced losses; every rank does this at the same point
         return is_taken()
 
     def _release(self, name: str) -> None:
@@ -127,7 +130,7 @@ class GradientAverage:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """In this block, only accumulate gradients. The next backward pass after the block averages
-        the sum."""
+        the accumulated gradients."""
         before, self._local = self._local, True
         try:
             yield
@@ -145,28 +148,27 @@ class GradientAverage:
         return self._digest
 
     def describe(self) -> dict[str, str]:
-        """Return a description of each averaged parameter, by name. It must be the same on all
-        ranks."""
-        return {
-            n: f"{p.dtype} {list(p.shape)}{'' if p.requires_grad else ' (frozen)'}"
-            for n, p in self._parameters.items()
-        }
+        """Return a description of each averaged parameter, by name. The description must be the
+        same on all ranks."""
+        return {name: card(parameter) for name, parameter in self._parameters.items()}
 
     # ---- a backward pass and its end
 
     def begin(self) -> None:
-        """Note that a backward pass has reached the loss. May be called several times per pass."""
+        """Record that a backward pass has reached the loss. May be called several times
+        per pass."""
         if self._is_new_pass():
             self._versions = {name: p._version for name, p in self._parameters.items()}
         Variable._execution_engine.queue_callback(self._average)
 
     def note(self, name: str) -> None:
-        """Note that a gradient has been accumulated."""
-        if self._is_new_pass():  # the pass did not start at a call of the loss
+        """Record that a gradient has been accumulated."""
+        if self._is_new_pass():  # the pass did not begin at an output of the loss
             self._versions = None
         self._reached.add(name)
-        # Queued for each parameter, because the first parameter of a pass cannot be recognized if
-        # the previous pass raised half-way. Only the first callback has an effect.
+        # The callback is queued for each parameter, because the first parameter of a pass cannot be
+        # recognized if the previous pass raised before its end. Only the first callback has an
+        # effect.
         Variable._execution_engine.queue_callback(self._average)
 
     def _is_new_pass(self) -> bool:
@@ -186,14 +188,15 @@ class GradientAverage:
         if self._local or not self._reached:
             return
         parameters = list(self._parameters.values())
-        # If an earlier pass raised, it may have reached a parameter whose grad is None by now.
+        # An earlier backward pass that raised may have reached a parameter whose grad is now None.
         reached = [n in self._reached and p.grad is not None for n, p in self._parameters.items()]
         self._reached.clear()
         buffer, count = self._buffer, len(parameters)
         buffer[:count].copy_(torch.tensor(list(map(float, reached)), device="cpu"))
         for (name, parameter), view in zip(self._parameters.items(), self._views, strict=True):
-            # Include gradients from earlier passes for parameters that this pass did not reach
-            # here: if another rank reached one, the average must keep its earlier gradient.
+            # Include the gradients of parameters that this pass did not reach on this rank. If
+            # another rank reached such a parameter, its average must include the gradient from
+            # earlier passes.
             if parameter.grad is None:
                 view.zero_()
             elif parameter.grad.is_sparse:
@@ -212,7 +215,8 @@ class GradientAverage:
             agreed=digest,
         )
         buffer[count:].div_(self._ranks.size)
-        # The flags are read only if this rank lacks a gradient, because reading waits for a GPU.
+        # The flags are read only if this rank lacks a gradient, because reading them waits for the
+        # work queued on a GPU.
         somewhere = reached if all(reached) else (buffer[:count] > 0).tolist()
         for parameter, view, there in zip(parameters, self._views, somewhere, strict=True):
             if not there:
@@ -223,7 +227,8 @@ class GradientAverage:
         self._after()
 
     def compare(self) -> None:
-        """Raise unless all ranks train the same parameters. Blocks until all ranks have called."""
+        """Raise unless all ranks train the same parameters. Blocks until all ranks have called this
+        method."""
         ranks = self._ranks.exchange(self.describe(), "the comparison of parameters")
         mine = self.describe()
         for index, theirs in enumerate(ranks):
@@ -245,7 +250,8 @@ class GradientAverage:
             )
         sizes = [parameter.numel() for parameter in self._parameters.values()]
         self._dtypes = [parameter.dtype for parameter in self._parameters.values()]
-        dtype = torch.float32  # at least 32 bits, because 16 are too few for sums over many ranks
+        # at least 32 bits, because 16 bits are too few for sums over many ranks
+        dtype = torch.float32
         dtype = functools.reduce(torch.promote_types, self._dtypes, dtype)
         device = devices.pop() if devices else torch.device("cpu")
         self._buffer = torch.zeros(len(sizes) + sum(sizes), dtype=dtype, device=device)

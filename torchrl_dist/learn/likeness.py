@@ -1,9 +1,9 @@
-"""Describes how a loss was built, apart from its tensors, so that ranks can compare their losses.
+"""Describe how a loss was built, apart from its tensors, so that ranks can compare their losses.
 
-Two losses may hold the same tensors and still compute different gradients: they may differ in loss
-function, value estimator, activation (tanh or relu) or keys. Therefore a description has each
-module's class, and its attributes that have the names of constructor parameters. Other attributes,
-such as counters and caches, may differ between ranks.
+Two losses may hold the same tensors and still compute different gradients, because the losses may
+differ in loss function, value estimator, activation (tanh or relu) or keys. Therefore a description
+contains the class of each module, and each attribute of the module that has the name of a
+constructor parameter. Other attributes, such as counters and caches, may differ between ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchrl.data import TensorSpec
 from torchrl.objectives import LossModule
 from torchrl.objectives.value import ValueEstimatorBase
 
-# Further settings that TorchRL lets a user change on a loss.
+# Further attributes of a loss that TorchRL lets a user change.
 _SETTINGS = (
     "value_type",
     "loss_mask_key",
@@ -58,18 +58,25 @@ def description(loss: LossModule) -> dict[str, str]:
     return found
 
 
+def card(tensor: Tensor) -> str:
+    """Describe what of a tensor must be equal on all ranks: type, shape, and whether it is a frozen
+    parameter."""
+    frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    return f"{tensor.dtype} {list(tensor.shape)}{' (frozen)' if frozen else ''}"
+
+
 def _modules(loss: LossModule) -> Iterator[tuple[str, nn.Module]]:
     """Yield each module of ``loss`` once, with its path.
 
-    Also yield networks that are not submodules of the loss. TorchRL keeps them apart, because it
-    calls them with parameters that the loss holds.
+    Also yield networks that are not submodules of the loss. TorchRL keeps these networks apart,
+    because TorchRL calls the networks with parameters that the loss holds.
     """
     pending, seen = [("", loss)], {id(loss)}
     while pending:
         path, module = pending.pop(0)
         yield path, module
         if isinstance(module, TensorDictParams):
-            continue  # has only tensors
+            continue  # contains only tensors
         for name, inner in {**vars(module), **module._modules}.items():
             if isinstance(inner, nn.Module) and id(inner) not in seen:
                 seen.add(id(inner))
@@ -100,7 +107,7 @@ def _constructor_parameters(kind: type) -> tuple[str, ...]:
             continue
         try:
             found |= dict.fromkeys(inspect.signature(init).parameters)
-        except (TypeError, ValueError):  # not written in Python
+        except (TypeError, ValueError):  # the constructor is not written in Python
             continue
     return tuple(name for name in found if name not in ("self", "device", "args", "kwargs"))
 

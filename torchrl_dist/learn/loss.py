@@ -6,7 +6,7 @@ import contextlib
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from torchrl.objectives import KLPENPPOLoss, LossModule, PPOLoss, REDQLoss
 from ..errors import ConfigurationError, DriftError
 from ..weights import named_tensors, pack
 from .gradients import GradientAverage
-from .likeness import description
+from .likeness import card, description
 from .ranks import Ranks, backends
 from .reductions import (
     Call,
@@ -47,43 +47,44 @@ class DistributedLoss(_Loss):
     Returns ``loss_module`` itself. The loss remains a ``DQNLoss`` with its attributes, parameters
     and ``state_dict`` keys, so target updaters, optimizers, ``set_keys`` and
     ``make_value_estimator`` work on it, before or after this call. (As with
-    ``torch.distributed.fsdp.fully_shard``, it gets a new class, derived from its original class and
-    this one.) What changes:
+    ``torch.distributed.fsdp.fully_shard``, the loss gets a new class, derived from its original
+    class and this class.) The loss changes in these ways:
 
-    - All ranks start from rank 0's parameters, targets and buffers. Parameters that are added
-      later, in the same way on all ranks, are averaged from the next call on.
-    - After each backward pass, the gradients that it reached are averaged over the ranks, no matter
-      how the loss was computed (``loss(batch)``, ``loss.actor_loss(batch)``, one forward with
-      several backward passes). Clip and step afterwards, as usual. ``torch.autograd.grad`` returns
-      this rank's own gradients.
+    - All ranks start from rank 0's parameters, targets and buffers. If parameters are added later,
+      in the same way on all ranks, their gradients are also averaged, from the next call of the
+      loss on.
+    - After each backward pass, the gradients of the parameters that it reached are averaged over
+      the ranks, no matter how the loss was computed (``loss(batch)``, ``loss.actor_loss(batch)``,
+      one forward with several backward passes). Clip and step afterwards, as usual.
+      ``torch.autograd.grad`` returns this rank's own gradients.
     - Each gradient equals that of a single process with all rows. For this, each rank weights each
-      mean inside the loss by its divisor: the number of rows, the number of rows that a mask
-      leaves, or the sum of their importance weights. ``reduction="sum"`` sums over all ranks. The
+      mean inside the loss by the divisor of the mean: the number of rows, the number of rows that a
+      mask leaves, or the sum of importance weights. ``reduction="sum"`` sums over all ranks. The
       PPO losses normalize advantages by the statistics of all ranks.
     - If the loss cannot compute this gradient exactly, the backward pass raises with the reason.
-      The cases are classes that are not TorchRL's (including your own subclasses),
-      ``reduction="none"``, and statistics of a batch such as ``average_rewards``. In these cases,
+      The reason may be a class that is not TorchRL's (including your own subclasses),
+      ``reduction="none"``, or statistics of a batch such as ``average_rewards``. In these cases,
       state the weight of this rank: ``loss.set_rows(len(batch))``.
     - Terms that do not come from the loss, such as a penalty on parameters, have the same weight on
-      each rank. Call ``backward()`` only on sums of losses, with or without coefficients. Anything
-      else, such as a square, gives the ranks wrong weights without an error.
+      each rank. Call ``backward()`` only on sums of losses, with or without coefficients. Any other
+      function of losses, such as a square, gives the ranks wrong weights without an error.
     - ``loss.ranks`` has methods for decisions on which ranks must agree, and for work that only one
       rank should do.
     - ``with DistributedLoss(...) as loss:`` closes the loss at the end of the block. An exception
-      in the block is raised on the waiting ranks, too, with its traceback.
+      in the block is also raised, with its traceback, on the ranks that wait.
 
     Every rank must make the same calls of the loss, of ``set_rows`` and of ``ranks``, and run the
     same backward passes, in the same order. (Under ``torch.no_grad()`` the calls of the loss may
-    differ.) Each of these calls blocks until all ranks have made it, on the CPU for at most
-    ``timeout_s``, and raises the errors of :class:`~torchrl_dist.learn.Ranks`. A rank without rows
-    calls the loss with an empty batch. Load a state on all ranks, or before the loss is
+    differ.) Each of these calls blocks until all ranks have made the same call, on the CPU for at
+    most ``timeout_s``, and raises the errors of :class:`~torchrl_dist.learn.Ranks`. A rank without
+    rows calls the loss with an empty batch. Load a state dict on all ranks, or before the loss is
     distributed.
 
     Args:
         loss_module: a loss that every rank builds in the same way, on the device where it will
             stay.
-        group: a torch.distributed group. Default: the group of all processes. A single process
-            needs no group, and its gradients do not change.
+        group: a torch.distributed group. The default is the group of all processes. A single
+            process needs no group, and its gradients do not change.
         timeout_s: the longest wait for other ranks.
 
     Raises:
@@ -107,6 +108,7 @@ class DistributedLoss(_Loss):
     _weight: Weight
     _call: Call | None
     _likeness: str | None
+    _keepers: list[nn.Module]  # may not be in training mode, see _statistics_in
     _is_closed: bool
 
     def __new__(
@@ -121,8 +123,11 @@ class DistributedLoss(_Loss):
                 f"got {type(loss_module).__name__}, expected a torchrl.objectives.LossModule"
             )
         if isinstance(loss_module, DistributedLoss):
-            raise ConfigurationError(f"this {type(loss_module).__name__} is distributed already")
+            raise ConfigurationError(
+                f"this {type(loss_module).__name__} is distributed already; use it as it is"
+            )
         _refuse_statistics(loss_module)
+        keepers = [m for _, m in _modules_of(loss_module) if _statistics_in(m)]
         ranks = Ranks(group, timeout_s=timeout_s)
         weight = Weight()
         gradients = GradientAverage(ranks, after=weight.age)
@@ -137,18 +142,19 @@ class DistributedLoss(_Loss):
         loss_module._weight = weight
         loss_module.__dict__["_call"] = None
         loss_module.__dict__["_likeness"] = None
+        loss_module.__dict__["_keepers"] = keepers
         loss_module._is_closed = False
         return loss_module
 
     def __init__(self, loss_module: LossModule, **_: Any) -> None:
-        # Python calls this after __new__. It must not build the loss a second time.
+        # Python calls this method after __new__. The loss must not be built a second time.
         pass
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Only accumulate this rank's gradients in this block, and average nothing.
 
-        The next backward pass outside the block averages the sum. Divide each loss by the number of
-        passes, as usual.
+        The next backward pass outside the block averages the accumulated gradients. Divide each
+        loss by the number of passes, as is usual when gradients are accumulated.
         """
         return self._gradients.paused()
 
@@ -159,7 +165,8 @@ class DistributedLoss(_Loss):
         divisors. The weight is dropped at the first call of the loss after gradients have been
         averaged.
 
-        Call this on all ranks before the backward pass. Blocks until all ranks have called.
+        Call this method on all ranks before the backward pass. Blocks until all ranks have called
+        it.
 
         Raises:
             ConfigurationError: ``rows`` is not a finite count >= 0, or is 0 on all ranks.
@@ -177,8 +184,8 @@ class DistributedLoss(_Loss):
     def check_drift(self) -> str:
         """Compare all parameters, targets and buffers between ranks, and return their checksum.
 
-        Blocks until all ranks have called. State other than tensors, and the noise of NoisyLinear
-        layers, may differ between ranks and is not compared.
+        Blocks until all ranks have called this method. State other than tensors, and the noise of
+        NoisyLinear layers, may differ between ranks and is not compared.
 
         Raises:
             DriftError: some tensors differ between ranks. The error names the tensors and ranks.
@@ -270,7 +277,7 @@ class DistributedLoss(_Loss):
         self.__dict__["_likeness"] = None
 
     def _description(self) -> dict[str, str]:
-        """Describe only what may have changed since ``__new__``, where everything was compared."""
+        """Describe only what may have changed since ``__new__``, which compared everything."""
         kinds = ("value_type", "the key", "value_estimator")
         return {name: text for name, text in description(self).items() if name.startswith(kinds)}
 
@@ -281,7 +288,8 @@ class DistributedLoss(_Loss):
         return str(self._likeness)
 
     def _compare_again(self) -> None:
-        """Find the difference. All ranks call this after noticing that they differ."""
+        """Raise an error that names the difference between the ranks' losses. All ranks call this
+        method once they notice that their losses differ."""
         self._gradients.compare()
         _refuse_difference(
             self.ranks.exchange(self._description(), "the comparison of the ranks' losses")
@@ -290,13 +298,13 @@ class DistributedLoss(_Loss):
     # ---- methods that change parameters
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        result = super()._apply(*args, **kwargs)  # called by .to(), .cuda() and .double()
+        result = super()._apply(*args, **kwargs)  # .to(), .cuda() and .double() call _apply()
         self._attach_again()
         return result
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         result = super().load_state_dict(*args, **kwargs)
-        self._attach_again()  # assign=True replaces parameters
+        self._attach_again()  # attach again, because assign=True replaces parameters
         return result
 
     def _attach_again(self) -> None:
@@ -329,7 +337,8 @@ class _NormalizedByAll(_Loss):
 class _DrawnByFirst(_Loss):
     """Added to REDQLoss: all ranks use the target networks that rank 0 draws.
 
-    Each call draws some of the target networks. A single process would use these for all rows.
+    Each call draws some of the target networks. A single process would use the same drawn networks
+    for all rows.
     """
 
     def __getattr__(self, item: str) -> Any:
@@ -340,7 +349,8 @@ class _DrawnByFirst(_Loss):
 
 
 class _Drawn:
-    """Parameters of several networks. Each index into them is replaced by rank 0's index."""
+    """Parameters of several networks. An index into these parameters is replaced by rank 0's
+    index."""
 
     def __init__(self, networks: Any, ranks: Ranks) -> None:
         self._networks, self._ranks = networks, ranks
@@ -355,8 +365,8 @@ class _Drawn:
 def _subclass(loss_class: type[LossModule]) -> type:
     """Return ``loss_class`` with the additions of :class:`DistributedLoss`.
 
-    Reductions are observed in every method that returns losses: ``forward``, and methods named like
-    TorchRL's.
+    Reductions are observed in every method that returns losses: ``forward``, and methods that have
+    the names of TorchRL's loss methods.
     """
     methods = {
         name: _observed(getattr(loss_class, name), loss_class)
@@ -379,7 +389,9 @@ def _subclass(loss_class: type[LossModule]) -> type:
 def _observed(method: Callable[..., Any], loss_class: type[LossModule]) -> Callable[..., Any]:
     name = method.__name__
 
-    @torch.compiler.disable  # it calls other ranks; compiled networks inside stay compiled
+    # The method calls other ranks, so it cannot be compiled. Compiled networks inside stay
+    # compiled.
+    @torch.compiler.disable
     @functools.wraps(method)
     def observed(self: Any, *args: Any, **kwargs: Any) -> Any:
         # forward() calls the other methods, which must not be observed again.
@@ -392,6 +404,7 @@ def _observed(method: Callable[..., Any], loss_class: type[LossModule]) -> Calla
             )
         if self._gradients.is_outdated(self.parameters()):
             self._attach_again()
+        _refuse_training(self)
         self._weight.forget_old()
         call = self.__dict__["_call"] = Call(self._weight)
         try:
@@ -407,9 +420,11 @@ def _observed(method: Callable[..., Any], loss_class: type[LossModule]) -> Calla
             raise
         finally:
             self.__dict__["_call"] = None
+        _refuse_training(self)  # CrossQLoss's methods call train()
         if name == "forward" and not args and isinstance(result, tuple):
             keys = getattr(self, "out_keys", ())
-            if len(keys) == len(result):  # a call by keywords returns a tuple in this order
+            # after a call by keywords, the tuple has the order of out_keys
+            if len(keys) == len(result):
                 named = dict(zip(map(str, keys), result, strict=True))
                 return tuple(_shared(self, loss_class, call, name, named, None).values())
         batch = args[0] if args else kwargs.get("tensordict")
@@ -437,7 +452,8 @@ def _shared(
     def watch(part: str, output: Tensor) -> Tensor:
         reason = refusal(loss_class, loss, call, part) or call.trace(output, sums=sums)
         outputs.append((output, reason and f"{part} of {loss_class.__name__}: {reason}"))
-        # A view, so that gradients that flow to another part do not call this part's hook.
+        # The hook is on a view, so that gradients that flow to another part do not call the hook of
+        # this part.
         shown = output.view_as(output)
         shown.register_hook(
             functools.partial(_passed, loss._gradients, loss._weight, outputs[-1][1])
@@ -465,7 +481,7 @@ def _passed(
     """Handle a backward pass that reaches a part of the loss."""
     gradients.begin()
     if weight.stated is not None:
-        # Without rows the gradient may be NaN, and NaN times zero is NaN.
+        # Without rows, the gradient may be NaN. A product with zero would then be NaN, too.
         return gradient * weight.stated if weight.stated else torch.zeros_like(gradient)
     if reason is not None:
         raise ConfigurationError(
@@ -476,8 +492,8 @@ def _passed(
 
 
 def _refuse_foreign(loss: LossModule, outputs: list[Tensor]) -> None:
-    """Raise if a gradient reaches a parameter of the loss's networks that the loss does not
-    hold."""
+    """Raise if a gradient reaches a parameter that belongs to the loss's networks, but not to the
+    loss."""
     mine = {id(parameter) for parameter in loss.parameters()}
     for leaf in leaves(outputs):
         if isinstance(leaf, nn.Parameter) and id(leaf) not in mine:
@@ -493,15 +509,26 @@ def _refuse_foreign(loss: LossModule, outputs: list[Tensor]) -> None:
                         )
 
 
-def _refuse_statistics(loss: LossModule) -> None:
-    """Raise if a call would update tensors from this rank's rows only."""
+def _modules_of(loss: LossModule) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the loss, its submodules and its networks, by name."""
     # These networks are not submodules of the loss (``likeness._modules``).
     networks = {k: v for k, v in loss.__dict__.items() if isinstance(v, nn.Module)}
     for name, network in {"": loss, **networks}.items():
-        for path, module in network.named_modules(prefix=name):
-            if module.training and (what := _statistics_in(module)):
-                where = f"{path} ({type(module).__name__})" if path else type(module).__name__
-                raise ConfigurationError(f"{where} {what}")
+        yield from network.named_modules(prefix=name)
+
+
+def _refuse_statistics(loss: LossModule) -> None:
+    """Raise if a call would update tensors from this rank's rows only."""
+    for path, module in _modules_of(loss):
+        if module.training and (what := _statistics_in(module)):
+            where = f"{path} ({type(module).__name__})" if path else type(module).__name__
+            raise ConfigurationError(f"{where} {what}")
+
+
+def _refuse_training(loss: Any) -> None:
+    """Raise if a module that was frozen when the loss was distributed is in training mode now."""
+    if any(module.training for module in loss._keepers):
+        _refuse_statistics(loss)
 
 
 def _statistics_in(module: nn.Module) -> str | None:
@@ -521,8 +548,8 @@ def _statistics_in(module: nn.Module) -> str | None:
         )
     if isinstance(module, KLPENPPOLoss) and not module.increment == module.decrement == 1:
         return (
-            "adapts beta to the divergence of this rank's rows. Build it with increment=1 and "
-            "decrement=1, and set loss.beta yourself from ranks.means({'kl': ...})."
+            "adapts beta to the divergence of this rank's rows. Build the loss with increment=1 "
+            "and decrement=1, and set loss.beta yourself from ranks.means({'kl': ...})."
         )
     return None
 
@@ -530,13 +557,13 @@ def _statistics_in(module: nn.Module) -> str | None:
 def _compare(loss: LossModule, ranks: Ranks) -> None:
     """Raise unless all ranks built the same loss.
 
-    Tensors must have equal names, types and shapes, and be frozen alike, because gloo aborts the
-    process if sizes in a collective differ.
+    Tensors must have equal names, types and shapes, and the same tensors must be frozen, because
+    gloo aborts the process if sizes in a collective differ.
     """
     tensors = named_tensors(loss)
-    # Only the first difference is shown. A different class comes first, because it explains other
-    # differences.
-    mine = {**description(loss), **{name: _card(tensor) for name, tensor in tensors.items()}}
+    # Only the first difference is shown. Differences of class come first, because they explain
+    # other differences.
+    mine = {**description(loss), **{name: card(tensor) for name, tensor in tensors.items()}}
     devices = sorted({str(t.device) for t in tensors.values()})
     assert ranks.group is not None
     served = backends(ranks.group)
@@ -558,11 +585,6 @@ def _refuse_devices(devices: Iterable[str], backends: Mapping[str, str]) -> None
                 f"{sorted(backends)} only ({dict(backends)}). Move the loss first, or initialize "
                 "the group with 'cpu:gloo,cuda:nccl'."
             )
-
-
-def _card(tensor: Tensor) -> str:
-    frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-    return f"{tensor.dtype} {list(tensor.shape)}{' (frozen)' if frozen else ''}"
 
 
 def _refuse_difference(ranks: list[Mapping[str, str]]) -> None:
@@ -608,7 +630,7 @@ def _take_from_first(loss: LossModule, ranks: Ranks) -> None:
 def _noise_of(loss: LossModule) -> set[str]:
     """Return the names of the buffers into which layers draw noise."""
     found: dict[str, nn.Module] = {"": loss}
-    # Under these names, the loss keeps the tensors of functional networks.
+    # The loss keeps the tensors of functional networks under these names.
     for name, network in loss.__dict__.items():
         if isinstance(network, nn.Module):
             found |= {f"{name}_params.": network, f"target_{name}_params.": network}
@@ -622,8 +644,8 @@ def _noise_of(loss: LossModule) -> set[str]:
 
 
 def _is_expanded(tensor: Tensor) -> bool:
-    """Whether ``tensor`` repeats one value. If so, it is a view of a parameter, which is copied
-    anyway."""
+    """Whether ``tensor`` repeats one value. Such a tensor is a view of a parameter, and the
+    parameter is copied anyway."""
     return any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 

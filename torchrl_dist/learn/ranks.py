@@ -1,4 +1,5 @@
-"""The processes that learn together: which they are, what they agree on, which are missing."""
+"""The processes that learn together: which processes these are, what they agree on, and which are
+missing."""
 
 from __future__ import annotations
 
@@ -33,28 +34,31 @@ from ..runtime.awake import awake, check_timeout, start_clock
 from ..runtime.store import AnsweringStore, StoreSilent
 from ..runtime.world import is_seen_here, process_stamp
 
-# A rank that waits longer than this tells the others that it waits, and looks for their failures.
+# A rank that waits longer than this tells the other ranks that it waits, and looks for their
+# failures.
 _SLICE_S = 1.0
 # How many numbers are summed at once.
 _BLOCK = 64
-# In a meeting, the ranks of a group check that they make the same call (``Ranks._meet``). This is
-# what each group's last meeting agreed on. Until the next meeting, the ranks sum tensors of the
-# agreed size without meeting again.
+# In a meeting, the ranks of a group check that they make the same call (``Ranks._meet``).
+# ``_agreed`` holds what the last meeting of each group agreed on. Until the next meeting, the ranks
+# may sum tensors of the agreed size without meeting again.
 _agreed: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 # For each group whose ranks are on several nodes, the group in which it sums tensors.
 _groups_of_sums: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 # A rank sends its whole tensor, instead of parts, to each other rank if the tensor has at most
-# _MOST_DIRECT_BYTES, and if this sends at most _DIRECT_BYTES more than parts would.
+# _MOST_DIRECT_BYTES and this sends at most _DIRECT_BYTES more than sending parts.
 _DIRECT_BYTES, _MOST_DIRECT_BYTES = 2**18, 2**24
-# After a failed collective, a rank waits this long for the others to report that they wait, too.
+# After a failed collective, a rank waits this long for the other ranks to report that they wait,
+# too.
 _GRACE_S = 3.0
 _STOPPED = ", stopped"
-# Calls are matched by their order alone, so a missing call is noticed only when a rank has ended.
+# Calls of different ranks are matched only by their order, so a missing call is noticed only when a
+# rank has ended.
 _UNEQUAL = (
     "the ranks made different numbers of calls: a rank that skips an update or leaves its loop "
-    "must ask the others first, as in `if loss.ranks.any(len(buffer) < 1000): continue`"
+    "must ask the other ranks first, as in `if loss.ranks.any(len(buffer) < 1000): continue`"
 )
-_IF_ENDED = f". If it ended without an error, {_UNEQUAL}"
+_IF_ENDED = f". If a rank ended without an error, {_UNEQUAL}"
 
 
 @dataclass(frozen=True)
@@ -77,8 +81,8 @@ class Rank:
     def state(self) -> str:
         """Return ``"running"``, ``"stopped"``, ``"gone"`` or ``"unknown"``.
 
-        The state is unknown on another node, and in another pid namespace (a container) of this
-        node.
+        The state is unknown if the process runs on another node, or in another pid namespace (a
+        container) of this node.
         """
         if self.host != socket.gethostname() or not is_seen_here(self.stamp):
             return "unknown"
@@ -89,19 +93,23 @@ class Rank:
 
 
 class Ranks:
-    """The ranks of a torch.distributed group, or this process alone. Use it in one thread only.
+    """The ranks of a torch.distributed group, or this process alone. Use the object in one thread
+    only.
 
-    Every rank builds it and calls its methods in the same order. All methods except ``own``,
-    ``seed`` and ``report`` block until every rank has called, at most ``timeout_s``. They raise:
+    Every rank builds this object and calls its methods in the same order. All methods except
+    ``own``, ``seed`` and ``report`` block until every rank has made the same call, at most
+    ``timeout_s``. These methods raise:
 
-    - DeadlineError after ``timeout_s``, which names the missing ranks and where they wait instead,
+    - DeadlineError after ``timeout_s`` (the error names the missing ranks, and where they wait
+      instead),
     - PeerLostError if a process died,
-    - RemoteError if a rank :meth:`report`-ed an exception,
+    - RemoteError if a rank called :meth:`report` with an exception,
     - ConfigurationError if the ranks called different methods.
 
-    If a process on another node dies, the others notice immediately while they average gradients,
-    otherwise only at the deadline. On a GPU, averaging does not block. Instead, torch's watchdog
-    enforces the group's own deadline, and its error does not name the missing ranks.
+    If a process on another node dies while the other ranks average gradients, these ranks notice
+    the death immediately. In other calls, they notice it only at the deadline. On a GPU, averaging
+    does not block. Instead, torch's watchdog enforces the group's own deadline, and its error does
+    not name the missing ranks.
 
     Attributes:
         index: this process's rank in the group.
@@ -190,14 +198,14 @@ class Ranks:
                     with contextlib.suppress(*(() if is_late() else (StoreSilent,))):
                         say_so()
                         self._raise_reported(what)
-                        # Look for ended ranks before looking for values, because a rank may set its
-                        # value and then end.
+                        # Look for ended ranks first and for values afterwards, because a rank may
+                        # set its value and then end.
                         gone = {who for who in self.members if who.state() == "gone"}
                         absent = self._absent(keys)
                         if gone.intersection(absent) or is_late():
                             raise self._missing_error(absent, what, late=True)
             told = [json.loads(text) for text in insist(self._store.multi_get, keys)]
-            # All ranks have come here, so all have read the values of earlier exchanges.
+            # All ranks have reached this line, so all have read the values of earlier exchanges.
             if number > 2:
                 with contextlib.suppress(StoreSilent):
                     self._store.delete_key(f"exchange/{number - 2}/{self.index}")
@@ -215,7 +223,7 @@ class Ranks:
         Otherwise, if a rank skips an update or leaves its loop (for example after a signal), the
         other ranks wait for its gradients.
         """
-        what = "the question whether to stop"
+        what = "a call of ranks.any()"
         if self._device.type != "cpu":  # a sum on the GPU would wait for all work queued there
             return any(self.exchange(bool(flag), what))
         return self.add_up(what, [bool(flag)])[0] > 0
@@ -230,7 +238,7 @@ class Ranks:
             RemoteError: on the other ranks, if the function raised on rank 0. Rank 0 gets the
                 exception itself.
         """
-        what = "what rank 0 does"
+        what = "a call of ranks.on_first()"
         if not self.is_first:
             failure = self.exchange(None, what)[0]
             if failure is not None:
@@ -289,10 +297,10 @@ class Ranks:
     # ---- failures
 
     def report(self, error: BaseException) -> None:
-        """Send ``error`` to the ranks that wait for this one. Does not block or raise."""
+        """Send ``error`` to the ranks that wait for this rank. Does not block or raise."""
         if self.size > 1:
             with contextlib.suppress(dist.DistError):
-                # a failure that is already there has caused this one
+                # a failure that is already reported has caused this error
                 if not self._store.check("failure"):
                     self._store.set("failure", json.dumps(self._description(error)))
 
@@ -313,8 +321,9 @@ class Ranks:
     def _raise_reported(self, what: str = "") -> None:
         """Raise the failure that another rank has reported.
 
-        Also raise if the next rank waits for something other than ``what`` in the same call.
-        Looking at the next rank is enough, because if any two ranks differ, two neighbours differ.
+        Also raise if the next rank waits for something other than ``what`` in the same call. It is
+        enough to look at the next rank, because if any two ranks wait for different things, two
+        neighbouring ranks do, too.
         """
         reported = self._store.check("failure")
         other = (self.index + 1) % self.size
@@ -341,13 +350,14 @@ class Ranks:
 
         Args:
             agreed: the argument ``agreed`` of an earlier ``add_up`` whose ``details`` determine the
-                shape and type of ``tensor``. If the ranks have not met since, they need not meet
-                now.
+                shape and type of ``tensor``. If the ranks have not met again since that call, they
+                need not meet now.
         """
         if self.group is None or self.size == 1:
             return
         if not agreed or _agreed.get(self.group) != agreed:
-            # Meet, because with tensors of different sizes gloo would abort the process.
+            # The ranks meet, because gloo would abort the process if the tensors had different
+            # sizes.
             self._meet(what, f"{details} {tensor.numel()} {tensor.dtype}", [], compare)
             _agreed[self.group] = agreed
         self._sum(tensor, what)
@@ -367,7 +377,7 @@ class Ranks:
             what: names this call in errors.
             details: must be equal on all ranks, like the number of values.
             compare: called on all ranks if ``details`` differ, to raise a more precise error.
-            agreed: a part of ``details``, for a later ``all_reduce``.
+            agreed: a part of ``details``, to be passed to a later ``all_reduce``.
 
         Raises:
             ConfigurationError: the ranks differ in ``what``, ``details`` or the number of values.
@@ -391,9 +401,9 @@ class Ranks:
     ) -> list[float]:
         """Sum a block of fixed size, after checking that all ranks make the same call.
 
-        Each rank sends its block to each rank, because between nodes the number of messages matters
-        more than their size. ``_sum`` uses another collective, because gloo would mistake one
-        rank's block for a part of another rank's tensor.
+        Each rank sends its block to each other rank, because between nodes the number of messages
+        matters more than their size. ``_sum`` uses another collective, because gloo would otherwise
+        mistake one rank's block for a part of another rank's tensor.
         """
         assert self.group is not None
         code = zlib.crc32(f"{what} {details}".encode())
@@ -402,7 +412,7 @@ class Ranks:
         _agreed.pop(self.group, None)
         codes, *sums = self._from_each(block, what).T.tolist()
         if any(other != code for other in codes):
-            # All ranks see the difference, so all make this call.
+            # All ranks see the difference, so all ranks call exchange().
             told = self.exchange(details, what)
             compare()
             other = next(index for index, theirs in enumerate(told) if theirs != details)
@@ -424,7 +434,7 @@ class Ranks:
         return received
 
     def _to_each(self, rows: Tensor, what: str, group: dist.ProcessGroup) -> Tensor:
-        """Send row ``i`` of ``rows`` to rank ``i``, and return what the ranks sent to this one."""
+        """Send row ``i`` of ``rows`` to rank ``i``, and return what the ranks sent to this rank."""
         received, options = torch.empty_like(rows), dist.AllToAllOptions()
         self._wait_for(lambda: group.alltoall_base(received, rows, [], [], options), options, what)
         return received
@@ -442,7 +452,8 @@ class Ranks:
             self._wait_for(lambda: group.allreduce([tensor], options), options, what)
 
     def _sum_from_afar(self, tensor: Tensor, what: str) -> None:
-        """Sum in one round trip, or in two for a large tensor. gloo's ring needs two per rank."""
+        """Sum in one round trip, or in two for a large tensor. gloo's own ring algorithm needs two
+        round trips per rank."""
         group, size = self._group_of_sums(what), self.size
         more_bytes = (size - 2) * tensor.nbytes
         if more_bytes <= _DIRECT_BYTES and tensor.nbytes <= _MOST_DIRECT_BYTES:
@@ -458,8 +469,8 @@ class Ranks:
     def _group_of_sums(self, what: str) -> dist.ProcessGroup:
         """Return a second group of the same ranks, for sums.
 
-        With one group for meetings and sums, gloo would confuse the block that a rank sends in a
-        meeting with a part of another rank's tensor, and abort.
+        If meetings and sums used the same group, gloo would confuse the block that a rank sends in
+        a meeting with a part of another rank's tensor, and abort.
         """
         assert self.group is not None
         if self.group not in _groups_of_sums:
@@ -478,7 +489,7 @@ class Ranks:
         """Begin a collective on the CPU and wait for its end."""
         self._calls += 1
         options.timeout = timedelta(seconds=self.timeout_s)
-        start = time.monotonic()  # the clock of gloo's own deadline
+        start = time.monotonic()  # gloo measures its own deadline on this clock
         try:
             work = begin()
             with self._waiting(what) as say_so:
@@ -500,8 +511,8 @@ class Ranks:
     def _waiting(self, what: str) -> Iterator[Callable[[], None]]:
         """Yield a function that announces that this rank waits for ``what``.
 
-        The announcement is withdrawn if the block ends without an error. From the announcements,
-        the first rank that gives up learns which ranks wait and which are missing.
+        The announcement is withdrawn if the block ends without an error. The first rank that gives
+        up reads the announcements of all ranks, to learn which wait and which are missing.
         """
         keys = (f"place/{self.index}", self._waiting_key(self.index))
         said = False
@@ -538,11 +549,15 @@ class Ranks:
             return reported
         except dist.DistError as lost:
             return self._lost_error(what, lost)
-        return PeerLostError(f"{what}: the connection between the ranks failed: {error}")
+        return PeerLostError(
+            f"{what}: the connection between the ranks failed ({error}); see the "
+            "output of the other ranks"
+        )
 
     def _lost_error(self, what: str, error: dist.DistError) -> Exception:
-        """Return the error for a store whose process died, or is stopped and therefore silent.
-        Without the store, only this node's kernel can tell which ranks died or are stopped."""
+        """Return the error to raise if the store's process has died, or is stopped and therefore
+        silent. Without the store, only this node's kernel can tell which ranks died or are
+        stopped."""
         give_up = awake() + _GRACE_S
         while True:
             states = {who: who.state() for who in self.members}
@@ -550,14 +565,14 @@ class Ranks:
             gone = [who for who, state in states.items() if state == "gone"]
             if stopped or gone or awake() > give_up:
                 break
-            time.sleep(0.05)  # the connections of a dying process close before it is gone
+            time.sleep(0.05)  # the connections of a dying process close before the process is gone
         if gone:
             return PeerLostError(
                 f"{', '.join(map(str, gone))} died or left before {what} ({error}){_IF_ENDED}"
             )
         if stopped:
             return DeadlineError(
-                f"{', '.join(map(str, stopped))}, stopped, did not reach {what} within "
+                f"{', '.join(map(str, stopped))} (stopped) did not reach {what} within "
                 f"{self.timeout_s:g} s ({error})"
             )
         return PeerLostError(
@@ -575,13 +590,14 @@ class Ranks:
         if gone or not late:
             names = ", ".join(map(str, gone or absent))
             return PeerLostError(f"{names} died or left before {what}{_IF_ENDED}")
-        states.sort(key=lambda each: each[1] != "stopped")  # stopped ranks first: the cause
+        # stopped ranks first, because they are the cause
+        states.sort(key=lambda each: each[1] != "stopped")
         places = [self._place(who, state) for who, state in states]
         names = ", ".join(f"{who}{place}" for (who, _), place in zip(states, places, strict=True))
-        waits = any(place not in ("", _STOPPED) for place in places)
+        may_be_ahead = any(place != _STOPPED for place in places)
         return DeadlineError(
-            f"{names} did not reach {what} within {self.timeout_s:g} s; the others wait there"
-            + (f". Perhaps {_UNEQUAL}" if waits else "")
+            f"{names} did not reach {what} within {self.timeout_s:g} s; the other ranks wait there"
+            + (f". Perhaps {_UNEQUAL}" if may_be_ahead else "")
         )
 
     def _place(self, who: Rank, state: str) -> str:
@@ -608,8 +624,8 @@ def _apart(index: int, what: str, other: int, theirs: str) -> str:
 
 
 def _done(work: dist.Work) -> bool:
-    """Whether ``work`` ended, even by an error, within a slice. Signals are handled between
-    slices."""
+    """Whether ``work`` ended, even by an error, within _SLICE_S. Python handles signals between
+    such waits."""
     try:
         work.wait(timedelta(seconds=_SLICE_S))
     except RuntimeError:

@@ -1,20 +1,20 @@
-"""Observes the divisor of each part of a loss.
+"""Observe the divisor of each part of a loss.
 
-A part that is a mean over rows has, on rank r, the gradient ``g_r / d_r``. Here ``g_r`` is the
+If a part is a mean over rows, its gradient on rank r is ``g_r / d_r``. Here, ``g_r`` is the
 gradient of the sum over rows. The divisor ``d_r`` is the number of rows, the number of rows that a
-mask leaves, or the sum of their weights. One process with all rows would compute
-``sum_r g_r / sum_r d_r``. So each mean's gradient is multiplied by ``size * d_r / sum_r d_r`` in
-the backward pass. Plain averages over the ranks are then exact, even if gradients of other parts,
-terms or passes are added.
+mask leaves, or the sum of the rows' weights. A single process with all rows would compute
+``sum_r g_r / sum_r d_r``. Therefore each mean's gradient is multiplied by
+``size * d_r / sum_r d_r`` in the backward pass. Plain averages over the ranks are then exact, even
+if gradients of other parts of the loss, of other losses or of other backward passes are added.
 
 Divisors come from two places: from TorchRL's own ``_reduce_loss``, which almost all losses call,
 and from the autograd graph of each output, in which ``mean()`` notes the number of elements.
 Between a mean and the output, only sums and constant factors are allowed, because any other
-function would need the mean over all ranks, not this rank's.
+function would need the mean over all ranks instead of this rank's mean.
 
 A graph does not show the statistics of a batch through which no gradient flows, such as those of a
 normalized advantage. Therefore only classes whose statistics are known are supported (``KNOWN``,
-for TorchRL 0.14). Others are refused unless the caller states the weight of each rank.
+for TorchRL 0.14). Other classes are refused unless the caller states the weight of each rank.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from torch import Tensor
 from torchrl.objectives import LossModule, PPOLoss
 from torchrl.objectives import value as estimators
 
-_MEAN, _SUM = 1, 2  # torch's numbers for reductions
+_MEAN, _SUM = 1, 2  # the numbers by which torch names reductions
 
-# Nodes of autograd that are linear in each input with a gradient.
+# Operations of autograd that are linear in each input that has a gradient.
 _LINEAR = frozenset(
     {
         "AddBackward0",
@@ -52,7 +52,7 @@ _LINEAR = frozenset(
 
 
 class Weight:
-    """The weight of this rank that the caller stated, if any.
+    """The weight of this rank, if the caller stated one.
 
     The weight is valid until the first call of the loss after gradients have been averaged.
 
@@ -68,11 +68,12 @@ class Weight:
         self.stated, self._is_old = weight, False
 
     def age(self) -> None:
-        """Note that gradients have been averaged."""
+        """Record that gradients have been averaged."""
         self._is_old = True
 
     def forget_old(self) -> None:
-        """Note a call of the loss. Drop the weight if gradients have been averaged with it."""
+        """Record a call of the loss. Drop the weight if gradients have been averaged with this
+        weight."""
         if self._is_old:
             self.stated = None
 
@@ -106,7 +107,7 @@ class Reduction:
 
 
 class Call:
-    """A call of a loss from outside, not from its own methods, whose result has gradients."""
+    """A call of a loss, made outside of the loss's own methods, whose result has gradients."""
 
     def __init__(self, weight: Weight) -> None:
         self.reductions: list[Reduction] = []
@@ -115,20 +116,18 @@ class Call:
         self._weight = weight
         self._nodes: dict[Any, Reduction] = {}
 
-    def reduce(
-        self, reduce: Callable[..., Tensor], loss: Tensor, how: str, **kwargs: Any
-    ) -> Tensor:
-        """Return TorchRL's ``reduce(loss, reduction=how, **kwargs)``, and note its divisor."""
-        result = reduce(loss, reduction=how, **kwargs)
+    def reduce(self, reduce: Callable[..., Tensor], loss: Tensor, how: str) -> Tensor:
+        """Return TorchRL's ``reduce(loss, reduction=how)``, and note its divisor."""
+        result = reduce(loss, reduction=how)
         if not result.requires_grad or how not in ("mean", "sum"):
             return result
         divisor = None
         if how == "mean":
-            with torch.no_grad():  # the divisor is a sum of ones, with the same mask and weights
-                divisor = float(reduce(torch.ones_like(loss), reduction="sum", **kwargs))
+            with torch.no_grad():  # to get the divisor, sum ones with the same mask and weights
+                divisor = float(reduce(torch.ones_like(loss), reduction="sum"))
             self.is_masked |= divisor != loss.numel()
             if divisor == 0:
-                # The mean over no rows may be NaN, and NaN times zero is NaN.
+                # The mean over no rows may be NaN. Scaled by zero, it would still be NaN.
                 result = loss.masked_fill(torch.ones_like(loss, dtype=torch.bool), 0).sum()
         reduction = self._new(result.grad_fn, divisor)
         result.register_hook(reduction.scale)
@@ -250,15 +249,19 @@ def _cql(loss: LossModule, call: Call, part: str) -> str | None:
         return None
     if part not in ("loss_cql", "cql_loss"):
         return "alpha_prime is multiplied by a mean over this rank's rows"
-    return "its mask applies to only one of its two terms" if call.is_masked else None
+    return "the loss's mask applies to only one of its two summands" if call.is_masked else None
 
 
 def _gail(loss: LossModule, call: Call, part: str) -> str | None:
-    return "its gradient penalty is a separate mean in each row" if loss.use_grad_penalty else None
+    return (
+        ("the loss's gradient penalty is a separate mean in each row")
+        if loss.use_grad_penalty
+        else None
+    )
 
 
 def _rnd(loss: LossModule, call: Call, part: str) -> str | None:
-    return None if loss.obs_rms is None else "its obs_rms has seen this rank's rows only"
+    return None if loss.obs_rms is None else "the loss's obs_rms has seen this rank's rows only"
 
 
 def _td3_bc(loss: LossModule, call: Call, part: str) -> str | None:
@@ -267,9 +270,9 @@ def _td3_bc(loss: LossModule, call: Call, part: str) -> str | None:
     return None
 
 
-# For each class (not its subclasses), a rule that refuses parts that compute anything over several
-# rows before their reductions. tests/learn/test_classes.py compares each class with one
-# process that has all rows.
+# For each class (but not its subclasses), a rule that refuses the parts that combine several rows
+# before their reductions. tests/learn/test_classes.py compares each class with one process that has
+# all rows.
 KNOWN: dict[type[LossModule], Rule] = {
     **dict.fromkeys(
         (
@@ -313,8 +316,8 @@ _Class = TypeVar("_Class", bound=type[LossModule])
 
 
 def computes_each_row(loss_class: _Class) -> _Class:
-    """Declare, as a decorator, that a class of ours computes nothing over several rows before its
-    reductions."""
+    """A decorator for loss classes of this package. The decorator declares that the class computes
+    nothing over several rows before its reductions."""
     _OWN.add(loss_class)
     return loss_class
 
@@ -330,7 +333,8 @@ _ESTIMATORS = (
 
 
 def refusal(loss_class: type[LossModule], loss: LossModule, call: Call, part: str) -> str | None:
-    """Return why the divisors of a part do not determine the ranks' weights, or None if they do."""
+    """Return why the divisors of a part do not determine the ranks' weights, or None if they
+    determine the weights."""
     rule = _by_row if loss_class in _OWN else KNOWN.get(loss_class)
     if rule is None:
         return (
@@ -361,7 +365,8 @@ AddUp = Callable[[str, "list[float]"], "list[float]"]
 def normalized(
     loss: PPOLoss, advantage: Tensor, tensordict: TensorDictBase, add_up: AddUp
 ) -> Tensor:
-    """Return ``advantage`` as PPO normalizes it, by mean and deviation over all ranks' rows.
+    """Return ``advantage`` as PPO normalizes it, by the mean and standard deviation over all ranks'
+    rows.
 
     Args:
         add_up: returns the sums of some numbers over the ranks, which must all make the same calls.

@@ -1,9 +1,9 @@
 """Deadlines that advance only while this process runs.
 
-After a process was stopped (SIGSTOP, a suspended machine, a debugger), deadlines by the usual clock
-have passed, although the other processes had no time to answer. Waits are therefore measured on the
-clock :func:`awake`. A thread of the process advances this clock, so the clock stops with the
-process.
+When a process continues after a stop (by SIGSTOP, a suspended machine or a debugger), deadlines on
+the usual clock may have passed, although the other processes had no time to answer. Waits are
+therefore measured on the clock :func:`awake`. A thread of the process advances this clock, so the
+clock stops with the process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from ..forks import now_and_in_children
 
 _T = TypeVar("_T")
 _TICK_S = 0.25
-# Two ticks are further apart than this only if the process was stopped, or got no CPU time.
+# Two consecutive ticks are further apart than this only if the process was stopped or got no CPU
+# time.
 _MOST_S = 2 * _TICK_S
 _LONGEST_S = 1e9
 
@@ -38,15 +39,15 @@ class _Clock:
         self._sooner = threading.Event()
         self._next_look = 0.0
         # The time of the last tick on time.monotonic() (None before the first tick), and the total
-        # time for which this process was stopped. One tuple, because other threads read both
-        # without a lock.
+        # time for which this process was stopped. The two values are in one tuple, because other
+        # threads read them without a lock.
         self._ticked: tuple[float | None, float] = (None, 0.0)
         self._due: dict[int, tuple[float, Callable[[], None]]] = {}
 
     def now(self) -> float:
         """Return ``time.monotonic()`` minus the time for which this process was stopped.
 
-        Stops of less than half a second, and those before :func:`start_clock`, are not subtracted.
+        Stops of less than half a second, and stops before :func:`start_clock`, are not subtracted.
         """
         tick, stopped = self._ticked
         now = time.monotonic()
@@ -96,7 +97,8 @@ class _Clock:
                 if due <= now and self.forget(key):
                     try:
                         function()
-                    except Exception:  # the other deadlines still need their calls
+                    # continue, because the calls for the other deadlines must still be made
+                    except Exception:
                         traceback.print_exc()
 
 

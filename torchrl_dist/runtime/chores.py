@@ -19,14 +19,15 @@ from .signals import Latch, say, wait_any
 
 Chore = Callable[[], None]
 
-# When the job ends, a running call has this long before it is interrupted, as by Ctrl-C.
+# When the job ends, a call that is running has this long before it is interrupted, as if by Ctrl-C.
 _END_S = 1.0
 # If the call still runs this long after the interrupt, another thread ends the process.
 _INTERRUPT_S = 5.0
 
 
 class Chores:
-    """A queue of calls for the serving thread. At most one owner at a time submits calls."""
+    """A queue of calls (chores) for the thread that serves. At most one owner at a time submits
+    calls."""
 
     def __init__(self) -> None:
         self.expected = False  # whether this process is in a session in which it may serve
@@ -42,7 +43,7 @@ class Chores:
         """Become the owner of the queue if this process serves, or starts to serve within
         ``patience_s``.
 
-        Returns False if it does not serve, or if there is another owner.
+        Returns False if the process does not serve, or if the queue has another owner.
         """
         until = time.monotonic() + patience_s
         with self._cond:
@@ -55,8 +56,8 @@ class Chores:
             return True
 
     def submit(self, chore: Chore) -> None:
-        """Run ``chore`` soon, after those submitted earlier. Does not block. ``chore`` must not
-        raise."""
+        """Run ``chore`` soon, after the chores that were submitted earlier. Does not block.
+        ``chore`` must not raise."""
         with self._cond:
             self._work.append(chore)
             if self._wake_fd is not None:
@@ -71,8 +72,8 @@ class Chores:
         """Run submitted chores until the latch is set.
 
         Args:
-            interrupt: called if a chore does not return after the latch is set. It must make the
-                next signal raise in the main thread.
+            interrupt: called if a chore still runs some time after the latch was set. The function
+                must make the next signal raise in the main thread.
         """
         wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         poller = select.poll()

@@ -2,15 +2,16 @@
 
 The server forks the children of ``local_cluster`` and the env processes of node workers. Each env
 process gets one end of a socket pair. Importing takes seconds of CPU per process; a fork takes
-milliseconds. Forking is safe only without a second thread, RPC and CUDA, so the server only forks,
-waits and reports.
+milliseconds. Forking is safe only in a process that has one thread and uses neither RPC nor CUDA.
+The server therefore only forks, waits and reports.
 
-A child that starts processes itself becomes another client of the server that forked it, so nothing
-is imported again. The server accepts only clients of this user.
+A child that starts processes itself becomes another client of the server that forked it. The
+processes that it starts need not import anything, either. The server accepts only clients of this
+user.
 
-Lifetimes. When a client is gone, the server ends the client's children. When its parent, the first
-client, is gone, the server also ends itself. When the server dies, the kernel kills the children,
-and each client kills all that remain in its children's process groups.
+Lifetimes. When a client is gone, the server ends the client's children. When the server's first
+client (its parent) is gone, the server also ends itself. When the server dies, the kernel kills the
+children, and each client kills all processes that remain in its children's process groups.
 
     client --commands (a stream)-->  server  --fork-->  child
     client <--reports (datagrams)--  server and children
@@ -60,12 +61,13 @@ _PRELOAD = (
 )
 _MAX_REPORT_BYTES = 64 * 1024
 _PR_SET_PDEATHSIG = 1
-# Long, because many children that share few cores start slowly.
+# This limit is long, because many children that share few cores start slowly.
 _BOOT_TIMEOUT_S = 120.0
 _KILL_TIMEOUT_S = 5.0
 _JOIN_S = 1.0  # how long a new connection may take to send its descriptors
 _FULL_S = 0.01
-# Address of the server that forked this process, or of a server that tests use instead of new ones.
+# Address of the server that forked this process. Tests set this variable to the address of a server
+# that they share.
 _address: str | None = None
 
 
@@ -79,7 +81,8 @@ class ChildState:
 
 @dataclass
 class Children:
-    """The parent's view of the processes of one cluster; the monitor thread updates it."""
+    """The state of the processes of one cluster, as their parent knows it. The monitor thread
+    updates the states."""
 
     job: int
     states: dict[int, ChildState]
@@ -87,7 +90,7 @@ class Children:
     on_exit: Callable[[int, str], None] | None = None
 
     def watch(self, on_exit: Callable[[int, str], None]) -> None:
-        """Call ``on_exit(rank, how)`` for every past and future death, in any thread."""
+        """Call ``on_exit(rank, how)`` for every past and future death of a child, in any thread."""
         with self.changed:
             self.on_exit = on_exit
             dead = [(rank, state.exit) for rank, state in self.states.items() if state.exit]
@@ -131,7 +134,7 @@ class Children:
             )
 
     def wait_gone(self, timeout_s: float) -> bool:
-        """Block until every child has ended; return whether they have."""
+        """Wait at most ``timeout_s`` for every child to end. Return whether all have ended."""
         with self.changed:
             return self.changed.wait_for(
                 lambda: all(state.exit for state in self.states.values()), timeout_s
@@ -147,9 +150,9 @@ class ForkServer:
     Children do not see later changes of modules that the server has imported.
 
     Args:
-        fork: fork the server from this process, with its imports. Only for a program that has done
-            nothing but import, and has not run user code. If this process has more than one thread,
-            the server is nevertheless started as a new process.
+        fork: fork the server from this process, with its imports. Set this only in a program that
+            has only imported modules and has not run user code. If this process has more than one
+            thread, the server is nevertheless started as a new process.
     """
 
     def __init__(self, *, fork: bool = False) -> None:
@@ -158,10 +161,11 @@ class ForkServer:
         self._up = threading.Event()
         self._error: str | None = None
         self._closed = False
-        self._owner = os.getpid()  # differs in a fork, which has a copy of this object
+        # in a fork, which has a copy of this object, os.getpid() differs from this number
+        self._owner = os.getpid()
         # None: another client started the server.
         self._process: subprocess.Popen[bytes] | _Fork | None = None
-        self._command_lock = threading.RLock()  # keeps a command and its descriptors together
+        self._command_lock = threading.RLock()  # held while a command and its descriptors are sent
         self._link, commands = _pair(socket.SOCK_STREAM)
         self._commands = Connection(os.dup(self._link.fileno()))
         self._reports, reports = _pair(socket.SOCK_SEQPACKET)
@@ -169,7 +173,7 @@ class ForkServer:
         self.pid = 0
         if _address is not None:
             self.address = _address
-            with contextlib.suppress(OSError):  # raised if that server has ended
+            with contextlib.suppress(OSError):  # raised if the server at that address has ended
                 self.pid = self._join(fds)
         if not self.pid:
             self.address = f"\0torchrl_dist-{secrets.token_hex(16)}"
@@ -193,13 +197,16 @@ class ForkServer:
                 try:
                     link.connect(self.address)
                     break
-                except BlockingIOError:  # the server's queue is full; any user may fill it
+                # the server's queue is full, possibly because another user fills it
+                except BlockingIOError:
                     if time.monotonic() > until:
                         raise
                     time.sleep(_FULL_S)
             pid, uid = _peer(link)
             if uid != os.getuid():
-                raise ConnectionError("the fork server belongs to another user")
+                raise ConnectionError(
+                    "the fork server belongs to another user; expected a server of this user"
+                )
             socket.send_fds(link, [b"client"], fds)
             return pid
 
@@ -223,7 +230,7 @@ class ForkServer:
             for number in STOP_SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-            os.setsid()  # a terminal's Ctrl-C does not come here
+            os.setsid()  # a terminal's Ctrl-C does not reach this session
             _keep_only(fds)
             os.environ.update(TO_BE_FORKED)
             serve(*fds, parent, self.address)
@@ -243,8 +250,8 @@ class ForkServer:
             "from torchrl_dist.runtime.forkserver import serve; "
             f"serve({fds[0]}, {fds[1]}, {os.getpid()}, {self.address!r})"
         )
-        # Slurm sends stop signals to every process that it finds. Only the parent handles these
-        # signals, and ends the children cleanly. Here the signals are blocked until the server
+        # Slurm sends stop signals to every process that it finds. The parent handles these signals
+        # and ends the children cleanly. In the server, the signals are blocked until the server
         # ignores them.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
@@ -253,7 +260,7 @@ class ForkServer:
                 pass_fds=fds,
                 env={**os.environ, **TO_BE_FORKED},
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # a terminal's Ctrl-C does not come here
+                start_new_session=True,  # a terminal's Ctrl-C does not reach that session
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -276,8 +283,8 @@ class ForkServer:
         self.wait_up()
         if self._children is not None and not self._children.wait_gone(0):
             raise ConfigurationError(
-                "This fork server's children of another cluster still run; leave that cluster "
-                "first, or use one fork server per cluster."
+                "this fork server still has running children of another cluster; leave that "
+                "cluster first, or use one fork server per cluster"
             )
         self._jobs += 1
         self._children = Children(self._jobs, {rank: ChildState() for rank in ranks})
@@ -292,13 +299,17 @@ class ForkServer:
             DeadlineError: the server did not start in time.
         """
         if not self._up.wait(_BOOT_TIMEOUT_S):
-            raise DeadlineError(f"the fork server was not up after {_BOOT_TIMEOUT_S:g} s")
+            raise DeadlineError(
+                "the fork server did not finish its imports within "
+                f"{_BOOT_TIMEOUT_S:g} s; check the load of this machine and of its file system, "
+                "and start again"
+            )
         if self._error is not None:
             raise PeerLostError(f"the fork server (pid {self.pid}) is gone: {self._error}")
 
     def restart(self, job: Any, rank: int, end: int | None = None) -> None:
-        """Fork a child that replaces an ended one. Does not wait. ``end``: one of ``ends`` of
-        :meth:`start`.
+        """Fork a child that replaces an ended one. Does not wait. ``end`` is like one of the
+        ``ends`` of :meth:`start`.
 
         Raises:
             PeerLostError: the server died, or the old child has not ended.
@@ -312,14 +323,16 @@ class ForkServer:
             if state.exit is None:
                 what = "ready" if state.ready else "not ready"
                 raise PeerLostError(
-                    f"process {rank} (pid {state.pid}, {what}) cannot be replaced: it has not ended"
+                    f"process {rank} (pid {state.pid}, {what}) cannot be replaced, because it has "
+                    "not ended"
                 )
             children.states[rank] = ChildState()
         ends = () if end is None else (end,)
         self._send((children.job, [rank], pickle.dumps(job), bool(ends)), ends)
 
     def kill_children(self) -> None:
-        """End the children of the last cluster now; blocks until they are gone (seconds).
+        """End the children of the last cluster now. Blocks until the children are gone, which takes
+        seconds.
 
         Does nothing in a fork of this process, because the children do not belong to the fork.
         """
@@ -333,13 +346,13 @@ class ForkServer:
     def close(self) -> None:
         """End all children of this client, and the server unless another client started it.
 
-        Idempotent; blocks for at most a few seconds. In a fork of this process, only closes the
-        descriptors.
+        Idempotent; blocks for at most a few seconds. In a fork of this process, this method only
+        closes the descriptors.
         """
         if self._closed:
             return
         self._closed = True
-        self._hang_up()  # the server sees the end of the stream and kills the children
+        self._hang_up()  # the server notices the end of the stream and kills the children
         if self._process is not None and os.getpid() == self._owner:
             try:
                 self._process.wait(_KILL_TIMEOUT_S)
@@ -347,7 +360,7 @@ class ForkServer:
                 self._process.kill()
                 self._process.wait()
         self._monitor.join(_KILL_TIMEOUT_S)
-        if not self._monitor.is_alive():  # if alive, it still polls these descriptors
+        if not self._monitor.is_alive():  # a monitor that is still alive polls these descriptors
             self._reports.close()
             os.close(self._pidfd)
 
@@ -360,8 +373,8 @@ class ForkServer:
     def _send(self, command: Any, ends: Sequence[int] = ()) -> None:
         if os.getpid() != self._owner:
             raise ConfigurationError(
-                f"This fork server belongs to process {self._owner}, of which this process is a "
-                "fork: make another fork server here."
+                f"this fork server belongs to process {self._owner}, and this process is a fork of "
+                "it; make another fork server here"
             )
         with self._command_lock:
             if self._commands.closed:
@@ -372,14 +385,15 @@ class ForkServer:
                     socket.send_fds(self._link, [b"\0"], [end])
             except (BrokenPipeError, ConnectionResetError):
                 pass  # the monitor handles a dead server
-            except BaseException:  # the server must not wait for the rest of this command
+            # hang up, because the server must not wait for the rest of this command
+            except BaseException:
                 self._hang_up()
                 raise
 
     def _hang_up(self) -> None:
         if os.getpid() == self._owner:
-            with contextlib.suppress(OSError):  # the link is closed already, here or by the server
-                # closing is not enough, because processes forked meanwhile have copies
+            with contextlib.suppress(OSError):  # the link is already closed, here or by the server
+                # close() is not enough, because processes that were forked meanwhile have copies
                 self._link.shutdown(socket.SHUT_RDWR)
         self._commands.close()
         self._link.close()
@@ -398,7 +412,7 @@ class ForkServer:
                         return
                     self._take(*report)
         except EOFError:
-            if self._process is None:  # the server has not accepted us, or is dying
+            if self._process is None:  # the server has not accepted this client, or is dying
                 self._lose_children("closed")
                 return
             poller.unregister(self._reports)
@@ -452,7 +466,7 @@ class ForkServer:
             self._lose_children(_how_it_ended(-code if code < 0 else code << 8))
 
     def _lose_children(self, how: str) -> None:
-        """Note how this client lost the server and therefore the children."""
+        """Record how this client lost the server and therefore the children."""
         self._error = how
         self._up.set()
         children = self._children
@@ -466,7 +480,8 @@ class ForkServer:
 
 
 class _Fork:
-    """A server forked from this process, with those methods of ``Popen`` that are used here."""
+    """A server forked from this process. This class has the methods of ``Popen`` that are used
+    here."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -477,13 +492,14 @@ class _Fork:
         """Return the exit code.
 
         Raises:
-            subprocess.TimeoutExpired: it has not ended.
+            subprocess.TimeoutExpired: the process has not ended.
         """
         with self._lock:
             if self._code is None:
                 try:
                     self._code = self._wait(timeout)
-                except (ProcessLookupError, ChildProcessError):  # like Popen, if SIGCHLD is ignored
+                # as Popen does if SIGCHLD is ignored
+                except (ProcessLookupError, ChildProcessError):
                     self._code = 0
             return self._code
 
@@ -521,10 +537,11 @@ def serve(command_fd: int, report_fd: int, parent_pid: int, address: str) -> Non
     """Run the server process from start to end. Called by ForkServer only."""
     global _address
     outlive_readers()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, waiting for a child fails
+    # If SIGCHLD is ignored, waiting for a child fails.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     parent = os.pidfd_open(parent_pid)
     if os.getppid() != parent_pid:
-        return  # the parent died before we could watch it
+        return  # the parent died before this process could watch it
     outlive_stop_signals()
     with imports_to_be_forked():
         for name in _PRELOAD:
@@ -535,11 +552,11 @@ def serve(command_fd: int, report_fd: int, parent_pid: int, address: str) -> Non
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
         raise RuntimeError(
-            f"the fork server has {threads} threads after its imports, expected 1: forking would "
-            "be unsafe. A preloaded library started a thread; find out which"
+            f"the fork server has {threads} threads after its imports, expected 1, because forking "
+            "would be unsafe. A preloaded library started a thread; find out which library did"
         )
     gc.collect()
-    gc.freeze()  # else children would copy every page that garbage collection touches
+    gc.freeze()  # otherwise children would copy every page that garbage collection touches
     gc.enable()
     flush(sys.stdout, sys.stderr)  # otherwise every child would write the buffered output again
     _address = address
@@ -557,7 +574,7 @@ def report(reports: socket.socket, kind: str, job: int, rank: int, content: Any)
 
 
 def _peer(link: socket.socket) -> tuple[int, int]:
-    """Return pid and uid of the process at the other end."""
+    """Return pid and uid of the process at the other end of a connection."""
     pid, uid, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return pid, uid
 
@@ -572,7 +589,7 @@ class _Client:
     """
 
     def __init__(self, command_fd: int, report_fd: int, process: int) -> None:
-        self.reports = socket.socket(fileno=report_fd)  # raises if it is not a socket
+        self.reports = socket.socket(fileno=report_fd)  # raises if the descriptor is not a socket
         try:
             link = os.dup(command_fd)
             try:
@@ -620,8 +637,9 @@ class _Server:
         try:
             while self._parent in self._clients:
                 events = [fd for fd, _ in self._poller.poll()]
-                door = self._door.fileno()  # last, because existing clients do not need this socket
-                # one at a time, because handling an event may close the descriptors of the others
+                door = self._door.fileno()  # served last, because existing clients do not need it
+                # Handle one event at a time, because handling an event may close the descriptors of
+                # others.
                 self._serve(next((fd for fd in events if fd != door), door))
         finally:
             for client in self._clients + self._ended:
@@ -644,7 +662,7 @@ class _Server:
             if fd == client.commands.fileno():
                 try:
                     self._obey(client)
-                except OSError as error:  # out of processes or descriptors
+                except OSError as error:  # a limit of processes or descriptors is reached
                     client.problem = f"unable to fork: {error.strerror}"
                     self._end(client)
                 return
@@ -653,12 +671,14 @@ class _Server:
         """Accept a client, if it belongs to this user."""
         try:
             link, _ = self._door.accept()
-        except OSError:  # no descriptors left: poll() would spin on the waiting connection
+        # no descriptors are left: poll() would return again and again for the waiting connection
+        except OSError:
             self._poller.unregister(self._door)
             return
         with link, contextlib.suppress(OSError, ValueError):
             pid, uid = _peer(link)
-            if uid == os.getuid():  # no other check: this user may do anything here
+            # no other check, because processes of this user may do anything here
+            if uid == os.getuid():
                 link.settimeout(_JOIN_S)
                 self._admit(pid, list(socket.recv_fds(link, 16, 2)[1]))
 
@@ -716,12 +736,13 @@ class _Server:
     def _take_end(self, client: _Client) -> None:
         """Receive one descriptor and fork the child that waits for it.
 
-        The server takes one descriptor at a time, so that no child inherits another child's. The
-        server does not wait for the next descriptor, because the client may have been stopped.
+        The server takes one descriptor at a time, so that no child inherits the descriptor of
+        another child. The server does not wait for the next descriptor, because the client may have
+        been stopped.
         """
         data, ends, _, _ = socket.recv_fds(client.link, 1, 1)
         if not ends:
-            if data:  # a descriptor was sent, but this process has no number left for it
+            if data:  # a descriptor was sent, but this process cannot open another one
                 client.problem = "out of descriptors (ulimit -n)"
             self._end(client)
             return
@@ -752,7 +773,7 @@ class _Server:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         with contextlib.suppress(OSError):
-            os.setpgid(pid, pid)  # in both processes, so that neither sees the old group
+            os.setpgid(pid, pid)  # done in both processes, so that neither sees the old group
         try:
             child = os.pidfd_open(pid)
         except OSError:
@@ -768,9 +789,10 @@ class _Server:
         if os.getppid() != server_pid:
             os._exit(1)
         outlive_stop_signals()
-        # A separate group, so that processes that the child starts can be ended with the child.
+        # A separate process group, so that processes that the child starts can be ended with the
+        # child.
         os.setpgid(0, 0)
-        self._door.close()  # first, because the next line needs a descriptor
+        self._door.close()  # closed first, because the next line needs a descriptor
         reports = of.reports.dup()
         for client in self._clients + self._ended:
             client.close()
@@ -782,7 +804,8 @@ class _Server:
         pid, job, rank = client.children.pop(fd)
         self._poller.unregister(fd)
         os.close(fd)
-        _kill_group(pid)  # before the wait: until then, no other process can get this pid
+        # killed before the wait, because no other process can get this pid until then
+        _kill_group(pid)
         _, status = os.waitpid(pid, 0)
         how = _how_it_ended(status)
         if client.problem is not None:
@@ -792,7 +815,8 @@ class _Server:
 
 
 def _pair(kind: socket.SocketKind) -> tuple[socket.socket, socket.socket]:
-    """Return connected sockets that block, whatever ``socket.setdefaulttimeout`` says."""
+    """Return a pair of connected sockets that block, even if ``socket.setdefaulttimeout`` was
+    called."""
     pair = socket.socketpair(socket.AF_UNIX, kind)
     for end in pair:
         end.setblocking(True)

@@ -1,8 +1,9 @@
 """Check that this process's limits suffice for a job.
 
-At a limit, C++ code would abort without naming it. The numbers below were measured with torch 2.13:
-per process that the driver is connected to, and for a session of two processes with the files of a
-recipe's run. Between nodes, TensorPipe opens more connections for large tensors.
+At a limit, C++ code would abort without naming the limit. The numbers below were measured with
+torch 2.13. Some numbers are per process that the driver is connected to. The other numbers are for
+a session of two processes with the files of a recipe's run. Between nodes, TensorPipe opens more
+connections for large tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _OF_ONE_NODE, _OF_SEVERAL = 12, 40
 _SESSION_OF_ONE_NODE, _SESSION_OF_SEVERAL = 60, 160
 _THREADS_OF_ONE_NODE, _THREADS_OF_SEVERAL, _THREADS_ALONE = 14, 32, 7
 # The descriptor limit is not raised above this, because some programs close every descriptor below
-# it when they start.
+# this limit when they start.
 _MOST_RAISED = 1 << 16
 _FAR_AWAY = 1 << 14
 
@@ -36,22 +37,26 @@ def descriptors_of(world_size: int, one_node: bool) -> int:
 def check_limits(
     world_size: int, *, one_node: bool, starts: int, driver: bool, launched: bool = False
 ) -> None:
-    """Raise this process's soft limits to its hard ones, and refuse a job that exceeds them.
+    """Raise this process's soft limits to its hard limits, and refuse a job that exceeds the hard
+    limits.
 
     Args:
-        starts: how many processes of the job this one starts, including itself.
-        driver: whether this process is connected to all others.
-        launched: whether a launcher started this process. ``starts`` then counts all that it starts
-            on this machine. They check at about the same time, so the threads that they will need
-            are counted, not their present ones.
+        starts: how many processes of the job this process starts, including itself.
+        driver: whether this process is connected to all other processes.
+        launched: whether a launcher started this process. ``starts`` then counts all processes that
+            the launcher starts on this machine. These processes make the check at about the same
+            time. Therefore this function counts the threads that these processes will need, not the
+            threads that they have now.
 
     Raises:
-        ConfigurationError: a limit is too low; the message names it and the command that raises it.
+        ConfigurationError: a limit is too low; the message names the limit and the command that
+            raises it.
     """
     needed = descriptors_of(world_size if driver else 2, one_node)
     if world_size == 1:
         needed = descriptors_of(1, one_node)
-    # A third of the descriptors may never be needed: those for large tensors and the user's files.
+    # A third of the descriptors, those for large tensors and for the user's files, may never be
+    # needed.
     least = len(os.listdir("/proc/self/fd")) + needed * 2 // 3
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_RAISED if hard == resource.RLIM_INFINITY else min(hard, _MOST_RAISED)
@@ -63,8 +68,8 @@ def check_limits(
         job = "a job of one process" if world_size == 1 else f"a job of {world_size} processes"
         raise ConfigurationError(
             f"this process may have {limit} files and sockets open, but in {job} it needs up to "
-            f"{needed}: raise the limit before the start (ulimit -n {max(4096, needed)}; if "
-            "that is refused, the administrator must raise the hard limit)"
+            f"{needed}; raise the limit before the start (ulimit -n {max(4096, needed)}; if this "
+            "command is refused, the administrator must raise the hard limit)"
         )
     of_each = _THREADS_OF_ONE_NODE if one_node else _THREADS_OF_SEVERAL
     _check_threads(_THREADS_ALONE if world_size == 1 else starts * of_each, launched=launched)
@@ -80,13 +85,13 @@ def _check_threads(needed: int, *, launched: bool) -> None:
     if running + needed > hard:
         raise ConfigurationError(
             f"this user may have {hard} processes and threads, {running} are running, and this job "
-            f"starts about {needed}: raise the limit before the start (ulimit -u "
+            f"starts about {needed}; raise the limit before the start (ulimit -u "
             f"{max(4096, running + 2 * needed)}), or start fewer processes"
         )
 
 
 def _threads_of(uid: int, *, but_children_of: int | None = None) -> int:
-    """Count the threads of all processes of the user, except children of this parent."""
+    """Count the threads of the user's processes, except children of process ``but_children_of``."""
     count = 0
     for process in Path("/proc").iterdir():
         if process.name.isdigit():

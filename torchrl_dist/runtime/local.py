@@ -42,11 +42,11 @@ def local_cluster(
 ) -> Iterator[Session]:
     """Start the other processes of a job on this machine and join it as its driver.
 
-    The caller becomes the first process of the first role. The others are forked from a server that
-    has imported torch and torchrl, and call ``serve()``. They get this process's environment (with
-    ``env`` added), working directory, ``sys.argv`` and ``sys.path``. Before serving, they run
-    ``init_fn()``, which may register environments. All processes listen on the loopback address
-    only.
+    The caller becomes the first process of the first role. The other processes are forked from a
+    server that has imported torch and torchrl, and call ``serve()``. The children get this
+    process's environment (with ``env`` added), working directory, ``sys.argv`` and ``sys.path``.
+    Before serving, they run ``init_fn()``, which may register environments. All processes listen on
+    the loopback address only.
 
     A child that dies does not end the job: ``session.lost()`` lists it, and calls to it raise
     PeerLostError. When the block is left, or this process dies for any reason, all children end.
@@ -110,18 +110,19 @@ def local_cluster(
                 try:
                     me = inside.enter_context(job.joined(0, store, supervised=True))
                 except TorchRLDistError:
-                    children.wait_ready(0, describe)  # a child's own error says more
+                    # raises the child's error instead, which says more
+                    children.wait_ready(0, describe)
                     raise
                 children.watch(me._lose)
                 yield me
-            if me._everybody_left():  # if one has not left, it hangs and will not exit
+            if me._everybody_left():  # a child that has not left hangs and will not exit
                 children.wait_gone(_EXIT_S)
 
 
 def _refuse_launchers() -> None:
     try:
         world = World.from_env()
-    except ConfigurationError:  # variables that are left over, but name no rank
+    except ConfigurationError:  # leftover variables that do not name a rank
         return
     if world.world_size > 1:
         raise ConfigurationError(
@@ -184,4 +185,4 @@ class _Job:
         with contextlib.suppress(PeerLostError):  # the driver failed and reports it
             with self.joined(rank, store) as me:
                 me.serve()
-        atexit._run_exitfuncs()  # os._exit, which ends the child, does not run them
+        atexit._run_exitfuncs()  # the child ends by os._exit, which does not run exit functions

@@ -1,12 +1,13 @@
-"""The states of the other processes: which of them serve, are lost or have left.
+"""The states of the other processes: which of them serve, which are lost, and which have left.
 
-This module does not communicate. The session reports events to it, and acts on the answers.
+This module does not communicate. The session reports events to this module, and acts on the
+answers.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from ..forks import renewed
 from .awake import awake
@@ -25,8 +26,8 @@ class Membership:
         self._departing: list[Callable[[], None]] = []
 
     def lose(self, rank: int, reason: str) -> bool:
-        """Note that ``rank`` is lost. Return False if it was known to be lost or had left
-        cleanly."""
+        """Record that ``rank`` is lost. Return False if it was already known to be lost, or had
+        left cleanly."""
         with self._changed:
             if rank in self._lost or rank in self._left or rank not in self._others:
                 return False
@@ -35,13 +36,13 @@ class Membership:
         return True
 
     def serve(self, rank: int) -> None:
-        """Note that ``rank`` only answers calls from now on."""
+        """Record that ``rank`` serves: from now on, it only answers calls."""
         with self._changed:
             self._serving.add(rank)
         self._after_change()
 
     def leave(self, rank: int) -> None:
-        """Note that ``rank`` leaves cleanly."""
+        """Record that ``rank`` leaves cleanly."""
         with self._changed:
             self._left.add(rank)
         self._after_change()
@@ -67,15 +68,17 @@ class Membership:
             return rank in self._gone()
 
     def wait_until_all_serve(self, timeout_s: float) -> set[int]:
-        """Block until every other rank serves or is gone; return those that still do neither."""
+        """Block until every other rank serves or is gone, or the time is over. Return the ranks
+        that neither serve nor are gone."""
         return self._wait_for(lambda: self._busy(), timeout_s)
 
     def wait_until_all_left(self, timeout_s: float) -> set[int]:
-        """Block until every other rank has left or is lost; return those that remain."""
+        """Block until every other rank has left or is lost, or the time is over. Return the ranks
+        that remain."""
         return self._wait_for(lambda: set(self._others - self._gone()), timeout_s)
 
     def arrive(self, number: int, rank: int, release: Callable[[], None]) -> None:
-        """Note that ``rank`` has reached barrier ``number``.
+        """Record that ``rank`` has reached barrier ``number``.
 
         ``release()`` is called when all ranks that run code of their own have reached the barrier.
         Ranks that serve, have left or are lost do not count.
@@ -100,17 +103,14 @@ class Membership:
         with self._changed:
             self._changed.notify_all()
             for number, arrived in list(self._arrived.items()):
-                # The rank that keeps the barrier must also have arrived.
-                if not self._busy() - arrived.keys() and self._keeper_arrived(arrived):
+                # This rank, which keeps the barrier, must also have arrived.
+                if not self._busy() - arrived.keys() and arrived.keys() - self._others:
                     released += self._arrived.pop(number).values()
             if not self._others - self._gone():
                 released += self._departing
                 self._departing = []
         for release in released:
             release()
-
-    def _keeper_arrived(self, arrived: Iterable[int]) -> bool:
-        return any(rank not in self._others for rank in arrived)
 
     def _wait_for(self, remaining: Callable[[], set[int]], timeout_s: float) -> set[int]:
         deadline = awake() + timeout_s

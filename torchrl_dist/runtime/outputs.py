@@ -9,17 +9,17 @@ import select
 import sys
 from typing import Any, TextIO
 
-# The reader has ended, or the terminal or the descriptor was closed.
+# Errors that mean that the reader has ended, or that the terminal or the descriptor was closed.
 _GONE = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)
 _replaced: list[TextIO] = []  # kept, because deleting a stream may close its descriptor
-_FULL_S = 1.0  # how long a write to a full non-blocking descriptor waits
+_FULL_S = 1.0  # how long a write to a non-blocking descriptor waits while the pipe is full
 
 
 class _Lasting(io.FileIO):
-    """A file that drops what cannot be written.
+    """A file that drops output that cannot be written.
 
     Once the reader is gone, the descriptor is replaced by /dev/null, so that other libraries and
-    child processes can still write to it.
+    child processes can still write to the descriptor.
 
     Attributes:
         problem: the first error that made this file drop output.
@@ -48,8 +48,8 @@ class _Lasting(io.FileIO):
 def outlive_readers() -> None:
     """From now on, failed writes to ``sys.stdout`` and ``sys.stderr`` do not raise.
 
-    Call it only in processes that belong to this package, before they run user code. A stream that
-    other code has replaced is left alone.
+    Call this function only in processes that belong to this package, before they run user code. A
+    stream that other code has replaced is left alone.
     """
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
@@ -87,12 +87,12 @@ def flush(*streams: TextIO | None) -> None:
         if stream is not None:
             try:
                 stream.flush()
-            except Exception:  # closed, or a full disk: nothing else can be done
+            except Exception:  # the stream is closed or the disk is full, and nothing can be done
                 pass
 
 
 class BestEffort:
-    """Wraps any stream, and drops what cannot be written."""
+    """A wrapper of any stream that drops what cannot be written."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream

@@ -13,8 +13,8 @@ from ..forks import renewed
 class DaemonPool:
     """A pool of up to ``max_threads`` daemon threads, each started only when it has work.
 
-    A ``concurrent.futures.ThreadPoolExecutor`` joins its threads when the interpreter exits. A
-    single call that never returns would therefore keep a finished process alive.
+    A ``concurrent.futures.ThreadPoolExecutor`` joins its threads when the interpreter exits. With
+    such a pool, a single call that never returns would keep a finished process alive.
     """
 
     def __init__(self, max_threads: int, name: str) -> None:
@@ -37,7 +37,7 @@ class DaemonPool:
             threading.Thread(target=self._run, name=self._name, daemon=True).start()
 
     def close(self) -> None:
-        """Let the threads end after all queued work, without waiting for their end."""
+        """Let the threads end once all queued work is done. Does not wait for their end."""
         with self._lock:
             for _ in range(self._threads):
                 self._work.put(None)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-STATE, PARENT, USER, SYSTEM, START = 2, 3, 13, 14, 21  # places in the result of :func:`stat`
+STATE, PARENT, USER, SYSTEM, START = 2, 3, 13, 14, 21  # indices into the result of :func:`stat`
 
 
 def stat(pid: int) -> list[str] | None:
-    """The words of ``/proc/PID/stat``, None if there is no such process.
+    """The words of ``/proc/PID/stat``, or None if there is no such process.
 
     This process and its parent are found even if ``/proc`` belongs to another pid namespace.
     """
@@ -20,7 +20,7 @@ def stat(pid: int) -> list[str] | None:
         own = stat(os.getpid())
         name = own[PARENT] if own else name
     try:
-        # The second word is the command in parentheses, which may contain any characters.
+        # The second word is the command in parentheses. The command may contain any characters.
         head, _, tail = Path(f"/proc/{name}/stat").read_text(errors="replace").rpartition(")")
         return [head.split()[0], "", *tail.split()]
     except (OSError, IndexError):

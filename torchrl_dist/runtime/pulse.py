@@ -1,8 +1,8 @@
 """A job's counts in a small file for ``torchrl-dist top``, and warnings about stalls.
 
-The learner's process counts in memory. Once a second a thread writes the counts to this user's
-folder in /dev/shm. If a process makes no progress for a minute, the thread warns once and says what
-that process waits for. ``top`` reads the file without a lock, so it does not delay the job.
+The learner's process counts in memory. Once a second, a thread writes the counts to this user's
+folder in /dev/shm. If a process makes no progress for a minute, the thread warns once, and says
+what that process waits for. ``top`` reads the file without a lock, so it does not delay the job.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ FORMAT = 1
 PATIENCE_S = 60.0
 _EVERY_S = 1.0
 _ANSWER_S = 3.0
-_FRAMES = 3  # how many innermost frames of a stack a warning shows
-# If a thread waits inside these modules, a warning shows the code that called them.
+_FRAMES = 3  # how many frames of a stack a warning shows, from the innermost on
+# If a thread waits inside these modules, a warning begins with the code that called them.
 _LIBRARIES = sys.stdlib_module_names | {"numpy", "tensordict", "torch", "torchrl"}
 _numbers = itertools.count()
 _log = logging.getLogger("torchrl_dist")
 
 
 class Progress:
-    """Find out which processes make no progress. Pure: counts and times are passed in.
+    """Find out which processes make no progress. This class is pure, because counts and times are
+    passed in.
 
     A name is reported once, and again only if it has made progress since.
     """
@@ -66,7 +67,8 @@ class Progress:
         return late
 
     def excuse(self, names: Sequence[str], seconds: float) -> None:
-        """Do not count ``seconds`` as a stall of ``names``: their progress was not visible then."""
+        """Do not count the last ``seconds`` as a stall of ``names``, because their progress was not
+        visible then."""
         for name in names:
             if name in self._seen:
                 count, since = self._seen[name]
@@ -76,8 +78,8 @@ class Progress:
 class Pulse:
     """Writes the file and the warnings of one collector, in the process that takes its batches.
 
-    The thread that takes the batches calls ``waits``, ``took`` and ``close``. The first two are
-    cheap.
+    The thread that takes the batches calls ``waits``, ``took`` and ``close``. Calls of ``waits``
+    and ``took`` are cheap.
 
     Args:
         workers: the collector's workers, by index; empty if this process collects itself.
@@ -106,10 +108,10 @@ class Pulse:
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
         self._name = f"{PREFIX}{process_stamp(self._pid)}-{next(_numbers)}.json"
-        self.path: Path | None = None  # where the file was written last
+        self.path: Path | None = None  # where the file was last written
 
     def waits(self) -> None:
-        """Note that the caller is about to block for a batch."""
+        """Record that the caller is about to block for a batch."""
         self._caller = threading.get_ident()
         self._waiting_since = time.time()
         if self._thread is None and not self._end.is_set():
@@ -120,7 +122,8 @@ class Pulse:
             self._thread.start()
 
     def took(self, frames_by_worker: Mapping[int, int]) -> None:
-        """Note that the caller has a batch. The argument has the frames so far, by worker index."""
+        """Record that the caller has got a batch. ``frames_by_worker`` has all frames so far, by
+        worker index."""
         self._waiting_since = None
         self._batches += 1
         self._frames = dict(frames_by_worker)
@@ -154,7 +157,7 @@ class Pulse:
         figures = self._figures()
         if figures is None:
             return False
-        # without a place or space for the file, the job continues unwatched
+        # If there is no folder or space for the file, the job continues without it.
         with contextlib.suppress(OSError):
             text = json.dumps(self._content(session, figures())).encode()
             self.path = own_files.user_folder() / self._name
@@ -192,7 +195,7 @@ class Pulse:
 
     def _counts(self, session: Session) -> dict[str, int]:
         """Return the progress of this process and its workers. Time in which a process must wait
-        for another one does not count."""
+        for another process does not count as a stall."""
         own = session.me.name
         lost = {peer.name for peer in session.lost()} | {own}
         workers = {
@@ -204,7 +207,7 @@ class Pulse:
         passed, self._looked = now - self._looked, now
         taking = self._waiting_since is not None or self._batches != self._known
         self._known = self._batches
-        if not taking:  # the caller is working and not asking for rollouts
+        if not taking:  # the caller is working and does not ask for rollouts
             self._progress.excuse(list(workers), passed)
         if workers and self._waiting_since is not None:
             self._progress.excuse([own], passed)
@@ -231,7 +234,8 @@ def places() -> str:
     """Describe where this process's collecting threads are; runs in a worker."""
     found = []
     frames = sys._current_frames()
-    del frames[threading.get_ident()]  # otherwise the frame would keep itself and its callers alive
+    # otherwise the current frame would keep itself and its callers alive
+    del frames[threading.get_ident()]
     for frame in frames.values():
         if any(_module(each).startswith("torchrl_dist.collect.") for each in _stack(frame)):
             found.append(_place(frame))
@@ -247,7 +251,7 @@ def _stack(frame: FrameType | None) -> list[FrameType]:
 
 
 def _module(frame: FrameType) -> str:
-    """Return the module's name, wherever the package is installed."""
+    """Return the module's name, which does not depend on where the package is installed."""
     return str(frame.f_globals.get("__name__", ""))
 
 
@@ -273,7 +277,8 @@ def remove_pulses_of_the_dead() -> None:
 
 
 def stamp_of(path: Path) -> str | None:
-    """Return the ``process_stamp`` in the name of a pulse file, or None if it is another file.
+    """Return the ``process_stamp`` in the name of a pulse file, or None if the name is that of
+    another file.
 
     The file may be incomplete.
     """

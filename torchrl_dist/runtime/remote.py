@@ -35,13 +35,14 @@ _current: Caller | None = None
 class Remote(Generic[T]):
     """A handle to an object in another process (or in this one), made by ``Session.remote``.
 
-    The handle can be pickled, so that any process of the same session may call the object. Calls
-    run concurrently and in no particular order, each in a thread of the object's process (64 at
-    once; more calls queue). The object must do its own locking. If a method returns a
-    ``concurrent.futures.Future``, the caller gets the future's result, and no thread waits for it.
-    Arguments and results are copies, except within one process. Tensors are read while they are
-    sent: do not change tensors in arguments until the answer has arrived. A method must return a
-    copy of a tensor that the object changes later. The object lives until the session ends.
+    The handle can be pickled, so any process of the same session may call the object. Calls run
+    concurrently and in no particular order, each in a thread of the object's process. Of these
+    threads, 64 run at once; further calls wait in a queue. The object must do its own locking. If a
+    method returns a ``concurrent.futures.Future``, the caller gets the future's result, and no
+    thread waits for it. Arguments and results are copies, except within one process. Tensors are
+    read while they are sent: do not change tensors in arguments until the answer has arrived. If
+    the object changes a tensor later, a method must return a copy of that tensor. The object lives
+    until the session ends.
 
     Example:
         >>> with session() as me:
@@ -62,9 +63,10 @@ class Remote(Generic[T]):
         its end.
 
         Raises:
-            RemoteError: the method raised; ``__cause__`` is its exception if that can be pickled.
+            RemoteError: the method raised; ``__cause__`` is its exception if this exception can be
+                pickled.
             DeadlineError: there was no answer in time.
-            PeerLostError: the process is gone; raised at once if that is already known.
+            PeerLostError: the process is gone; raised at once if the loss is already known.
         """
         operation = ("method", self.key, method, args, kwargs)
         return self._session()._call(self.peer, operation, timeout_s)
@@ -96,7 +98,7 @@ def current() -> Caller:
     """Return the session that this process is in.
 
     Raises:
-        ConfigurationError: it is not in a session.
+        ConfigurationError: this process is not in a session.
     """
     if _current is None:
         raise ConfigurationError("This process is not in a session; enter one with session(...).")
@@ -112,8 +114,8 @@ def only_session() -> Iterator[None]:
     if not _taken.acquire(blocking=False):
         where = "" if _current is None else f" as {_current.me.name}"
         raise ConfigurationError(
-            f"This process is already in a session{where}, or entering one: leave it first. "
-            "Two sessions need two processes; two threads are not enough."
+            f"This process is already in a session{where}, or is entering one; leave that session "
+            "first. Two sessions need two processes; two threads are not enough."
         )
     try:
         yield

@@ -29,12 +29,13 @@ from .store import AnsweringStore, StoreSilent, connect_store, keep_store
 from .world import World
 
 _INTERFACES = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-# How often rank 0 looks for a newer card of a rank that did not confirm the card found first.
+# If a rank does not confirm the card that rank 0 found first, rank 0 looks for a newer card at this
+# interval.
 _NEWER_CARD_S = 0.5
-# If the node of rank 0 is unknown: how long each node may take to answer, and the pause before all
-# nodes are asked again.
+# For a search of the node of rank 0: how long each node may take to answer, and the pause before
+# all nodes are asked again.
 _PROBE_S, _PROBE_EVERY_S = 2.0, 0.2
-_LEAST_WAIT_S = 0.001  # to a store, 0 means no timeout
+_LEAST_WAIT_S = 0.001  # a store takes 0 as no timeout
 # Counts the sessions that this process entered. All ranks of a job enter sessions in the same
 # order.
 _entered = itertools.count()
@@ -57,7 +58,8 @@ class Member:
 
 
 def launcher_store(world: World, timeout_s: float) -> tuple[dist.Store | None, World]:
-    """Return the launcher's store, or rank 0's at MASTER_ADDR:MASTER_PORT, and the world.
+    """Return a store and the world. The store is the launcher's, or rank 0's at
+    MASTER_ADDR:MASTER_PORT.
 
     The returned world contains the address at which the store was found. The store may hold keys of
     an earlier start of the ranks, because torchrun's store outlives a restart.
@@ -66,7 +68,10 @@ def launcher_store(world: World, timeout_s: float) -> tuple[dist.Store | None, W
     if world.world_size == 1:
         return None, world
     if world.master_port is None:
-        raise ConfigurationError(f"a world of {world.world_size} processes needs a master_port.")
+        raise ConfigurationError(
+            f"a world of {world.world_size} processes needs a master_port; "
+            "set MASTER_PORT, or pass World(master_port=...)"
+        )
     launcher_keeps_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     keep = world.global_rank == 0 and not launcher_keeps_it
     hosts = () if keep else world.master_hosts
@@ -84,7 +89,8 @@ def launcher_store(world: World, timeout_s: float) -> tuple[dist.Store | None, W
     return dist.PrefixStore(f"{mine}/{number}", store), replace(world, master_addr=found)
 
 
-@functools.cache  # kept: closing it would race with ranks that enter the next session
+# kept open, because closing the store would race with ranks that enter the next session
+@functools.cache
 def _launcher_store(
     hosts: tuple[str, ...],
     port: int,
@@ -94,7 +100,7 @@ def _launcher_store(
     one_node: bool,
     timeout_s: float,
 ) -> tuple[dist.TCPStore, str]:
-    """Return the store and its host; ``mark`` is a key that rank 0 sets in it."""
+    """Return the store and its host. ``mark`` is a key that rank 0 sets in the store."""
     if not keep and len(hosts) > 1:
         return _find_store(hosts, port, mark, timeout_s)
     if not keep:
@@ -121,7 +127,7 @@ def _find_store(
                 if AnsweringStore(store).wait([mark], probe_s):
                     store.set_timeout(timedelta(seconds=timeout_s))
                     return store, host
-                errors[host] = "a store of another job, or not ready"
+                errors[host] = "it has the store of another job, or its store is not ready"
             except (OSError, dist.DistError, DeadlineError) as error:
                 errors[host] = error
             if awake() >= deadline and len(errors) == len(hosts):
@@ -129,9 +135,9 @@ def _find_store(
         time.sleep(_PROBE_EVERY_S)
     tried = ", ".join(f"{host} ({errors[host]})" for host in hosts if host in errors)
     raise DeadlineError(
-        f"no store of rank 0 at port {port} of any host within {timeout_s:g} s: is rank 0 running, "
-        f"and may this machine connect to it? Tried {tried}. If its host cannot be reached by "
-        "name, set MASTER_ADDR to the address of rank 0."
+        f"no store of rank 0 at port {port} of any host within {timeout_s:g} s. Check that "
+        f"rank 0 is running, and that this machine may connect to it. Tried {tried}. If the host "
+        "of rank 0 cannot be reached by name, set MASTER_ADDR to the address of rank 0."
     )
 
 
@@ -163,8 +169,9 @@ def meet(
     for (role, index), other in zip(seats, cards, strict=True):
         if other["roles"] != card["roles"]:
             raise ConfigurationError(
-                f"{role}{index} on {other['host']} entered the session with roles="
-                f"{other['roles']}, this process with {card['roles']}. Use the same roles in all."
+                f"{role}{index} on {other['host']} entered the session with "
+                f"roles={other['roles']}, but this process entered it with {card['roles']}. Use "
+                "the same roles in all processes."
             )
     peers = tuple(
         Peer(role, index, rank, cards[rank]["host"]) for rank, (role, index) in enumerate(seats)
@@ -174,7 +181,7 @@ def meet(
         world=replace(
             world,
             job_id=cards[0]["job_id"],
-            # torchrun counts restarts per node, and only on the node where a rank failed
+            # the maximum, because torchrun counts a restart only on the node where a rank failed
             restart_count=max(other["restart_count"] for other in cards),
         ),
         peers=peers,
@@ -196,7 +203,7 @@ def make_process_group(
     if dist.is_initialized():
         raise ConfigurationError(
             "process_group was requested, but torch.distributed is already initialized here; "
-            "leave process_group out, or do not initialize it before the session."
+            "leave process_group out, or do not initialize torch.distributed before the session."
         )
     store = dist.HashStore() if member.store is None else member.store
     dist.init_process_group(
@@ -210,13 +217,13 @@ def make_process_group(
 
 
 class _Exchange:
-    """Exchanges the cards of all ranks through a store that may hold cards of dead processes.
+    """Exchange the cards of all ranks through a store that may hold cards of dead processes.
 
     After a restart, torchrun's store still has the cards of the earlier ranks, and in a job of
-    several nodes no environment variable distinguishes the starts. So each card has a random token.
-    Rank 0 answers each card that it finds. The answer is at a key that only the owner of the token
-    reads. The owner then confirms that it is alive. When all have confirmed, rank 0 publishes the
-    cards.
+    several nodes no environment variable distinguishes the starts. Therefore each card has a random
+    token. Rank 0 answers each card that it finds. The answer is at a key that only the owner of the
+    token reads. The owner then confirms that it is alive. When all ranks have confirmed, rank 0
+    publishes the cards.
     """
 
     def __init__(self, store: dist.Store, seats: list[tuple[str, int]], timeout_s: float) -> None:
@@ -233,7 +240,8 @@ class _Exchange:
         except StoreSilent as error:
             raise DeadlineError(
                 f"the store of the job did not answer within {self._timeout_s:g} s: the process "
-                "that keeps it is stopped, or its node cannot be reached any more"
+                "that keeps the store is stopped, or its node cannot be reached any more; check "
+                "them, then start the job again"
             ) from error
         except dist.DistError as error:
             raise PeerLostError(
@@ -291,17 +299,19 @@ class _Exchange:
         names = [f"{self._seats[r][0]}{self._seats[r][1]} (rank {r})" for r in missing]
         return DeadlineError(
             f"{', '.join(names)} did not join within {self._timeout_s:g} s; {len(self._seats)} "
-            "processes were expected. Look at their output, or raise timeout_s."
+            "processes were expected. Look at the output of the missing processes, or raise "
+            "timeout_s."
         )
 
 
 def _set_interface(world: World, cards: list[dict[Any, Any]]) -> Callable[[], None]:
     """Choose the network interface of RPC and gloo until the returned function is called.
 
-    By default both listen on the address to which the node's own name resolves. This is often a
-    loopback address, with which a job of several nodes would hang. Such a job therefore uses the
-    interface through which this node reaches another one. In a job of one node, both listen on
-    loopback only. Under a launcher, variables that are already set have priority.
+    By default, RPC and gloo listen on the address to which the node's own name resolves. This
+    address is often a loopback address, with which a job of several nodes would hang. A job of
+    several nodes therefore uses the interface through which this node reaches another node. In a
+    job of one node, RPC and gloo listen on loopback only. Under a launcher, variables that are
+    already set have priority.
     """
     before = {name: os.environ.get(name) for name in _INTERFACES}
     interface = "lo" if world.one_node else _interface_towards_others(world, cards)
@@ -321,14 +331,15 @@ def _set_interface(world: World, cards: list[dict[Any, Any]]) -> Callable[[], No
 
 def _interface_towards_others(world: World, cards: list[dict[Any, Any]]) -> str | None:
     others = [card["address"] for card in cards if card["node_rank"] != world.node_rank]
-    # On the first node, its own name may resolve to a loopback address.
+    # The name of the first node may resolve to a loopback address on that node.
     usable = [a for a in others if a and not ipaddress.ip_address(a).is_loopback]
     source = source_address((usable or [world.master_addr])[0])
     return None if source is None else interface_of(source)
 
 
 def own_address(world: World) -> str:
-    """Return the address at which this process listens for others; RPC listens there, too."""
+    """Return the address at which this process listens for other processes; RPC listens at this
+    address, too."""
     interface = os.environ.get(_INTERFACES[0])
     addresses = addresses_of(interface) if interface else []
     return addresses[0] if addresses else str(socket.getaddrinfo(world.host, 0)[0][4][0])

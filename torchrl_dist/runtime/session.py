@@ -36,7 +36,7 @@ from .signs import SignPost, give_sign
 from .transport import Transport
 from .world import World, launched_without_us
 
-# How many calls of other processes this process runs concurrently; more calls queue.
+# How many calls of other processes this process runs concurrently. Further calls wait in a queue.
 _MAX_CONCURRENT_CALLS = 64
 # After a stop signal, how long the driver waits for processes that do not serve yet. torchrun and
 # SLURM send SIGKILL 30 s after SIGTERM.
@@ -59,7 +59,7 @@ class Session:
     Attributes:
         world: this process's place in the job, as the launcher assigned it.
         me: this process.
-        peers: all processes of the job in rank order, including this one.
+        peers: all processes of the job in rank order, including this process.
         timeout_s: the default deadline of every call.
         process_group: this role's torch.distributed group, if one was requested; None after the
             session has ended.
@@ -82,7 +82,7 @@ class Session:
         self.process_group: dist.ProcessGroup | None = None
         self._member = member
         self._pids = member.pids
-        self._supervised = supervised  # local_cluster calls _lose for each death
+        self._supervised = supervised  # if true, local_cluster calls _lose for each death
         self._driver = member.peers[0]
         self._transport: Transport | None = None
         self._pool = DaemonPool(_MAX_CONCURRENT_CALLS, "torchrl_dist-call")
@@ -97,9 +97,9 @@ class Session:
         self._suspects: set[int] = set()
         self._watchers: dict[
             int, Callable[[tuple[Any, ...]], None]
-        ] = {}  # keyed by the rank that watches this one
+        ] = {}  # keyed by the rank that watches this process
         self._stop = Latch()
-        self._end = Latch()  # the driver has ended the job, or is lost
+        self._end = Latch()  # set once the driver has ended the job or is lost
         self._end_reason: str | None = None
         self._serving = False
         self._ending = False
@@ -132,9 +132,10 @@ class Session:
         """
         if os.getpid() != self._pid:
             raise ConfigurationError(
-                f"process {os.getpid()} was forked from {self._pid}, {self.me.name} of a session, "
-                "but is not a member, because a fork does not get the connections. Use "
-                "local_cluster, torchrun or Slurm to start processes that call one another"
+                f"process {os.getpid()} was forked from process {self._pid} ({self.me.name}). It "
+                "is not a member of the session, because a forked process does not inherit the "
+                "connections. Use local_cluster, torchrun or Slurm to start processes that call "
+                "one another"
             )
 
     # ---- members
@@ -155,15 +156,15 @@ class Session:
         """Check the argument ``name``, which must be processes of this session.
 
         Raises:
-            ConfigurationError: it is empty, or contains anything else; the message names the
-                existing roles.
+            ConfigurationError: the argument is empty, or contains anything else; the message names
+                the existing roles.
         """
         if isinstance(peers, str) or not peers or any(peer not in self.peers for peer in peers):
             counts = Counter(peer.role for peer in self.peers)
             roles = ", ".join(f"{role!r} ({count})" for role, count in counts.items())
             raise ConfigurationError(
-                f"{name}={peers!r}: expected processes of this session, such as session.of_role("
-                f"{self.peers[-1].role!r}); its roles are {roles}"
+                f"{name}={peers!r}: expected processes of this session, such as "
+                f"session.of_role({self.peers[-1].role!r}); the session's roles are {roles}"
             )
 
     def lost(self) -> tuple[Peer, ...]:
@@ -174,7 +175,8 @@ class Session:
         return tuple(self.peers[rank] for rank in self._members.lost())
 
     def lost_reason(self, peer: Peer) -> str | None:
-        """Return how a lost peer died, such as ``"killed by SIGKILL"``; None if it is not lost."""
+        """Return how a lost peer died, such as ``"killed by SIGKILL"``; None if the peer is not
+        lost."""
         return self._members.why_lost(peer.global_rank)
 
     def pid_of(self, peer: Peer) -> int:
@@ -193,8 +195,8 @@ class Session:
     ) -> Remote[Any]:
         """Run ``factory(*args, **kwargs)`` in ``peer``'s process and return a handle to the result.
 
-        The object stays there until the session ends. The factory and its arguments may be lambdas
-        or closures. Blocks; raises as ``Remote.call`` does.
+        The object stays in that process until the session ends. The factory and its arguments may
+        be lambdas or closures. Blocks, and raises the errors of ``Remote.call``.
         """
         key = self._call(peer, ("create", factory, args, kwargs), timeout_s)
         return Remote(peer, key, self.session_id)
@@ -209,7 +211,10 @@ class Session:
     ) -> Any:
         """Run ``fn(*args, **kwargs)`` in ``peer``'s process and block for its result.
 
-        Raises as ``Remote.call`` does.
+        A tensor that was computed from others arrives without ``requires_grad``, because its graph
+        stays in the sender's process.
+
+        Raises the errors of ``Remote.call``.
         """
         return self._call(peer, ("function", fn, args, kwargs), timeout_s)
 
@@ -230,7 +235,7 @@ class Session:
             return self._run_here(operation)
         future = self._submit(peer, operation, timeout_s)
         try:
-            # The transport enforces the deadline; this deadline is a fallback.
+            # The transport enforces the deadline. This second deadline is a fallback.
             return result_of(future, timeout_s + 2 * _GOODBYE_S)
         except FutureTimeoutError as error:
             if future.done():
@@ -251,8 +256,8 @@ class Session:
         rank = peer.global_rank
         with self._lock:
             self._in_flight[rank].add(future)
-        # Checked after the registration, so that no loss is missed: a later loss fails the future
-        # in _lose.
+        # Checked after the registration, so that no loss is missed: if the peer is lost later,
+        # _lose fails the future.
         if self._closed or self._members.why_lost(rank) is not None:
             self._settle(rank, future, error=self._lost_error(peer))
             return future
@@ -273,24 +278,27 @@ class Session:
     def _late(self, peer: Peer, operation: tuple[Any, ...], timeout_s: float) -> DeadlineError:
         what = operation[2] if operation[0] == "method" else operation[1]
         name = what if isinstance(what, str) else getattr(what, "__name__", repr(what))
-        return DeadlineError(f"{peer} did not answer {name} within {timeout_s:g} s")
+        return DeadlineError(
+            f"{peer} did not answer {name} within {timeout_s:g} s; see its "
+            "output, or raise timeout_s"
+        )
 
     def _deadline(self, timeout_s: float | None) -> float:
         self.check_process()
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         check_timeout(timeout_s)
         if self._closed:
-            raise ConfigurationError("This session is closed.")
+            raise ConfigurationError("this session is closed; enter a new session")
         return timeout_s
 
-    # ---- running calls of other processes, or of this one
+    # ---- running calls of other processes, or of this process
 
     def _execute(self, operation: tuple[Any, ...]) -> Any:
         kind, *rest = operation
         if kind == "method":
             key, method, args, kwargs = rest
             if key not in self._objects:
-                raise KeyError(f"{self.me.name} has no object {key}: its session has ended")
+                raise KeyError(f"{self.me.name} has no object {key}, because its session has ended")
             return getattr(self._objects[key], method)(*args, **kwargs)
         fn, args, kwargs = rest
         result = fn(*args, **kwargs)
@@ -304,7 +312,7 @@ class Session:
         try:
             result = self._execute(operation)
             return result.result() if isinstance(result, Future) else result
-        except (KeyboardInterrupt, Stopped):  # raised by a second signal
+        except (KeyboardInterrupt, Stopped):  # raised by a second stop signal
             raise
         except BaseException as error:  # including SystemExit, which the called code raised
             raise self._remote_error(self.me, _describe(error)) from error
@@ -330,9 +338,11 @@ class Session:
                     content.add_done_callback(lambda done: reply(done.result))
                     return
                 message = (True, *wire.dumps(content))
-            except BaseException as error:  # including SystemExit: the caller must handle it
+            # including SystemExit, because the calling process must handle it
+            except BaseException as error:
                 message = (False, *_dump_error(error))
-            if not self._closed:  # otherwise the agent that sends the answer is gone
+            # in a closed session, the agent that would send the answer is gone
+            if not self._closed:
                 answer(message)
 
         reply(run)
@@ -376,7 +386,7 @@ class Session:
     # ---- losing peers
 
     def _suspect(self, rank: int, reason: str) -> None:
-        """Note that the connection to ``rank`` failed.
+        """Record that the connection to ``rank`` failed.
 
         In a local_cluster, first wait a moment for the fork server's report of how the process
         died.
@@ -392,7 +402,7 @@ class Session:
             timer.start()
 
     def _lose(self, rank: int, reason: str) -> None:
-        """Note that ``rank`` is lost. Called in any thread, also through ``Children.watch``."""
+        """Record that ``rank`` is lost. Called in any thread, also through ``Children.watch``."""
         peer = self.peers[rank]
         new = not self._ending and self._members.lose(rank, reason)
         with self._lock:
@@ -422,7 +432,8 @@ class Session:
             self._pool.submit(self._run_for_peer, body, tensors, answer)
             return
         args = wire.loads(body, tensors)
-        if kind == "watch":  # answered when this process leaves; fails when it dies
+        # the message is answered when this process leaves, and fails if this process dies
+        if kind == "watch":
             with self._lock:
                 if not self._ending:
                     self._watchers[args[0]] = answer
@@ -433,7 +444,8 @@ class Session:
             self._members.arrive(number, rank, lambda: answer(()))
         elif kind == "leaving":
             self._left(*args)
-            if self._ending and self._end_reason is None:  # the others may still call this process
+            # The other processes may still call this process.
+            if self._ending and self._end_reason is None:
                 self._members.when_all_left(lambda: answer(()))
             else:
                 answer(())
@@ -467,7 +479,7 @@ class Session:
         return future
 
     def _watch(self, peer: Peer) -> None:
-        """Send a message that ``peer`` answers when it leaves, and that fails when ``peer``
+        """Send a message that ``peer`` answers when ``peer`` leaves. The message fails if ``peer``
         dies."""
 
         def told(future: Future[Any]) -> None:
@@ -483,8 +495,8 @@ class Session:
     def _hear_signs(self, post: SignPost) -> None:
         """Receive signs of life. Runs on the driver in a separate thread, until the session ends.
 
-        A node that disappears does not close its connections. Without these signs, its loss would
-        be noticed only at the deadline of a call.
+        A node that disappears does not close its connections. Without signs of life, the loss of
+        the node would be noticed only at the deadline of a call.
         """
 
         def heard(rank: int) -> tuple[str | None, bool, str | None]:
@@ -546,9 +558,10 @@ class Session:
 
     def _end_job(self, reason: str | None) -> None:
         if self._end.is_set():
-            return  # keep the first reason, because connections also break after a clean end
+            # keep the first reason, because connections also break after the job has ended cleanly
+            return
         self._end_reason = reason
-        self._stop.set()  # first, so that it is set when serve() returns
+        self._stop.set()  # set first, so that it is true when serve() returns
         self._end.set()
 
     # ---- waiting
@@ -557,12 +570,13 @@ class Session:
     def stop_requested(self) -> bool:
         """Whether this process should finish its work and leave.
 
-        True once the driver has ended the job, torchrun's process has died, or SIGINT, SIGTERM,
-        SIGHUP, SIGUSR1 or SIGUSR2 came. :attr:`stop_signal` is the first of these signals, for
-        which the driver prints a line. The second SIGINT, SIGTERM or SIGHUP raises
-        KeyboardInterrupt or SystemExit in the main thread, unless the process serves. SIGUSR1 and
-        SIGUSR2 announce SIGTERM (``sbatch --signal=USR1@60``) and never raise. If the program has
-        its own handler for SIGUSR1 or SIGUSR2, that signal does not request a stop.
+        True once the driver has ended the job, torchrun's process has died, or this process has
+        received SIGINT, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2. :attr:`stop_signal` is the first of
+        these signals. The driver prints a line when it receives this signal. The second SIGINT,
+        SIGTERM or SIGHUP raises KeyboardInterrupt or SystemExit in the main thread, unless the
+        process serves. SIGUSR1 and SIGUSR2 announce SIGTERM (``sbatch --signal=USR1@60``) and never
+        raise. If the program has its own handler for SIGUSR1 or SIGUSR2, that signal does not
+        request a stop.
         """
         return self._stop.is_set()
 
@@ -584,18 +598,19 @@ class Session:
     def serve(self) -> None:
         """Answer other processes' calls until the driver ends the job; blocks.
 
-        Every process except the driver calls this, in its main thread. Stop signals do not end the
-        call: Slurm and torchrun also send them to the driver, which needs this process to finish
-        its own work.
+        Every process except the driver calls this method, in its main thread. Stop signals do not
+        end the call, because Slurm and torchrun also send them to the driver, and the driver needs
+        this process to finish its own work.
 
         Raises:
             PeerLostError: the driver failed or died.
-            ConfigurationError: this process is the driver, which would wait indefinitely.
+            ConfigurationError: this process is the driver, so the call would never end.
         """
         if self.is_driver:
             raise ConfigurationError(
-                f"serve() was called by {self.me.name}, the driver of the job. The first process "
-                "of the first role does the work; only the others serve"
+                f"serve() was called by {self.me.name}, the driver of the job (the first process "
+                "of the first role). The driver does the work, and only the other processes "
+                "serve; call serve() only if is_driver is False"
             )
         if not self._serving:
             self._serving = True
@@ -612,10 +627,10 @@ class Session:
         self._signals.interrupts = True
 
     def barrier(self, timeout_s: float | None = None) -> None:
-        """Block until every living process, except those that serve, has called this.
+        """Block until every living process, except those that serve, has called this method.
 
         Raises:
-            DeadlineError: a process did not call it in time.
+            DeadlineError: a process did not call this method in time.
             PeerLostError: the driver, which keeps the barrier, is gone.
         """
         timeout_s = self._deadline(timeout_s)
@@ -636,8 +651,8 @@ class Session:
         except FutureTimeoutError:
             names = [self.peers[rank].name for rank in sorted(self._members.missing(number))]
             error = DeadlineError(
-                f"barrier: {', '.join(names)} did not reach it within {timeout_s:g} s: see their "
-                "output, or raise timeout_s"
+                f"barrier: {', '.join(names)} did not call barrier() within {timeout_s:g} s; see "
+                "their output, or raise timeout_s"
             )
         if error is not None:
             raise error
@@ -647,16 +662,18 @@ class Session:
     def on_leave(self, callback: Callable[[bool], None]) -> None:
         """Call ``callback(clean)`` before anything else when this process leaves its session.
 
-        ``clean`` is false if it leaves because of an exception. The other processes still answer,
-        so the callback can send them data. They wait at most 3 s for it. Exceptions of the callback
-        become warnings.
+        ``clean`` is false if the process leaves because of an exception. The other processes still
+        answer, so the callback can send them data. The other processes wait at most 3 s for the
+        callback. Exceptions of the callback become warnings.
         """
         self._at_leave.append(callback)
 
     def on_end(self, callback: Callable[[bool], None]) -> None:
-        """Like ``on_leave``, but called last, when no process can call this one any more.
+        """Like ``on_leave``, but ``callback`` is called last, when no process can call this process
+        any more.
 
-        Here, ``clean`` is also false after a stop signal, and if the driver has failed.
+        For these callbacks, ``clean`` is also false after a stop signal, and if the driver has
+        failed.
         """
         self._at_end.append(callback)
 
@@ -666,7 +683,9 @@ class Session:
             try:
                 callback(clean)
             except Exception as error:
-                warnings.warn(f"at the end of the session: {_summary(error)}", stacklevel=2)
+                warnings.warn(
+                    f"a callback raised at the end of the session: {_summary(error)}", stacklevel=2
+                )
 
     def _open(self, process_group: str | Mapping[str, str] | None) -> None:
         """Connect to all processes. Called once, in the thread that enters the session."""
@@ -707,7 +726,8 @@ class Session:
         self._opened.set()
 
     def _follow_launcher(self, pid: int) -> None:
-        """Request a stop once torchrun's agent, our parent, is dead: no other process would."""
+        """Request a stop once torchrun's agent, the parent of this process, is dead, because no
+        other process would request this stop."""
         try:
             agent = os.pidfd_open(pid)
         except OSError:
@@ -769,17 +789,22 @@ class Session:
                 busy = self._members.wait_until_all_serve(patience_s)
                 if busy:
                     names = ", ".join(self.peers[rank].name for rank in sorted(busy))
-                    warnings.warn(f"the job ends while {names} still work", stacklevel=4)
+                    warnings.warn(
+                        f"the job ends while {names} still work, because they neither called "
+                        "serve() nor left the session in time; let them do so earlier",
+                        stacklevel=4,
+                    )
             self._answer_watchers(failure)
-            # The message about the end may be late, behind a long one. Signs of life tell about it
-            # in time.
+            # The message that the job has ended may be delayed by a long message before it. Signs
+            # of life report the end in time.
             by_signs_s = 0.0 if self._signs is None else self._sign_every_s
             self._members.wait_until_all_left(_GOODBYE_S + by_signs_s)
             return
         if failure is None and not self._end.is_set():
             with contextlib.suppress(PeerLostError):
                 self.serve()
-            self._run_callbacks(self._at_leave, True)  # calls of others may have added callbacks
+            # calls of other processes may have added callbacks
+            self._run_callbacks(self._at_leave, True)
         self._answer_watchers(failure)
         if self._members.why_lost(self._driver.global_rank) is None:
             told = self._tell(self._driver, "leaving", self.me.global_rank, failure)
@@ -832,7 +857,8 @@ class Session:
             self._signs.join(_GOODBYE_S)
 
     def _destroy_group(self) -> None:
-        self.process_group = None  # the last reference, which holds its threads and sockets
+        # this is the last reference to the group, which holds threads and sockets
+        self.process_group = None
         dist.destroy_process_group()
 
 
@@ -844,22 +870,24 @@ def session(
     timeout_s: float = 60.0,
     process_group: str | Mapping[str, str] | None = None,
 ) -> Iterator[Session]:
-    """Join the job that torchrun or SLURM started; every process of the job calls this.
+    """Join the job that torchrun or SLURM started; every process of the job calls this function.
 
     A process without a launcher is a job of one process: nothing is started, and its calls to
     itself are direct. Inside the block, the driver (the first rank of the first role) does the work
-    with the help of the others. The others call ``serve()``, or run their own code and serve from
-    the end of their block until the driver is done. If the driver leaves with an exception,
-    ``serve`` raises PeerLostError in the others and ``stop_requested`` becomes true.
+    with the help of the other processes. The other processes call ``serve()``, or run their own
+    code and serve from the end of their block until the driver is done. If the driver leaves with
+    an exception, ``stop_requested`` becomes true in the other processes, and their ``serve`` raises
+    PeerLostError.
 
     Args:
-        roles: counts in rank order, e.g. ``{"learner": 1, "collector": -1}``; one may be -1, for
-            all remaining ranks. Default: every rank is a ``"worker"``.
+        roles: counts in rank order, e.g. ``{"learner": 1, "collector": -1}``; one count may be -1,
+            for all remaining ranks. By default, every rank is a ``"worker"``.
         world: default ``World.from_env()``.
         timeout_s: deadline for start-up and default deadline of every call. In a job of several
-            nodes, a process without a sign of life for this long is lost permanently.
+            nodes, a process that gives no sign of life for this long is lost permanently.
         process_group: a torch.distributed backend, such as ``"gloo"``. Each role gets a separate
-            default group; with a mapping (``{"learner": "nccl"}``), only the given roles do.
+            default group; with a mapping (``{"learner": "nccl"}``), only the given roles get a
+            group.
 
     Raises:
         ConfigurationError: the environment or the roles are invalid, or processes disagree.
@@ -886,7 +914,7 @@ def current_session() -> Session:
     """Return the session that this process is in.
 
     Raises:
-        ConfigurationError: it is not in a session.
+        ConfigurationError: this process is not in a session.
 
     Example:
         >>> with session() as me:
@@ -902,7 +930,7 @@ def check_session(given: Any) -> None:
     """Refuse an argument that is not a session, such as the function ``session`` itself.
 
     Raises:
-        ConfigurationError: it is not a session.
+        ConfigurationError: the argument is not a session.
     """
     if not isinstance(given, Session):
         got = "the function session" if given is session else f"a {type(given).__name__}"
@@ -919,7 +947,7 @@ def look_for_others(alone: str) -> None:
         alone: text that says how to start a job of one process.
 
     Raises:
-        ConfigurationError: it looks like one of several tasks, and is not the first.
+        ConfigurationError: this process looks like one of several tasks, and is not the first.
     """
     others = launched_without_us(os.environ)
     if others is None:
@@ -927,8 +955,8 @@ def look_for_others(alone: str) -> None:
     rank, size, launcher = others
     told = (
         f"this process looks like task {rank} of {size} that {launcher} started, but is not a rank "
-        "of a job: each task would be a job of its own. Start all tasks with torchrun or with srun "
-        "(srun python ...), whose RANK or SLURM_STEP_ID must reach the program, also in a "
+        "of a job, so each task would be a separate job. Start all tasks with torchrun or with "
+        "srun (srun python ...), whose RANK or SLURM_STEP_ID must reach the program, also in a "
         f"container; {alone}"
     )
     if rank:
@@ -946,8 +974,8 @@ def joined(
     process_group: str | Mapping[str, str] | None,
     supervised: bool = False,
 ) -> Iterator[Session]:
-    """Enter a session over a given store; for the launchers of this package."""
-    if not supervised:  # local_cluster has checked already
+    """Enter a session over a given store. The launchers of this package call this function."""
+    if not supervised:  # local_cluster has already checked the limits
         launched = world.launcher != "local" and world.local_world_size > 1
         check_limits(
             world.world_size,

@@ -16,14 +16,15 @@ from typing import Any
 
 from torchrl_dist.stopping import Stopped, note_stop_request
 
-# A launcher or a terminal may send each of them to every process of a job.
+# A launcher or a terminal may send each of these signals to every process of a job.
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# These announce SIGTERM (sbatch --signal=USR1@60). Without a handler, they kill the process.
+# These signals announce SIGTERM (sbatch --signal=USR1@60). Without a handler, they kill the
+# process.
 _NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 STOP_SIGNALS = (*_ENDS, *_NOTICES)
 _Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
-# Slurm and timeout(1) send SIGTERM twice for one stop, so a second one this soon is ignored. Ctrl-C
-# typed twice always counts.
+# Slurm and timeout(1) send SIGTERM twice for one stop. Therefore a second SIGTERM within this many
+# seconds of the first is ignored. Ctrl-C typed twice always counts.
 _SAME_S = 0.25
 _LONGEST_POLL_MS = 2**31 - 1
 
@@ -49,7 +50,7 @@ class Latch:
                 os.write(self._write_fd, b"!")  # never read, so that it stays readable
 
     def wait(self, timeout_s: float) -> bool:
-        """Block until it is set, at most ``timeout_s``; return whether it is set."""
+        """Block until the latch is set, at most ``timeout_s``; return whether it is set."""
         return wait_any((self,), timeout_s)
 
     def add_to(self, poller: select.poll) -> bool:
@@ -81,8 +82,9 @@ class StopSignals:
 
     A second SIGINT, SIGTERM or SIGHUP raises KeyboardInterrupt or SystemExit in the main thread,
     unless ``patient`` is set. SIGUSR1 and SIGUSR2 never raise, because launchers send them some
-    time before SIGTERM. Previously installed handlers are called too. Ignored signals stay ignored.
-    SIGUSR1 and SIGUSR2 are left alone if the program handles them.
+    time before SIGTERM. Previously installed handlers are called too, except those that would end
+    the process. Ignored signals stay ignored. SIGUSR1 and SIGUSR2 are left alone if the program
+    handles them.
 
     Python handles signals in the main thread only, so ``install`` does nothing in other threads.
 
@@ -95,6 +97,7 @@ class StopSignals:
         self._first = first
         self._previous: dict[int, _Handler] = {}
         self._asked_at: float | None = None
+        self._is_over = False
         self.patient = False
         self.interrupts = False  # if true, the next signal raises KeyboardInterrupt
         self.received: signal.Signals | None = None  # the first one
@@ -110,16 +113,22 @@ class StopSignals:
                 signal.signal(number, self._handle)
 
     def restore(self) -> None:
-        """Restore the previous handlers, unless other code has replaced ours meanwhile."""
+        """Restore the previous handlers, unless other code has replaced this object's handlers
+        meanwhile."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number, previous in self._previous.items():
             # None: the previous handler was not installed from Python and cannot be restored.
             if signal.getsignal(number) == self._handle and previous is not None:
                 signal.signal(number, previous)
-        self._previous.clear()
+        self._is_over = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        previous = self._previous.get(number)
+        if self._is_over:  # other code, such as TorchRL, has put this handler back
+            signal.signal(number, previous or signal.SIG_DFL)
+            signal.raise_signal(number)
+            return
         if self.interrupts:
             self.interrupts = False
             raise KeyboardInterrupt
@@ -130,8 +139,7 @@ class StopSignals:
             if self._first is not None:
                 self._first(name)
         self._latch.set()
-        previous = self._previous.get(number)
-        if callable(previous) and previous is not signal.default_int_handler:
+        if callable(previous) and not _ends_process(previous):
             previous(number, frame)
         if number not in _ENDS:
             return
@@ -145,12 +153,13 @@ class StopSignals:
 def outlive_stop_signals() -> None:
     """Prevent stop signals from ending this process.
 
-    Another process, which also gets the signals, will end it. Called in the main thread. SIGINT,
-    SIGTERM and SIGHUP still end the programs that this process starts and its forked children. All
-    these programs and children ignore SIGUSR1 and SIGUSR2.
+    Another process also gets the signals, and ends this process. Call this function in the main
+    thread. SIGINT, SIGTERM and SIGHUP still end this process's forked children and the programs
+    that it starts. All these children and programs ignore SIGUSR1 and SIGUSR2.
     """
     for number in _ENDS:
-        signal.signal(number, _outlive)  # an ignored signal would stay ignored across exec
+        # not SIG_IGN, because an ignored signal would stay ignored across exec
+        signal.signal(number, _outlive)
         signal.siginterrupt(number, False)
     for number in _NOTICES:
         signal.signal(number, signal.SIG_IGN)
@@ -165,6 +174,13 @@ def say(line: str) -> None:
     with contextlib.suppress(Exception):  # it interrupted a print, or stderr is closed
         start = "\n" if sys.stderr.isatty() else ""  # after ^C or a progress bar
         print(start + line, file=sys.stderr, flush=True)
+
+
+def _ends_process(handler: Callable[..., Any]) -> bool:
+    """Whether a handler is Python's for Ctrl-C, or that of TorchRL, which removes the files of its
+    storages before it ends the process. (TorchRL also removes them at a normal exit.)"""
+    of_torchrl = getattr(handler, "__module__", "").startswith("torchrl.")
+    return handler is signal.default_int_handler or of_torchrl
 
 
 def _is_caught(number: int) -> bool:
@@ -190,10 +206,10 @@ def _unblock_after_fork() -> None:
 
 
 def _forget_in_child() -> None:
-    """Remove our handlers in a forked child, which is not in the session.
+    """Remove this module's handlers in a forked child, which is not in the session.
 
-    ``multiprocessing`` ends its children by SIGTERM and waits for them. Our handler would only set
-    the parent's latch.
+    ``multiprocessing`` ends its children by SIGTERM and waits for them. A handler of this module
+    would only set the parent's latch.
     """
     defaults: dict[int, _Handler] = {number: signal.SIG_DFL for number in _ENDS}
     defaults[signal.SIGINT] = signal.default_int_handler

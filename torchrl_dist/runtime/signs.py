@@ -2,8 +2,8 @@
 
 On the connection for calls, a sign would wait behind long calls and, after a network failure, for
 TCP's retransmission. For each sign, a process therefore opens a new connection to a port of the
-driver. It sends a few bytes, which prove that it belongs to the job. The driver answers whether the
-job has ended or the process is lost.
+driver. The process sends a few bytes, which prove that it belongs to the job. The driver answers
+whether the job has ended or the process is lost.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any
 
 _TOKEN, _RANK = 16, 4
 _MOST_ANSWER = 1 << 16
-# A connection without a whole sign after this many seconds is dropped.
+# A connection that has not sent a whole sign after this many seconds is dropped.
 _PATIENCE_S = 5.0
 _NO_DESCRIPTOR_S = 0.1
 
 
 class SignPost:
-    """Receives the signs of life on the driver.
+    """Receive the signs of life on the driver.
 
-    Only a few bytes are read from each connection, and they are used only if they begin with this
+    Only a few bytes are read from each connection. The bytes are used only if they begin with this
     session's secret.
 
     Args:
@@ -43,7 +43,7 @@ class SignPost:
         )
         self._listener.setblocking(False)
         self._most = 64 + 2 * size
-        self._since: dict[socket.socket, float] = {}  # in order of arrival
+        self._since: dict[socket.socket, float] = {}  # connections in order of arrival
         self._read: dict[socket.socket, bytes] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)

@@ -1,9 +1,9 @@
 """torch.distributed's store, with a deadline for every operation and for connecting.
 
-TCPStore's server enforces its deadlines. If the server's process is stopped, most operations of
-other processes block indefinitely. Connecting also blocks indefinitely if a silent program listens
-at the port. Here, a thread makes these calls, and the caller waits for the thread only until a
-deadline.
+The server of a TCPStore enforces the deadlines of operations. If the server's process is stopped,
+most operations of other processes therefore block indefinitely. Connecting also blocks indefinitely
+if a silent program listens at the port. In this module, a thread makes these calls, and the caller
+waits for the thread only until a deadline.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import torch.distributed as dist
 from ..errors import ConfigurationError, DeadlineError
 from .awake import awake
 
-_LEAST_S = 0.001  # to a store, 0 means no deadline
+_LEAST_S = 0.001  # a store takes 0 as no deadline
 _ANSWER_S = 1.0
 _BACKLOG = 1024
-# The deadline of an operation that follows an unanswered one.
+# The deadline of an operation if the previous operation was not answered.
 _AGAIN_S = 0.1
-_NOTHING = "\0"  # stands for a missing value
+_NOTHING = "\0"  # stands for the value of a missing key
 
 
 class StoreSilent(dist.DistError):
@@ -47,10 +47,11 @@ class _Task:
 class AnsweringStore:
     """Operations of ``store`` that raise StoreSilent if no answer comes within about a second.
 
-    The operation may still take effect afterwards. Other errors are the store's own.
+    The operation may still take effect afterwards. Other errors are those of the store.
 
     Args:
-        until: an operation may take longer than a second until this time on ``awake()``.
+        until: before this time on ``awake()``, an operation may wait longer than a second for its
+            answer.
     """
 
     def __init__(self, store: dist.Store, *, until: float = 0.0) -> None:
@@ -58,7 +59,7 @@ class AnsweringStore:
         self._until = until
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._answers = True
-        # A daemon thread, because its call may never return.
+        # The thread is a daemon, because its call may never return.
         threading.Thread(target=_work, args=(self._tasks,), daemon=True).start()
         weakref.finalize(self, self._tasks.put, None)
 
@@ -75,8 +76,8 @@ class AnsweringStore:
         return self._do(self._store.check, [key])
 
     def found(self, key: str) -> str | None:
-        """Return the value of the key without waiting for it; None if it is missing."""
-        # If the key is missing, compare_set returns the expected value without setting it.
+        """Return the value of the key without waiting for it; None if the key is missing."""
+        # If the key is missing, compare_set does not set it, and returns the expected value.
         value: str = self._do(self._store.compare_set, key, _NOTHING, _NOTHING).decode()
         return None if value == _NOTHING else value
 
@@ -90,7 +91,7 @@ class AnsweringStore:
         """Whether all keys are set within ``timeout_s``."""
         try:
             self._do(self._store.wait, keys, timedelta(seconds=timeout_s), wait_s=timeout_s)
-        # the deadline has passed; a lost store raises other errors
+        # the deadline has passed (a lost store raises other errors)
         except (dist.DistStoreError, StoreSilent):
             return False
         return True
@@ -124,7 +125,7 @@ def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
     """Connect to the store that another process keeps.
 
     Raises:
-        DeadlineError: there is no store, or another program listens there.
+        DeadlineError: there is no store, or another program listens at its port.
     """
     return _make(host, port, timeout_s)
 
@@ -132,15 +133,15 @@ def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 def keep_store(
     host: str, port: int, timeout_s: float, *, everywhere: bool = False
 ) -> tuple[dist.TCPStore, int]:
-    """Make a store that this process keeps. Return the store and its port; port 0 means any free
-    port.
+    """Make a store that this process keeps. Return the store and the port at which it listens.
 
     Args:
+        port: 0 chooses any free port.
         everywhere: listen on all addresses, as a plain TCPStore always does; otherwise only on the
             address of ``host``.
 
     Raises:
-        ConfigurationError: this process cannot listen there.
+        ConfigurationError: this process cannot listen at that address and port.
     """
     try:
         listener = _listen(host, port, everywhere)
@@ -212,8 +213,8 @@ def _make(host: str, port: int, timeout_s: float, **options: Any) -> dist.TCPSto
     (made,) = result
     if isinstance(made, dist.DistError):
         raise DeadlineError(
-            f"no store at {host}:{port} within {timeout_s:g} s: is rank 0 running, may this "
-            "machine connect to it, and does no other program use that port? "
+            f"no store at {host}:{port} within {timeout_s:g} s. Check that rank 0 is running, "
+            "that this machine may connect to it, and that no other program uses that port "
             f"({str(made).splitlines()[0]})"
         ) from made
     if isinstance(made, BaseException):
@@ -222,7 +223,8 @@ def _make(host: str, port: int, timeout_s: float, **options: Any) -> dist.TCPSto
 
 
 def _connections_to(port: int) -> dict[str, int]:
-    """Return the descriptors of the connections to a port, by the kernel's names of the sockets."""
+    """Return the descriptors of the connections to a port. The keys are the kernel's names of the
+    sockets."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # not connected, or closed meanwhile

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Environment, directory, ``sys.argv``, ``sys.path`` and torch threads; sent as a pickle."""
+    """Environment, working directory, ``sys.argv``, ``sys.path`` and number of torch threads. Sent
+    as a pickle."""
 
     environment: dict[str, str]
     directory: str
@@ -35,7 +36,7 @@ class Surroundings:
         sys.argv[:] = self.arguments
         sys.path[:] = self.path
         torch.set_num_threads(self.threads)
-        # Otherwise all children would have the server's random state. Python itself reseeds
-        # ``random``.
+        # Otherwise all children would have the server's random state. The state of ``random`` needs
+        # no code, because Python reseeds it after a fork.
         numpy.random.seed()
         torch.default_generator.seed()

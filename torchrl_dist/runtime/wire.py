@@ -1,8 +1,8 @@
 """Serialize any Python object as bytes plus a list of tensors.
 
 cloudpickle handles lambdas, closures and definitions in ``__main__`` or a notebook. Large tensors,
-including those in a TensorDict, stay outside the bytes. The transport sends their memory directly,
-without a copy by pickle.
+including those in a TensorDict, stay outside the bytes. The transport sends the memory of these
+tensors directly, so that pickle does not copy it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import torch
 from ..tensors import NAMES, is_plain
 
 # Up to this size, copying a tensor into the bytes takes less CPU time than the 55 us that each side
-# spends on a tensor outside them.
+# spends on a tensor outside the bytes.
 _INSIDE_BYTES = 2**16
 # cloudpickle looks up each class and function by name every time, which takes most of the time of a
-# small message. Names in these packages are looked up only once, because they do not change.
-# Modules of users may be reloaded.
+# small message. Names in these packages are looked up only once, because they do not change. In
+# users' modules, names may change, because a module may be reloaded.
 _STABLE = ("torchrl_dist", "torch", "numpy", "tensordict")
 _found_by_name: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -35,7 +35,9 @@ _table = threading.local()
 def dumps(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
     """Split ``obj`` into bytes and tensors.
 
-    Large tensors are not copied: do not change them until the message has arrived.
+    Large tensors are not copied: do not change them until the message has arrived. A tensor that
+    was computed from others arrives without ``requires_grad``, because its graph stays here, so
+    that ``backward()`` there raises instead of doing nothing.
 
     Raises:
         TypeError: ``obj`` holds a tensor that is not in CPU memory.
@@ -48,8 +50,8 @@ def dumps(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
 
 
 def loads(body: bytes, tensors: list[torch.Tensor]) -> Any:
-    """Return the object that ``dumps`` split. Like any unpickling, this can run code from the
-    sender."""
+    """Return the object that ``dumps`` split. Like any unpickling, this function can run code that
+    the sender chose."""
     outer = getattr(_table, "tensors", None)
     _table.tensors = tensors
     try:
@@ -67,6 +69,8 @@ class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
         if kind is torch.Tensor:
+            if obj.requires_grad and obj.is_leaf:
+                return _requiring_grad, (obj.detach(),)
             if obj.layout is torch.strided and not obj.is_nested:
                 return self._reduce_tensor(obj)
         elif kind is np.ndarray:
@@ -109,6 +113,10 @@ def _array_of(content: bytearray, dtype: str, shape: tuple[int, ...]) -> np.ndar
 
 def _tensor_of(content: bytearray, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.from_numpy(_array_of(content, dtype, shape))
+
+
+def _requiring_grad(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.requires_grad_()
 
 
 def _tensor_at(index: int) -> torch.Tensor:

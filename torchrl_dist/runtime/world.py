@@ -16,13 +16,13 @@ from pathlib import Path
 from ..errors import ConfigurationError
 from . import proc
 
-# Holds the id of the driver's job. Children of local_cluster have it, and processes that they start
-# inherit it.
+# This variable holds the id of the driver's job. Children of local_cluster have the variable, and
+# processes that they start inherit it.
 JOB_ID_VARIABLE = "TORCHRL_DIST_JOB_ID"
 
 _UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[0-9a-f]{4}-[0-9a-f]{12}"
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# Set by Lightning Fabric in the script and in the copies of the script that it starts.
+# Lightning Fabric sets this variable in the script and in the copies of the script that it starts.
 _FABRIC = ("WORLD_SIZE", "NODE_RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_JOB_ID")
 
@@ -34,8 +34,8 @@ class World:
     ``job_id`` is equal in all processes of a node, stays the same when the launcher restarts them,
     and differs between two launches. If the launcher does not say on which machine rank 0 is,
     ``master_addr`` is a guess and ``master_hosts`` has all candidates. ``launcher`` is
-    ``"torchrun"``, ``"slurm"``, ``"fabric"`` (Lightning Fabric's own, on one node), ``"local"``
-    (the caller of ``local_cluster``, or a child of it) or ``"single"``.
+    ``"torchrun"``, ``"slurm"``, ``"fabric"`` (Lightning Fabric's own launcher, on one node),
+    ``"local"`` (the caller of ``local_cluster``, or a child of it) or ``"single"``.
 
     Example:
         >>> World.from_env({}).world_size  # no launcher
@@ -62,7 +62,8 @@ class World:
 
     @property
     def starter(self) -> str | None:
-        """The ``process_stamp`` of the local process without which the job cannot start again.
+        """The ``process_stamp`` of a local process. Once that process has ended, the job cannot
+        start again.
 
         None if no such process is known: SLURM, or a user who gave torchrun an id, may start a job
         with the same id again.
@@ -70,8 +71,8 @@ class World:
         # with torchrun --standalone, the id is a UUID
         named_by_agent = is_stamp(self.job_id) or re.fullmatch(_UUID, self.job_id)
         if self.launcher == "torchrun" and named_by_agent:
-            # With several nodes, the job's id is the stamp of rank 0's agent, which may be on
-            # another node.
+            # In a job of several nodes, the job's id is the stamp of rank 0's agent, which may run
+            # on another node.
             return process_stamp(os.getppid())
         return self.job_id if is_stamp(self.job_id) else None
 
@@ -80,8 +81,8 @@ class World:
         """Read ``environ`` (default: this process's environment).
 
         torchrun's variables have priority over SLURM's, because ``srun torchrun`` sets both. An
-        sbatch script counts as a single process: it has SLURM variables, but is not a task of a
-        step.
+        sbatch script counts as a job of one process, because it has SLURM variables but is not a
+        task of a step.
 
         Raises:
             ConfigurationError: some of a launcher's variables are missing or invalid.
@@ -99,7 +100,8 @@ class World:
         return world
 
 
-# Variables with the rank and the number of ranks, if ``from_env`` finds no launcher that it knows.
+# Names of variables with the rank and the number of ranks. These variables are read if ``from_env``
+# finds no launcher that it knows.
 _OTHER_LAUNCHERS = {
     "SLURM": ("SLURM_PROCID", "SLURM_NTASKS"),
     "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -108,9 +110,10 @@ _OTHER_LAUNCHERS = {
 
 
 def launched_without_us(env: Mapping[str, str]) -> tuple[int, int, str] | None:
-    """Return (rank, size, launcher) if a process that counts as single looks like one of several.
+    """Return (rank, size, launcher) if a process that counts as a job of one process looks like one
+    of several tasks.
 
-    With rank 0, it may also be the batch script of a SLURM job with several tasks.
+    If the rank is 0, the process may also be the batch script of a SLURM job with several tasks.
     """
     for launcher, (rank, size) in _OTHER_LAUNCHERS.items():
         if env.get(size, "").isdigit() and int(env[size]) > 1:
@@ -142,7 +145,7 @@ def has_ended(stamp: str) -> bool:
         return True
     own = proc.stat(os.getpid())
     if namespace != str(_namespace()) or own is None or own[0] != str(os.getpid()):
-        return False  # in the ``/proc`` seen here, this pid belongs to another process
+        return False  # in the ``/proc`` of this namespace, this pid belongs to another process
     stat = proc.stat(int(pid))
     return stat is None or stat[proc.STATE] == "Z" or process_stamp(int(pid)) != stamp
 
@@ -150,7 +153,7 @@ def has_ended(stamp: str) -> bool:
 def is_seen_here(stamp: str) -> bool:
     """Whether a ``process_stamp`` is from this machine and pid namespace.
 
-    If so, its pid belongs to the same process in this process's ``/proc``.
+    If so, the pid in the stamp means the same process here as where the stamp was made.
     """
     own = proc.stat(os.getpid())
     place = [str(_namespace()), _boot()]
@@ -215,7 +218,8 @@ def _from_torchrun(env: Mapping[str, str]) -> World:
         node_rank=_integer(env, "GROUP_RANK", default=global_rank // local_world_size),
         master_addr=env["MASTER_ADDR"],
         master_port=_integer(env, "MASTER_PORT", at_least=1),
-        # "none" is torchrun's default for every job; use the stamp of our parent, the agent.
+        # "none" is torchrun's default for every job. Use the stamp of the agent instead, which is
+        # the parent of this process.
         job_id=process_stamp(os.getppid()) if run_id == "none" else run_id,
         restart_count=_integer(env, "TORCHELASTIC_RESTART_COUNT", default=0),
         launcher="torchrun",
@@ -248,8 +252,9 @@ def _from_slurm(env: Mapping[str, str]) -> World:
     hosts = expand_hosts(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", ""))
     if not hosts and "MASTER_ADDR" not in env:
         raise ConfigurationError(
-            "SLURM task without SLURM_STEP_NODELIST or SLURM_JOB_NODELIST: rank 0 listens on the "
-            "first host of that list. Start the job with srun, or set MASTER_ADDR."
+            "This SLURM task has neither SLURM_STEP_NODELIST nor SLURM_JOB_NODELIST. One of these "
+            "lists is needed, because rank 0 listens on its first host. Start the job with srun, "
+            "or set MASTER_ADDR."
         )
     host = env.get("SLURMD_NODENAME") or socket.gethostname()
     global_rank, node_rank = _integer(env, "SLURM_PROCID"), _integer(env, "SLURM_NODEID")
@@ -260,8 +265,8 @@ def _from_slurm(env: Mapping[str, str]) -> World:
     world_size = _integer({"SLURM_NTASKS": step_size}, "SLURM_NTASKS", at_least=1)
     # Derived from the job id, so that ranks of a job agree, and two jobs on one node differ.
     port = 20_000 + (job_id * 31 + sum(step_id.encode())) % 12_000
-    # The lists of hosts and of tasks are both sorted by name. Node ids have this order only if the
-    # job has one component and the usual distribution of tasks.
+    # The list of hosts and the list of tasks per host are both sorted by host name. Node ids have
+    # this order only if the job has one component and the usual distribution of tasks.
     place = hosts.index(host) if host in hosts else node_rank
     masters: list[str] = []
     if not env.get("MASTER_ADDR"):
@@ -283,10 +288,11 @@ def _from_slurm(env: Mapping[str, str]) -> World:
 
 
 def _first_component_first(env: Mapping[str, str], hosts: list[str]) -> list[str]:
-    """Sort ``hosts`` by component of a heterogeneous job, because rank 0 is in an early component.
+    """Sort ``hosts`` by their component of a heterogeneous job, because rank 0 is in an early
+    component.
 
-    Up to at least 22.05, Slurm names the variable PACK in a step and HET in a batch script.
-    With ``--distribution=arbitrary`` rank 0 may be on any node.
+    In Slurm (at least up to 22.05), the variable's name contains PACK in a step, and HET in a batch
+    script. With ``--distribution=arbitrary`` rank 0 may be on any node.
     """
     ordered: list[str] = []
     for group in range(_integer(env, "SLURM_HET_SIZE", default=0)):

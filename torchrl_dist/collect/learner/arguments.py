@@ -9,7 +9,7 @@ import operator
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal
 
@@ -26,14 +26,14 @@ from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.runtime import Peer, Session, current_session
 from torchrl_dist.runtime.session import check_session
 
-_ONE_STEP = 1e-9  # a part of a rollout that is less than one step
+_ONE_STEP = 1e-9  # a fraction of a rollout, smaller than one step of any rollout
 
 PolicyFactory = Callable[[int, int], Any]
 
 
 def choose_peers(session: Session | None, workers: Sequence[Peer] | None) -> tuple[Peer, ...]:
-    """Return the peers to use as workers; empty for one worker in this process. Warn if the caller
-    probably meant other processes.
+    """Return the peers to use as workers, or no peers to use one worker in this process. Warn if
+    the caller probably meant other processes.
 
     Raises:
         ConfigurationError: ``session`` is not a session, ``workers`` are not peers of it, or this
@@ -46,7 +46,7 @@ def choose_peers(session: Session | None, workers: Sequence[Peer] | None) -> tup
         session.check_peers("workers", workers)
         return tuple(workers)
     if session is None:
-        with contextlib.suppress(ConfigurationError):  # there is no session
+        with contextlib.suppress(ConfigurationError):  # this process is not in a session
             _say_who_is_idle(current_session(), "no session= was given", "session=session")
         return ()
     collectors = session.of_role("collector")
@@ -65,16 +65,18 @@ def _check_place(session: Session, collectors: Sequence[Peer]) -> None:
     if me in collectors:
         raise ConfigurationError(
             f"{me.name} builds a collector, but is a worker of the collector that "
-            f"{session.peers[0].name} builds. Build it only there, and serve here: "
-            "if session.role == 'collector': session.serve()"
+            f"{session.peers[0].name} builds. Build a collector only in that process, and call "
+            "serve() in this one: if session.role == 'collector': session.serve()"
         )
     alike = session.of_role(me.role)
     if session.peers[0] in alike:
         every = "session.of_role('collector')"
         warnings.warn(
-            f"the collector of {me.name} uses all {len(collectors)} collectors of the session, as "
-            f"does that of {alike[0].name} if it builds one. Pass workers={every}"
-            f"[{me.index}::{len(alike)}] to divide them, or workers={every} if this is intended",
+            f"the collector of {me.name} uses every process of role 'collector' "
+            f"({len(collectors)}). "
+            f"If {alike[0].name} builds a collector, too, both collectors use the same processes. "
+            f"Pass workers={every}[{me.index}::{len(alike)}] to divide these processes, or "
+            f"workers={every} to share them",
             stacklevel=4,
         )
 
@@ -85,19 +87,21 @@ def _say_who_is_idle(session: Session, reason: str, line: str) -> None:
         others = ", ".join(f"{role!r} ({count})" for role, count in counts.items())
         warnings.warn(
             f"the environments are stepped in this process alone: {reason}, but the session has "
-            f"{others}. Pass {line} to use them, or workers=[session.me] if this is intended",
+            f"{others}. Pass {line} to use these processes, or workers=[session.me] if only this "
+            "process should step environments",
             stacklevel=4,
         )
 
 
 def require_shared(replay_buffer: Any, assembled_in: int, replace_lost: bool) -> None:
-    """Refuse a buffer if workers would write to copies of it, or could not reach it.
+    """Refuse a buffer if workers would write to copies of the buffer, or could not reach the
+    buffer.
 
     Args:
         assembled_in: number of env processes that write whole trajectories.
     """
     if not isinstance(replay_buffer, ReplayBuffer):
-        return  # None, or a user's object that pickles in its own way
+        return  # None, or an object of the user that defines its own pickling
     storage = replay_buffer.storage
     if not getattr(storage, "attaches_when_pickled", False):
         raise ConfigurationError(
@@ -117,7 +121,7 @@ def require_shared(replay_buffer: Any, assembled_in: int, replace_lost: bool) ->
     if replace_lost:
         raise ConfigurationError(
             f"{reached}, but a successor of a lost worker cannot join the session; expected "
-            "replace_lost=False (the others continue without the lost worker) or a "
+            "replace_lost=False (the other workers continue without the lost one) or a "
             "SharedReplayBuffer of this node. Or extend the buffer with the batches that the "
             "collector yields"
         )
@@ -134,7 +138,8 @@ def check_inference(
         )
     if not isinstance(policy, nn.Module):
         raise ConfigurationError(
-            f"inference='learner' needs a module as policy=, got {type(policy).__name__}"
+            f"inference='learner' needs a module as policy=, got {type(policy).__name__}; pass an "
+            "nn.Module"
         )
     given = ", ".join(name for name, value in others.items() if value)
     if given:
@@ -204,8 +209,9 @@ class Settings(WorkerOptions):
             )
         if self.inference == "learner" and self.init_random_frames:
             raise ConfigurationError(
-                "init_random_frames= cannot be combined with inference='learner', where the "
-                "workers do not know what else the policy writes; leave one of them out"
+                "init_random_frames= cannot be combined with inference='learner', because the "
+                "workers then do not know which keys the policy writes in addition to the action; "
+                "leave one of them out"
             )
 
     def _check_numbers(self) -> None:
@@ -242,10 +248,12 @@ class Settings(WorkerOptions):
             raise ConfigurationError(
                 f"readiness={got}: pass an instance of WaitAll, FirstReady, Quorum or Preempt"
             )
-        if readiness.cuts and (self.replay_buffer is not None or self.has_postproc):
+        unfit = (self.replay_buffer, self.postproc, self.postproc_factory)
+        if readiness.cuts and any(each is not None for each in unfit):
             raise ConfigurationError(
-                f"{readiness} cuts rollouts short and pads the batch: it cannot be combined with "
-                "replay_buffer= (use FirstReady(), which never waits) or postproc="
+                f"{readiness} cuts rollouts short and pads the batch, so this rule cannot be "
+                "combined with replay_buffer= or postproc=; leave these arguments out, or use "
+                "FirstReady(), which never waits for a slow worker"
             )
 
     def _check_trajectories(self) -> None:
@@ -263,15 +271,15 @@ class Settings(WorkerOptions):
         ):
             raise ConfigurationError(
                 "track_traj_ids=False cannot be combined with trajs_per_batch=, split_trajs= or "
-                f"{self.readiness}, which need the ids; to leave them out, exclude them from the "
-                "batches: batch.exclude(('collector', 'traj_ids'))"
+                f"{self.readiness}, which need the ids; to get batches without ids, call "
+                "batch.exclude(('collector', 'traj_ids'))"
             )
         if self.trajs_per_batch is None and not self.split_trajs:
             return
         if self.trajs_per_batch is not None and (self.trajs_per_batch < 1 or self.split_trajs):
             raise ConfigurationError(
                 f"trajs_per_batch={self.trajs_per_batch}, split_trajs={self.split_trajs}: expected "
-                "a number of at least 1, or split_trajs, not both"
+                "either trajs_per_batch of at least 1 or split_trajs=True, not both"
             )
         names = ["postproc", "postproc_factory"]
         if self.split_trajs:
@@ -279,15 +287,17 @@ class Settings(WorkerOptions):
         given = [name for name in names if getattr(self, name) is not None]
         if given or self.readiness.cuts:
             raise ConfigurationError(
-                "trajs_per_batch= and split_trajs= need whole rollouts; they cannot be combined "
-                f"with {', '.join(given) or self.readiness}; leave one of them out"
+                "trajs_per_batch= and split_trajs= need whole rollouts, so neither can be "
+                f"combined with {', '.join(given) or self.readiness}; leave out one side or the "
+                "other"
             )
 
     def _check_results(self) -> None:
         if self.track_policy_version not in (None, True, False):
             raise ConfigurationError(
-                f"track_policy_version={self.track_policy_version!r}: expected a bool; the workers "
-                "stamp the versions themselves"
+                f"track_policy_version={self.track_policy_version!r}: expected True or "
+                "False; an object that tracks versions is not supported, because the workers "
+                "themselves write the versions into the rows"
             )
         if self.cat_results not in (None, "stack", 0, 1, -1) or self.cat_results is True:
             raise ConfigurationError(
@@ -297,20 +307,17 @@ class Settings(WorkerOptions):
         whole = self.trajs_per_batch is None and not self.split_trajs
         if self.cat_results not in (None, 0) and not (whole and self.replay_buffer is None):
             raise ConfigurationError(
-                f"cat_results={self.cat_results!r} is for batches of rollouts: it cannot be "
-                "combined with trajs_per_batch=, split_trajs= or replay_buffer="
+                f"cat_results={self.cat_results!r} is for batches of rollouts, so it cannot be "
+                "combined with trajs_per_batch=, split_trajs= or replay_buffer=; leave "
+                "cat_results= out"
             )
         if self.storing_device is not None and self.replay_buffer is not None:
             if self.storing_device.type != "cpu":
                 raise ConfigurationError(
-                    f"storing_device={self.storing_device} cannot be combined with "
-                    "replay_buffer=: the workers write to host memory; a buffer's sample() may "
-                    "move batches to a device"
+                    f"storing_device={self.storing_device} cannot be combined with replay_buffer=, "
+                    "because the workers write to host memory; leave it out, and let the buffer's "
+                    "sample() move batches to a device"
                 )
-
-    @property
-    def has_postproc(self) -> bool:
-        return self.postproc is not None or self.postproc_factory is not None
 
     @property
     def rollouts_per_batch(self) -> int:
@@ -318,14 +325,8 @@ class Settings(WorkerOptions):
 
     def without_parts(self) -> Settings:
         """Return the settings without user objects, for a collector that was shut down."""
-        return replace(
-            self,
-            make_envs=(),
-            policy_factories=None if self.policy_factories is None else (),
-            postproc=None,
-            postproc_factory=None,
-            hooks=(None, None),
-        )
+        factories = None if self.policy_factories is None else ()
+        return self._without(make_envs=(), policy_factories=factories)
 
     def worker_configs(self, call_timeout_s: float) -> list[WorkerConfig]:
         """Return the config of each worker, with a copy of the policy as it is now."""
@@ -361,9 +362,10 @@ class Settings(WorkerOptions):
         uneven = self.total_frames % frames_per_batch if self.total_frames > 0 else 0
         if uneven and self.cat_results not in (None, 0):
             raise ConfigurationError(
-                f"cat_results={self.cat_results!r} needs rollouts of one shape, and those of the "
-                f"last batch would differ: total_frames={self.total_frames} is not a multiple of "
-                f"{frames_per_batch} frames per batch"
+                f"cat_results={self.cat_results!r} needs rollouts of one shape, but the rollouts "
+                "of the last batch would have another shape, because "
+                f"total_frames={self.total_frames} is not a multiple of {frames_per_batch} frames "
+                "per batch; pass a multiple"
             )
 
     def check_ragged(self, specs: str) -> None:
@@ -381,18 +383,21 @@ class Settings(WorkerOptions):
         given = [name for name, is_asked in asked.items() if is_asked]
         if given:
             raise ConfigurationError(
-                f"{', '.join(given)}: rows of this env may differ in shape, so they can be "
-                f"neither padded nor filled in; the env's specs are {specs}"
+                f"{', '.join(given)}: rows of this env may differ in shape, so they can be neither "
+                f"padded nor filled in; leave these arguments out. The env's specs are {specs}"
             )
 
 
 _ANYTHING = object()
 _WEIGHTS = "weights reach all workers as one packed message: call update_policy_weights_()"
-_LAUNCHER = "torchrun, srun or local_cluster starts the processes, and says what each may use"
+_LAUNCHER = (
+    "torchrun, srun or local_cluster starts the processes, and determines which devices "
+    "and cores each may use"
+)
 _SESSION = "pass session=session({'learner': 1, 'collector': -1}) for workers in other processes"
 _CPU = "the workers run on the CPU; storing_device= says where batches go"
 # The arguments of TorchRL's collectors that have no meaning here, each with the values that are
-# accepted, and the reason why others are refused.
+# accepted, and the reason why other values are refused.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "weight_updater": ((None,), _WEIGHTS),
     "weight_sync_schemes": ((None,), _WEIGHTS),
@@ -406,18 +411,18 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "interruptor": ((None,), "pass readiness=Preempt(...) or preemptive_threshold="),
     "reset_when_done": ((True,), "an env that is done is always reset"),
-    "return_same_td": ((False,), "each batch belongs to the caller; leave it out"),
+    "return_same_td": ((False,), "the caller owns each batch; leave this argument out"),
     "trajs_per_write": (
         (None, 1),
-        "each trajectory is written as soon as it is complete, by one extend(); leave it out",
+        "each complete trajectory is written at once by one extend(); leave this argument out",
     ),
     "backend": ((None,), _SESSION),
     "backend_options": ((None,), _SESSION),
     "num_collectors": ((None,), "pass a session with that many workers, or workers="),
     "sync": ((None,), "pass readiness=WaitAll() or FirstReady()"),
     "update_at_each_batch": ((False,), _WEIGHTS),
-    "worker_idx": ((None,), "workers are numbered by the collector; leave it out"),
-    # of TorchRL's collectors over Ray, RPC and torch.distributed
+    "worker_idx": ((None,), "the collector numbers its workers; leave this argument out"),
+    # arguments of TorchRL's collectors over Ray, RPC and torch.distributed
     "collector_class": ((None,), "this collector builds its workers itself"),
     "collector_kwargs": ((None,), "this collector builds its workers itself"),
     "num_workers_per_collector": ((1,), "pass env_processes="),
@@ -431,7 +436,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "update_after_each_batch": ((False,), _WEIGHTS),
     "max_weight_update_interval": ((-1,), _WEIGHTS),
     "update_interval": ((None,), _WEIGHTS),
-    # policies get what they need; see with_state_of in collect/loop/recurrent.py
+    # policies get the state that they need; see with_state_of in collect/loop/recurrent.py
     "auto_register_policy_transforms": ((_ANYTHING,), ""),
     "use_env_creator": ((_ANYTHING,), ""),
     "use_buffers": ((_ANYTHING,), ""),
@@ -444,7 +449,8 @@ def refuse(arguments: Mapping[str, Any]) -> None:
     """Refuse arguments of TorchRL's collectors that have no meaning here, with the reason.
 
     Raises:
-        ConfigurationError: an argument has a value that would change something.
+        ConfigurationError: an argument has a value other than those in ``_REFUSED``, which are
+            harmless here.
         TypeError: there is no such argument.
     """
     for name, value in arguments.items():
@@ -456,7 +462,7 @@ def refuse(arguments: Mapping[str, Any]) -> None:
 
 
 class GivenEnv:
-    """An env that the caller has made, for the only worker, in this process."""
+    """An env that the caller has made. The only worker steps this env, in this process."""
 
     def __init__(self, env: Any) -> None:
         self._env = env
@@ -483,7 +489,7 @@ def choose_envs(
     if len(each) != num_workers or len(options) != num_workers:
         raise ConfigurationError(
             f"got {len(each)} make_env and {len(options)} create_env_kwargs for {num_workers} "
-            "workers; pass one per worker (num_envs= lets a worker step several envs)"
+            "workers; pass one of each per worker (num_envs= lets a worker step several envs)"
         )
     return tuple(
         _choose_env(make, options_, here=here, num_envs=num_envs)
@@ -497,8 +503,8 @@ def _choose_env(
     if isinstance(make, EnvBase | gymnasium.Env | gymnasium.vector.VectorEnv):
         if not here or num_envs > 1:
             raise ConfigurationError(
-                f"make_env is an env, {type(make).__name__}, which only one worker in this "
-                "process can step, with num_envs=1; pass a function that makes it"
+                f"make_env is an env, {type(make).__name__}, which only one worker in this process "
+                "can step, with num_envs=1; pass a function that makes the env"
             )
         make = GivenEnv(make)
     if not isinstance(make, str) and not callable(make):
@@ -510,7 +516,8 @@ def _choose_env(
         return make
     if isinstance(make, GivenEnv):
         raise ConfigurationError(
-            "create_env_kwargs= cannot be combined with an env that was made already"
+            "create_env_kwargs= cannot be combined with an env that was made already; pass a "
+            "function that makes the env, or leave create_env_kwargs= out"
         )
     if isinstance(make, str):
         return partial(gymnasium.make, make, **kwargs)
@@ -563,7 +570,7 @@ def choose_seed(seed: Any) -> int:
     """Return the seed as an int.
 
     Raises:
-        ConfigurationError: it is not an integer, or is negative.
+        ConfigurationError: the seed is not an integer, or is negative.
     """
     with contextlib.suppress(TypeError):
         number = operator.index(seed)

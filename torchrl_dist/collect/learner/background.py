@@ -14,12 +14,12 @@ from torchrl_dist.forks import renewed
 
 class Collecting(Protocol):
     def next(self) -> Any:
-        """Block until the next batch. Return None after the last one."""
+        """Block until the next batch is complete. Return None after the last batch."""
 
 
 class Background:
-    """Ask for one batch after another until there are no more, one fails, or :meth:`stop` is
-    called.
+    """Ask for one batch after another until there are no more batches, a batch fails, or
+    :meth:`stop` is called.
 
     This object does not keep the collector alive.
     """
@@ -54,7 +54,7 @@ class Background:
             if self._stopped:  # the collector is being shut down
                 return
             self._error = error
-            raise  # Python prints it even if the caller never calls raise_error()
+            raise  # Python prints the error even if the caller never calls raise_error()
         finally:
             self._end()
 
@@ -82,7 +82,10 @@ class Background:
         try:
             with self._cond:
                 if not self._cond.wait_for(lambda: not self._busy, timeout_s):
-                    raise DeadlineError(f"the current batch did not end within {timeout_s:g} s")
+                    raise DeadlineError(
+                        f"the current batch did not end within {timeout_s:g} s; "
+                        "try again later, or raise timeout_s= of the collector"
+                    )
             self.raise_error()
             yield
         finally:
@@ -91,8 +94,8 @@ class Background:
                 self._cond.notify_all()
 
     def stop(self) -> None:
-        """Ask for no more batches, without waiting. In the collecting thread this has no effect,
-        because there it is called only after a failure, which ends collection anyway."""
+        """Ask for no more batches. Does not block. A call in the collecting thread has no effect,
+        because that thread calls this method only after a failure, which ends collection anyway."""
         if threading.current_thread() is self._thread:
             return
         with self._cond:
@@ -102,8 +105,8 @@ class Background:
     def stopper(self) -> Callable[[bool], None]:
         """Return a function that calls :meth:`stop` and does not keep this object alive.
 
-        Call that function before closing objects that collection needs. Failures caused by the
-        closing are then not reported.
+        Call that function before closing objects that collection needs. If closing these objects
+        makes collection fail, the failure is then not reported.
         """
         find = weakref.ref(self)
 

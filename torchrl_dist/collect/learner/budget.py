@@ -1,7 +1,7 @@
 """Divide the job's frames among workers before they are collected. Pure arithmetic.
 
-The total is therefore exact, and no collected frames are discarded. If a worker dies, the other
-workers can collect that worker's share.
+Because frames are divided in advance, the total is exact, and no collected frames are discarded. If
+a worker dies, the other workers can collect that worker's share.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ def plan_shares(remaining: int | None, workers: Mapping[int, int], steps: int) -
     """Divide the frames that may still be collected among workers, exactly, in ``[N, T]`` blocks.
 
     Every worker gets ``steps`` steps while the budget allows. After that, all workers get one
-    shorter rollout of equal length. Of the few frames then left, each is one step of another env.
+    shorter rollout of equal length. If fewer frames than envs are left, that many envs make one
+    step each.
 
     Args:
-        remaining: frames that may still be collected; None: no limit.
+        remaining: frames that may still be collected; None means no limit.
         workers: number of envs of each worker.
 
     Returns:
-        the share of each worker that gets one; together at most ``remaining`` frames.
+        the share of each worker that gets a share; together at most ``remaining`` frames.
     """
     per_step = sum(workers.values())
     if remaining is None or remaining >= per_step:
@@ -53,10 +54,11 @@ class FrameBudget:
     """Hands out shares until the frames are used up.
 
     Attributes:
-        remaining: frames that no worker has been asked for yet; None: no limit.
+        remaining: frames that no worker has been asked for yet; None means no limit.
         in_rounds: whether each batch is one round, whose shares all have the same length.
         round: the round that is delivered next, if ``in_rounds``.
-        assigned: frames that workers were asked for. A resumed job includes those of earlier runs.
+        assigned: frames that workers were asked for. In a resumed job, this number includes the
+            frames of earlier runs.
     """
 
     remaining: int | None
@@ -77,7 +79,7 @@ class FrameBudget:
         """Return the worker's next round and its share of it, or None if no frames are left.
 
         Args:
-            alive: number of envs of each living worker, this one included.
+            alive: number of envs of each living worker, this worker included.
             steps: usual length of a rollout.
         """
         round_ = self._next_round.get(worker, 0)
@@ -86,7 +88,9 @@ class FrameBudget:
         else:
             round_ = max(round_, self.round)
             share = None
-            while share is None:  # ends, because only the last round can have fewer workers
+            # This loop ends, because a newly planned round includes this worker unless it is the
+            # last round.
+            while share is None:
                 if round_ not in self._plans:
                     self._before[round_] = self.assigned
                     plan = self._assign(alive, steps)
@@ -101,8 +105,8 @@ class FrameBudget:
         return round_, share
 
     def frames_before(self, round_: int, share: Share) -> int:
-        """Return the number of frames assigned before that round. If rollouts are taken one by one,
-        return those assigned before ``share``, which must be the last share handed out."""
+        """Return the number of frames assigned before ``round_``. If rollouts are taken one by one,
+        return the number assigned before ``share``, which must be the last share handed out."""
         return self._before[round_] if self.in_rounds else self.assigned - share.frames
 
     def _assign(self, workers: Mapping[int, int], steps: int) -> dict[int, Share]:
@@ -124,17 +128,17 @@ class FrameBudget:
         self.return_frames(sum(each.frames for each in freed))
 
     def return_frames(self, frames: int) -> None:
-        """Let other workers collect the ``frames`` frames of a share that its worker did not
-        collect."""
+        """Let other workers collect ``frames`` frames that a worker did not collect of its
+        share."""
         self.assigned -= frames
         if self.remaining is not None:
             self.remaining += frames
 
     def expected(self) -> list[int]:
-        """Return the workers that have delivered or must deliver in the current round; none at the
-        end."""
+        """Return the workers that have delivered or must deliver in the current round. At the end
+        there are no such workers."""
         while (plan := self._plans.get(self.round)) is not None and not plan:
-            self.finish_round()  # all its workers have died
+            self.finish_round()  # all workers of the round have died
         return list(plan or ())
 
     def finish_round(self) -> None:

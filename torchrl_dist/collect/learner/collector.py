@@ -55,7 +55,7 @@ from torchrl_dist.weights import PackedWeights, completed, find_target, pack
 Weights: TypeAlias = nn.Module | TensorDictBase | Mapping[str, Any]
 
 _SHUTDOWN_S = 10.0
-_ONE_POLICY = "with inference='learner', all workers use the policy of the learner"
+_ONE_POLICY = "with inference='learner', all workers use the learner's policy"
 # A resumed job numbers trajectories from a base above all ids that earlier runs can have used.
 _RUN_EPOCH_S = 1_704_067_200  # 2024-01-01
 _RUN_SHIFT = 32
@@ -71,104 +71,108 @@ class RPCBatchedCollector(BaseCollector):
     Iterating yields a TensorDict ``[N, T]`` per batch, joined along the envs, with the keys of
     TorchRL's ``Collector`` and ``"policy_version"``, ``("collector", "worker_index")`` and
     ``("collector", "traj_ids")``. Trajectory ids are unique in the job if each rank has at most one
-    collector. With ``replay_buffer`` the workers write their rows there themselves, and iterating
-    yields a :class:`CollectReport`. In both cases, ``collector.report`` is the report of the last
-    batch. Iteration ends at ``total_frames``, or after the current batch if the session was told to
-    stop (``session.stop_requested``). If several processes have this process's role, a stop request
-    does not end iteration, because they must agree after which update they stop.
+    collector. With ``replay_buffer`` the workers write their rows into the buffer themselves, and
+    iterating yields a :class:`CollectReport`. In both cases, ``collector.report`` is the report of
+    the last batch. Iteration ends at ``total_frames``, or after the current batch if the session
+    was told to stop (``session.stop_requested``). If several processes have this process's role, a
+    stop request does not end iteration, because they must agree after which update they stop.
 
     Args:
         make_env: a gymnasium id, or a callable that returns a ``gymnasium.Env``, a
-            ``gymnasium.vector.VectorEnv`` or a TorchRL env. The workers call it; it may be a
-            lambda. A list has one of these for each worker. ``create_env_fn`` is another name of
-            this argument. If the only worker is in this process, an env itself may be given
-            instead. Every call must make a new env. A vector env of torch tensors, on the CPU or a
-            GPU, need not be a ``VectorEnv``: the interface of Isaac Lab's envs is enough. An env is
-            made, stepped and closed in one thread. If the only worker is in this process and there
-            is no ``replay_buffer``, this is the caller's thread. Otherwise, it is the main thread
-            of a rank or env process, or a separate thread (see the guide). The gymnasium
-            environments that are registered in this process are registered on the workers, too. An
-            EnvPool is seeded only when it is made: pass ``seed=np.random.randint(2**31)`` to
-            ``envpool.make``. Before ``make_env`` is called, NumPy is seeded from ``seed``,
-            differently on each worker.
+            ``gymnasium.vector.VectorEnv`` or a TorchRL env. The workers call the callable, which
+            may be a lambda. A list has one of these for each worker. ``create_env_fn`` is another
+            name of this argument. If the only worker is in this process, an env itself may be given
+            instead. Every call of ``make_env`` must return a new env. A vector env of torch
+            tensors, on the CPU or a GPU, need not be a ``VectorEnv``, because the interface of
+            Isaac Lab's envs is enough. An env is made, stepped and closed in one thread. If the
+            only worker is in this process and there is no ``replay_buffer``, this thread is the
+            caller's. Otherwise, the thread is the main thread of a rank or env process, or a
+            separate thread (see the guide). The gymnasium environments that are registered in this
+            process are registered on the workers, too. An EnvPool is seeded only when it is made,
+            so pass ``seed=np.random.randint(2**31)`` to ``envpool.make``. Before ``make_env`` is
+            called, NumPy is seeded from ``seed``, differently on each worker.
         policy: the learner's module. Each worker gets a copy on its CPU, and new weights after
-            ``update_policy_weights_()``. None, without ``policy_factory``: random actions. If some
-            lazy layers have no shapes yet, an env is built and closed in this process to find them.
-        session: the session of the workers; None: one worker in this process.
-        frames_per_batch: frames of a batch. To get T, this number is divided by the rollouts of a
-            batch (one per worker; with ``FirstReady`` one in all) and by the envs of a worker. T is
-            rounded up, with a warning if that makes batches larger. None: the duration of a step is
-            measured at the start, before the first episodes, and determines T. A rollout then lasts
-            about half a second (longer if more than four processes share a core) and has at most
-            8 MiB, but at least one step. Each rollout costs one message, which takes the learner a
-            millisecond and the worker two. The attribute ``frames_per_batch`` has the resulting
-            number.
-        total_frames: iteration ends after exactly this many frames; -1: never. The last batches are
-            shorter.
-        policy_factory: ``(worker_index, num_workers) -> policy``, called on each worker instead
-            of copying ``policy``. A factory without required arguments (and without
-            ``worker_index``) is called without arguments. A list has one for each worker. If
-            ``policy`` is given, too, its weights are loaded into the module that the factory made,
-            or into the part that they fit.
-        num_envs: envs per process. A vector env itself says how many it has.
-        env_processes: 0: a worker steps its envs itself. K: K processes of its node step them, and
-            the worker sends one rollout for all, so one worker per node is enough. A process that
-            dies is replaced with a warning, and the rows that it had not delivered are collected
-            again. If a process and its next two successors all die before they deliver, iterating
-            raises an error. A server process forks the env processes.
+            ``update_policy_weights_()``. Without ``policy`` and ``policy_factory``, actions are
+            random. If some lazy layers have no shapes yet, an env is built and closed in this
+            process to find these shapes.
+        session: the session of the workers. None means one worker in this process.
+        frames_per_batch: frames of a batch. To get T, this number is divided by the number of
+            rollouts in a batch (one per worker; with ``FirstReady``, a single one) and by the
+            number of envs of a worker. T is rounded up, with a warning if this rounding makes
+            batches larger. With None, the duration of a step is measured at the start, before the
+            first episodes, and determines T. A rollout then lasts about half a second (longer if
+            more than four processes share a core) and has at most 8 MiB, but at least one step.
+            Each rollout costs one message, which takes the learner a millisecond and the worker
+            two. The attribute ``frames_per_batch`` tells how many frames a batch then has.
+        total_frames: iteration ends after exactly this many frames; with -1, it never ends. The
+            last batches are shorter.
+        policy_factory: ``(worker_index, num_workers) -> policy``, called on each worker instead of
+            copying ``policy``. A factory without required arguments (and without ``worker_index``)
+            is called without arguments. A list has one factory for each worker. If ``policy`` is
+            given, too, its weights are loaded into the module that the factory made, or into the
+            part of that module that they fit.
+        num_envs: envs per process. A vector env itself says how many envs it has.
+        env_processes: the number of processes that step a worker's envs, on the worker's node. With
+            0, the worker steps its envs itself. Otherwise, the worker sends one rollout for all of
+            these processes, so one worker per node is enough. An env process that dies is replaced,
+            with a warning, and the rows that it had not delivered are collected again. If a process
+            and its next two successors all die before they deliver, iterating raises an error. A
+            server process forks the env processes.
         step_timeout_s: an env process that makes no step for this many seconds, because it hangs or
-            is paused, is killed and replaced. Default: no limit.
+            is paused, is killed and replaced. By default, there is no limit.
         workers: peers to use; default ``session.of_role("collector")``, or this process if there
-            are none.
-        readiness: when a batch is complete: ``WaitAll()``, ``FirstReady()``, ``Quorum(...)`` or
-            ``Preempt(...)``.
-        max_policy_lag: 0: no new rollout begins until the caller asks for the next batch. With
-            ``WaitAll``, all data then come from the newest weights. k: while the caller has a
-            batch, every worker may collect up to k rollouts ahead and then waits. With ``WaitAll``
-            and one update per batch, data are at most k versions old. A worker in the caller's
-            process never runs ahead, because TorchRL's exploration type, which it sets, applies to
-            the whole process.
-        replay_buffer: pickled to the workers, which call ``extend(rows.reshape(-1))``, or
-            ``extend(rows)`` if the storage has several dimensions. Its storage must be a
-            ``SharedMemmapStorage``, unless the worker is this process.
-        inference: where the policy runs. ``"worker"``: on the workers. ``"learner"``: workers send
-            the observations of each step and get actions, from a copy of ``policy`` on the
-            learner's CPU that ``update_policy_weights_()`` updates. Use this if the policy does not
-            fit on the workers.
+            are no such peers.
+        readiness: the rule for when a batch is complete, ``WaitAll()``, ``FirstReady()``,
+            ``Quorum(...)`` or ``Preempt(...)``.
+        max_policy_lag: how many rollouts each worker may collect ahead while the caller works on a
+            batch. After this many, the worker waits. With ``WaitAll`` and one update per batch,
+            data are at most this many versions old. With 0, no new rollout begins until the caller
+            asks for the next batch; with ``WaitAll``, all data then come from the newest weights. A
+            worker in the caller's process never runs ahead, because it sets TorchRL's exploration
+            type, which applies to the whole process.
+        replay_buffer: a buffer that is pickled and sent to the workers, which call
+            ``extend(rows.reshape(-1))``, or ``extend(rows)`` if the storage has several dimensions.
+            Its storage must be a ``SharedMemmapStorage``, unless the worker is this process.
+        inference: where the policy runs. With ``"worker"``, it runs on the workers. With
+            ``"learner"``, workers send the observations of each step and get actions. The actions
+            come from a copy of ``policy`` on the learner's CPU; ``update_policy_weights_()``
+            updates this copy. Use ``"learner"`` if the policy does not fit on the workers.
         env_groups: with ``inference="learner"``, the number of groups into which the envs of a
             worker, or of each of its env processes, are divided. One group is stepped while the
-            others wait for actions.
+            other groups wait for actions.
         trajs_per_batch: batches are this many complete trajectories ``[trajs_per_batch, longest]``,
             zero-padded, with ``("collector", "mask")``, as in TorchRL. At ``total_frames``,
-            unfinished trajectories, and complete ones that do not fill a batch, are not delivered.
-            With ``replay_buffer``, reports still count rollouts. The process that made a trajectory
-            writes it to the buffer once it is complete, without other trajectories and without
-            padding.
-        traj_format: ``"cat"``: the trajectories of ``trajs_per_batch`` are concatenated,
-            ``[steps of all]``; ``"padded"`` (default): as above.
+            unfinished trajectories, and complete trajectories that do not fill a batch, are not
+            delivered. With ``replay_buffer``, reports still count rollouts. The process that made a
+            trajectory writes it to the buffer once it is complete, without other trajectories and
+            without padding.
+        traj_format: ``"cat"`` concatenates the trajectories of ``trajs_per_batch``,
+            ``[steps of all]``; ``"padded"`` (default) pads them with zeros, as above.
         split_trajs: pass each batch through TorchRL's ``split_trajectories``.
         postproc: called on the worker with each rollout ``[N, T]``. Returns the rows to deliver.
         postproc_factory: called once on each worker with its policy. Returns its ``postproc``.
-        seed: seed of all envs and of the workers' random numbers. Default: drawn from torch's
-            generator; TorchRL envs then stay seeded as ``make_env`` left them, as in TorchRL's
-            collectors. Env i of the job gets the i-th seed of TorchRL's chain of seeds, however the
-            envs are divided among workers. With ``seed``, vector envs that take one seed for all
-            their envs are therefore refused. Gymnasium's native CartPole is accepted, because its
-            envs are seeded one by one. EnvPools only cause a warning.
+        seed: seed of all envs and of the workers' random numbers. By default, the seed is drawn
+            from torch's generator; TorchRL envs then stay seeded as ``make_env`` left them, as in
+            TorchRL's collectors. Env i of the job gets the i-th seed of TorchRL's chain of seeds,
+            however the envs are divided among workers. With ``seed``, vector envs that take one
+            seed for all their envs are therefore refused. Gymnasium's native CartPole is accepted,
+            because its envs are seeded one by one. EnvPools only cause a warning.
         min_workers: iteration raises if fewer workers are alive.
-        worker_timeout_s: a worker whose rollout takes longer (it hangs, or is paused) counts as
-            lost until it answers. Other workers collect its frames. When it answers, its late rows
-            are dropped, and it begins new episodes. With ``replay_buffer``, the late rows are in
-            the buffer, in addition to ``total_frames``. Default: no limit.
+        worker_timeout_s: a worker whose rollout takes longer (because the worker hangs or is
+            paused) counts as lost until it answers. Other workers collect its frames. When it
+            answers, its late rows are dropped, and it begins new episodes. With ``replay_buffer``,
+            the late rows are in the buffer, in addition to ``total_frames``. By default, there is
+            no limit.
         replace_lost: under ``local_cluster``, replace a worker whose process died. This process
             forks new processes for the worker's envs, which begin new episodes. A worker gets at
             most three successors. The other workers collect meanwhile.
-        timeout_s: limit of the wait for each batch, and of other calls. Default: the session's
-            ``timeout_s``. Building the workers may take the longer of the two.
-        categorical_action_encoding: as in TorchRL's ``GymEnv``; for gymnasium envs.
+        timeout_s: limit of the wait for each batch, and of other calls. The default is the
+            session's ``timeout_s``. Building the workers may take this long or the session's
+            ``timeout_s``, whichever is longer.
+        categorical_action_encoding: as in TorchRL's ``GymEnv``; only for gymnasium envs.
         init_random_frames: actions are random until this many frames have been collected. Frames
-            from before a resume, and rows in ``replay_buffer``, count, too. Until then, the
-            policy's other outputs are zero.
+            from before a resume and rows in ``replay_buffer`` also count. Until then, the policy's
+            other outputs are zero.
         create_env_kwargs: keyword arguments for ``make_env``; a list has one dict for each worker.
         reset_at_each_iter: each rollout begins new episodes.
         max_frames_per_traj: episodes are truncated after this many steps, and rows have
@@ -179,17 +183,17 @@ class RPCBatchedCollector(BaseCollector):
             ``("next", "observation")``. The last observations of episodes and rollouts are lost.
         track_policy_version: True writes ``("next", "policy_version")`` in addition to
             ``"policy_version"``, as TorchRL does; False leaves both out.
-        pre_collect_hook, post_collect_hook: called before a rollout, and after it with its rows,
-            in the process that makes it.
+        pre_collect_hook, post_collect_hook: ``pre_collect_hook()`` is called before each rollout
+            and ``post_collect_hook(rows)`` after it, in the process that makes the rollout.
         cat_results: ``"stack"`` gives batches ``[workers, N, T]``; 0, 1 or -1 is the dimension
-            along which the workers' rollouts are joined. Default: 0 (TorchRL's
+            along which the workers' rollouts are joined. The default is 0 (TorchRL's
             ``MultiSyncCollector`` stacks).
-        preemptive_threshold: once this fraction of the workers is ready, the others stop; short for
-            ``readiness=Preempt(...)``.
+        preemptive_threshold: once this fraction of the workers is ready, the other workers end
+            their rollouts early. Shorthand for ``readiness=Preempt(...)``.
         device, storing_device: the device of batches. The workers themselves run on the CPU.
-        compile_policy, cudagraph_policy: as in TorchRL's collectors: True, or the arguments of
-            ``torch.compile`` (and ``warmup``) or of ``CudaGraphModule``. They have an effect in
-            every process that runs the policy.
+        compile_policy, cudagraph_policy: as in TorchRL's collectors, True or the arguments of
+            ``torch.compile`` (and ``warmup``) or of ``CudaGraphModule``. These arguments have an
+            effect in every process that runs the policy.
         **torchrl: arguments of TorchRL's collectors that have no meaning here. A value that would
             change something is refused, and the error says why
             (``torchrl_dist/collect/learner/arguments.py``).
@@ -202,13 +206,14 @@ class RPCBatchedCollector(BaseCollector):
 
     Iterating raises:
         DeadlineError: no batch within ``timeout_s``; the message names the workers that are late.
-            No rows are lost: iterate again to continue. In the caller's thread, the deadline is
-            checked after each step, so only Ctrl-C ends a step that hangs.
+            No rows are lost, and you can iterate again to continue. If the envs are stepped in the
+            caller's thread, the deadline is checked after each step, so only Ctrl-C ends a step
+            that hangs.
         RemoteError: an env or the policy raised on a worker; the collector is shut down.
         PeerLostError: fewer than ``min_workers`` are alive; the collector is shut down. As long as
-            enough are alive, the death of a worker causes one warning, an entry in
+            enough workers are alive, the death of a worker causes one warning, an entry in
             ``report.lost_workers`` and smaller batches. The other workers collect the frames that
-            it had not delivered.
+            the dead worker had not delivered.
 
     Example:
         >>> collector = RPCBatchedCollector(
@@ -269,7 +274,7 @@ class RPCBatchedCollector(BaseCollector):
         cudagraph_policy: bool | Mapping[str, Any] | None = None,
         **torchrl: Any,
     ) -> None:
-        given = dict(locals())  # the same names as in Settings
+        given = dict(locals())  # Settings has fields of the same names
         super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook)
         if make_env is None:
             make_env = torchrl.pop("create_env_fn", None)
@@ -321,7 +326,7 @@ class RPCBatchedCollector(BaseCollector):
         self._trajectories = TrajectoryAssembler()
         self._version = 0
         self._frames = 0
-        self._iter = -1  # as TorchRL counts: batches delivered, less one
+        self._iter = -1  # number of delivered batches minus one, as in TorchRL
         self._run = 0
         self._totals = dict.fromkeys(("wait_s", "messages", "data_bytes"), 0.0)
         self._busy_s: dict[int, float] = {}
@@ -352,10 +357,11 @@ class RPCBatchedCollector(BaseCollector):
                 self._inference.close(_SHUTDOWN_S)
             raise
         self._abandoned = weakref.finalize(self, _close_soon, self._crew, self._inference)
-        self._abandoned.atexit = False  # at exit, everything ends with the process
+        self._abandoned.atexit = False  # not needed at exit, where everything ends with the process
         if initial is not None and self._inference is None:
             self._crew.send_weights({worker.index: initial for worker in self._crew.workers})
-            if settings.policy_factories is None:  # the workers have copies of the policy
+            # without factories, the workers already have copies of the policy
+            if settings.policy_factories is None:
                 for worker in self._crew.workers:
                     worker.has_newest = True
         self._pulse = None if session is None else Pulse(session, peers, self._figures)
@@ -371,12 +377,12 @@ class RPCBatchedCollector(BaseCollector):
         if self.frames_per_batch > self.requested_frames_per_batch:
             warnings.warn(
                 f"frames_per_batch={asked} is not a multiple of {rollouts} rollouts x "
-                f"{first.num_envs} envs, so batches are larger: {self.frames_per_batch}",
+                f"{first.num_envs} envs, so each batch has {self.frames_per_batch} frames",
                 stacklevel=4,
             )
 
     def _infer_here(self, session: Session | None, peers: Sequence[Peer]) -> Inference:
-        """Run the policy in this process. Return how workers request actions from it."""
+        """Run the policy in this process. Return how workers request actions from the policy."""
         policy, settings = self.policy, self._settings
         unfit = {
             "policy_factory": settings.policy_factories,
@@ -418,7 +424,8 @@ class RPCBatchedCollector(BaseCollector):
         budget = FrameBudget(
             self.total_frames if self.total_frames >= 0 else None, self.readiness.in_rounds
         )
-        # As in TorchRL, rows in the buffer, also other writers' rows, count as random frames.
+        # As in TorchRL, all rows that were ever written to the buffer count towards the random
+        # frames, even rows of other writers.
         budget.assigned = getattr(self.replay_buffer, "write_count", 0) if random_frames else 0
         crew = Crew(
             workers,
@@ -438,8 +445,9 @@ class RPCBatchedCollector(BaseCollector):
         if not errors and len(workers) < self.min_workers:
             errors = [
                 PeerLostError(
-                    f"{len(workers)} of {len(configs)} workers could be started, "
-                    f"min_workers={self.min_workers}"
+                    f"only {len(workers)} of {len(configs)} workers could be started, expected at "
+                    f"least min_workers={self.min_workers}; see the workers' output, or lower "
+                    "min_workers"
                 )
             ]
         if errors:
@@ -447,7 +455,8 @@ class RPCBatchedCollector(BaseCollector):
             raise errors[0]
         return crew
 
-    # ---- attributes of TorchRL's collectors. They are read-only, because the workers are built.
+    # ---- attributes of TorchRL's collectors. These attributes are read-only, because the workers
+    # have already been built with them.
 
     exploration_type = _argument("exploration_type")
     max_frames_per_traj = _argument("max_frames_per_traj")
@@ -466,12 +475,12 @@ class RPCBatchedCollector(BaseCollector):
 
     @property
     def device(self) -> torch.device | None:
-        """The device of batches; None: that of the workers, the CPU."""
+        """The device of batches. None means the device of the workers, the CPU."""
         return self._settings.storing_device
 
     @property
     def closed(self) -> bool:
-        """Whether :meth:`shutdown` was called, or an error ended the collector."""
+        """Whether :meth:`shutdown` was called or an error has ended the collector."""
         return self._crew.is_closed
 
     def getattr_policy(self, attr: str) -> Any:
@@ -482,7 +491,8 @@ class RPCBatchedCollector(BaseCollector):
 
     @property
     def init_random_frames(self) -> int:
-        """Number of frames with random actions, after which TorchRL's trainers start to learn."""
+        """Number of frames with random actions. TorchRL's trainers start to learn after these
+        frames."""
         return self._settings.init_random_frames
 
     def getattr_rb(self, attr: str) -> Any:
@@ -501,7 +511,7 @@ class RPCBatchedCollector(BaseCollector):
         return self._version
 
     def get_policy_version(self) -> int:
-        """As :attr:`policy_version`."""
+        """The same as :attr:`policy_version`."""
         return self._version
 
     def update_policy_weights_(
@@ -515,54 +525,64 @@ class RPCBatchedCollector(BaseCollector):
         weights_dict: Mapping[str, Weights] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Send weights. Every worker gets them before its next rollout. Does not block.
+        """Send weights. Every worker gets the weights before its next rollout. Does not block.
 
         Args:
-            policy_or_weights: a module, a TensorDict or a (nested) state dict; or ``{0: ..., 1:
-                ...}`` by worker index, where workers left out keep their weights; or ``{"policy":
-                ...}``. Default: the policy given to the collector.
+            policy_or_weights: a module, a TensorDict or a (nested) state dict; or
+                ``{0: ..., 1: ...}`` by worker index, where workers left out keep their weights; or
+                ``{"policy": ...}``. The default is the policy given to the collector.
             weights, policy: other names of ``policy_or_weights``.
-            worker_ids: indices of the workers that get the weights; default: all.
+            worker_ids: indices of the workers that get the weights; by default, all workers.
             model_id: ``"policy"``, the only model here.
             weights_dict: ``{"policy": ...}``.
 
         Raises:
             ConfigurationError: there are no weights, they do not fit the policy, there are no such
-                workers, or an option of TorchRL's collectors has no meaning here. Then nothing has
-                changed, not even the version.
+                workers, or an option of TorchRL's collectors has no meaning here. When this error
+                is raised, nothing has changed, not even the version.
         """
         self._crew.require_here()
         given = [x for x in (policy_or_weights, weights, policy, weights_dict) if x is not None]
         unsupported = [name for name, value in kwargs.items() if value is not None]
         if len(given) > 1 or unsupported:
             raise ConfigurationError(
-                f"expected one source of weights, got {len(given)}; not supported: {unsupported}"
+                f"got {len(given)} arguments with weights and the unsupported arguments "
+                f"{unsupported}; pass one argument with weights, and none of the unsupported ones"
             )
         if model_id not in (None, "policy") or not {"policy"} >= set(weights_dict or ()):
             raise ConfigurationError(
-                f"model_id={model_id!r}, weights_dict={list(weights_dict or ())}: the workers have "
-                "one model, 'policy'"
+                f"model_id={model_id!r}, weights_dict={list(weights_dict or ())}; expected only "
+                "'policy', because the workers have no other model"
             )
         source: Any = given[0] if given else self.policy
         version = self._version + 1
         had = {worker.index: worker.weights for worker in self._crew.workers}
         if _by_worker(source):
             if worker_ids is not None:
-                raise ConfigurationError("pass weights by worker index or worker_ids=, not both")
+                raise ConfigurationError(
+                    "got weights by worker index and worker_ids=; pass a dict by worker index, or "
+                    "the weights of one policy with worker_ids="
+                )
             packed = {worker: self._pack(each, version) for worker, each in source.items()}
         else:
             chosen = [worker_ids] if isinstance(worker_ids, int) else worker_ids
             packed = dict.fromkeys(had if chosen is None else chosen, self._pack(source, version))
         if self._inference is not None and (worker_ids is not None or _by_worker(source)):
-            raise ConfigurationError(f"weights for workers {list(packed)}: {_ONE_POLICY}")
+            raise ConfigurationError(
+                f"got weights for workers {list(packed)}, expected weights "
+                f"for all workers: {_ONE_POLICY}"
+            )
         if unknown := sorted(packed.keys() - had.keys()):
-            raise ConfigurationError(f"weights for workers {unknown}: there are {sorted(had)}")
+            raise ConfigurationError(
+                f"got weights for workers {unknown}, expected indices of "
+                f"existing workers, {sorted(had)}"
+            )
         if self._inference is not None:
             self._version = version
             self._inference.take_weights(packed[min(packed)])
             return
         module = self.policy if isinstance(self.policy, nn.Module) else None
-        found: dict[tuple[int, int], PackedWeights] = {}  # usually a single entry
+        found: dict[tuple[int, int], PackedWeights] = {}  # usually has a single entry
         for worker, part in packed.items():
             case = id(part), id(had[worker])
             if case not in found:
@@ -656,14 +676,14 @@ class RPCBatchedCollector(BaseCollector):
             return None
         self._iter += 1
         self._frames += sum(stats.frames for stats, _ in taken)
-        self.report = summarize(
-            [stats for stats, _ in taken],
+        known = CollectReport(
             total_frames=self._frames,
             total_frames_by_worker=self._crew.frames,
             policy_version=self._version,
             wait_s=time.monotonic() - begun,
-            lost_workers=self._crew.lost,
+            lost_workers=tuple(self._crew.lost),
         )
+        self.report = summarize([stats for stats, _ in taken], known)
         for what in self.report.replaced:
             warnings.warn(f"replaced {what}", stacklevel=4)
         if self._pulse is not None:
@@ -684,7 +704,7 @@ class RPCBatchedCollector(BaseCollector):
             self._busy_s[worker] = self._busy_s.get(worker, 0.0) + busy
 
     def _figures(self) -> dict[str, Any]:
-        """Return the job's figures so far, for ``top``. Another thread calls this."""
+        """Return the job's figures so far, for ``top``. Another thread calls this method."""
         report = self.report
         rows = getattr(getattr(self.replay_buffer, "storage", None), "scratch_dir", None)
         return {
@@ -706,8 +726,9 @@ class RPCBatchedCollector(BaseCollector):
         :meth:`async_shutdown` is called. Meanwhile, weights may be updated and :meth:`stats`
         called.
 
-        An env that was given to the constructor itself moves to a separate thread. If it may only
-        be used in the thread that made it, pass a function that makes it instead.
+        If an env object was passed to the constructor, it moves to a separate thread. For an env
+        that may only be used in the thread that made it, pass a function that makes the env
+        instead.
 
         Raises:
             ConfigurationError: there is no ``replay_buffer``, or the collector of such an env was
@@ -715,7 +736,9 @@ class RPCBatchedCollector(BaseCollector):
             Exception: the exception with which collection in the background ended.
         """
         if self.replay_buffer is None:
-            raise ConfigurationError("start() collects into a replay buffer; pass replay_buffer=")
+            raise ConfigurationError(
+                "start() collects into a replay buffer; pass replay_buffer= to the collector"
+            )
         self._crew.require_open()
         if self._background is not None:
             self._background.raise_error()
@@ -799,11 +822,13 @@ class RPCBatchedCollector(BaseCollector):
         raise ConfigurationError("receive_weights: call update_policy_weights_() at the learner")
 
     def register_scheme_receiver(self, *args: Any, **kwargs: Any) -> None:
-        """Always raise: call :meth:`update_policy_weights_`; there are no weight sync schemes."""
+        """Always raise, because there are no weight sync schemes. Call
+        :meth:`update_policy_weights_` instead."""
         raise ConfigurationError("there are no weight sync schemes: call update_policy_weights_()")
 
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
-        """Always raise: call :meth:`update_policy_weights_`; there is no weight updater."""
+        """Always raise, because there is no weight updater. Call :meth:`update_policy_weights_`
+        instead."""
         raise ConfigurationError("there is no weight updater: call update_policy_weights_()")
 
     def enable_profile(self, *args: Any, **kwargs: Any) -> None:
@@ -814,13 +839,21 @@ class RPCBatchedCollector(BaseCollector):
             "pre_collect_hook= and post_collect_hook="
         )
 
+    def fake_tensordict(self) -> TensorDictBase:
+        """Always raise, as TorchRL's collectors with several workers do, because the envs are on
+        the workers. Call :meth:`next` for a batch of real rows."""
+        raise ConfigurationError(
+            "fake_tensordict: the envs are on the workers, which make only real rows; next() "
+            "returns a batch, and a shared storage needs no example of its rows"
+        )
+
     # ---- the rest of TorchRL's interface
 
     def stats(
         self, workers: Literal["aggregate", "per_worker", "both"] = "aggregate"
     ) -> dict[str, int | float | bool]:
         """Return counters, as TorchRL's collectors with several workers do. Any thread may call
-        this, because no worker is asked.
+        this method, because no worker is asked.
 
         Args:
             workers: ``"per_worker"`` and ``"both"`` include each worker's frames, as
@@ -841,16 +874,17 @@ class RPCBatchedCollector(BaseCollector):
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed all envs and start new episodes. Env i of the job gets the i-th seed of TorchRL's
-        chain, whichever worker it belongs to. Blocks until a rollout in flight has ended.
+        chain of seeds, no matter which worker steps it. Blocks until a rollout in flight has ended.
 
         Returns:
-            the seed that follows those used.
+            the seed that follows the seeds used.
         """
         seed = choose_seed(seed)
         return self._crew.ask_all("set_seed", seed, static_seed, timeout_s=self.timeout_s)[0]
 
     def get_attr(self, name: str, env: int | None = None) -> list[Any]:
-        """Return an attribute of every env of the job in their order, or of one, as a list.
+        """Return a list of the values of an attribute, one per env of the job in the envs' order.
+        If one env is named, the list has only its value.
 
         The attribute is also found behind gymnasium's wrappers. This method, ``set_attr``, ``call``
         and ``render`` block until the rollouts in flight have ended.
@@ -882,9 +916,9 @@ class RPCBatchedCollector(BaseCollector):
         ``max_policy_lag``) are still delivered.
 
         Args:
-            index: index into the job's envs in their order, as for a tensor ``[envs]``: a number,
-                several, a slice or a mask. Only these envs begin new episodes, and only their
-                unfinished trajectories are dropped. Not for vector envs that reset their envs
+            index: index into the job's envs in their order, as for a tensor ``[envs]``; a number,
+                several numbers, a slice or a mask. Only these envs begin new episodes, and only
+                their unfinished trajectories are dropped. Not for vector envs that reset their envs
                 themselves.
 
         Raises:
@@ -901,7 +935,8 @@ class RPCBatchedCollector(BaseCollector):
             chosen = np.arange(self._num_workers * size)[index].reshape(-1).tolist()
         except (IndexError, TypeError, ValueError) as error:
             raise ConfigurationError(
-                f"index={index!r}: there are {self._num_workers} workers with {size} envs each"
+                f"index={index!r}: expected an index into the job's envs; there are "
+                f"{self._num_workers} workers with {size} envs each"
             ) from error
         by_worker: dict[int, list[int]] = {}
         for env in dict.fromkeys(chosen):
@@ -916,8 +951,8 @@ class RPCBatchedCollector(BaseCollector):
         workers = {worker.index: worker for worker in self._crew.workers if not worker.lost}
         if number not in workers:
             raise ConfigurationError(
-                f"{asked} is in none of the living workers {sorted(workers)}, which have "
-                f"{self._crew.workers[0].num_envs} envs each"
+                f"{asked} belongs to a lost worker, or to none; expected an env of the living "
+                f"workers {sorted(workers)}, which have {self._crew.workers[0].num_envs} envs each"
             )
         return workers[number].handle
 
@@ -934,8 +969,8 @@ class RPCBatchedCollector(BaseCollector):
         )
 
     def state_dict(self) -> OrderedDict[Any, Any]:
-        """Return the progress as a small dict. The dict has no env states (envs start new episodes
-        after loading) and no weights (the caller must save them)."""
+        """Return the progress as a small dict. The dict does not contain the states of envs, which
+        start new episodes after loading, nor weights, which the caller must save."""
         return OrderedDict(
             frames=self._frames, batches=self._iter + 1, policy_version=self._version, run=self._run
         )
@@ -959,8 +994,8 @@ class RPCBatchedCollector(BaseCollector):
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigurationError(
-                f"load_state_dict takes what a collector's state_dict() returned, got "
-                f"{state_dict!r:.200}"
+                f"load_state_dict() got {state_dict!r:.200}, expected a result of a collector's "
+                "state_dict()"
             ) from error
         self._frames, self._iter, self._version = frames, batches - 1, version
         self._run = max(run + 1, int(time.time()) - _RUN_EPOCH_S)
@@ -1021,7 +1056,8 @@ class RPCBatchedCollector(BaseCollector):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigurationError(
             "a collector cannot be copied or pickled, because its envs and workers belong to this "
-            "process: build one in the process that needs it, and pass on this one's state_dict()"
+            "process: build one in the process that needs it, and pass on the state_dict() of "
+            "this collector"
         )
 
     def __repr__(self) -> str:
@@ -1033,21 +1069,22 @@ class RPCBatchedCollector(BaseCollector):
 
 
 def _place(session: Session | None) -> tuple[int, int]:
-    """Return this collector's number among those of the job, and how many there are, if each
-    process of this role, or each rank of a job without a session, builds one."""
+    """Return this collector's number among the collectors of the job, and the number of these
+    collectors. The result assumes that each process of this role, or each rank of a job without a
+    session, builds one."""
     if session is not None:
         return session.me.index, len(session.of_role(session.role))
-    with contextlib.suppress(ConfigurationError):  # variables that are of no launcher
+    with contextlib.suppress(ConfigurationError):  # the environment variables are invalid
         world = World.from_env()
         return world.global_rank, world.world_size
     return 0, 1
 
 
 def _close_soon(crew: Crew, inference: LearnerInference | None) -> None:
-    """Close the workers of a collector that was not shut down. This uses a thread, because garbage
-    collection may happen anywhere, even while locks are held."""
+    """Close the workers of a collector that was not shut down. The workers are closed in a thread,
+    because garbage collection may happen anywhere, even while locks are held."""
     if not crew.is_here:
-        return  # the parent may still have the collector
+        return  # the collector may still be in use in the parent
 
     def close() -> None:
         with contextlib.suppress(ConfigurationError):
@@ -1056,7 +1093,9 @@ def _close_soon(crew: Crew, inference: LearnerInference | None) -> None:
             inference.close(_SHUTDOWN_S)
 
     if crew.in_callers_thread:
-        close()  # fails in another thread's garbage collection, which then also frees the envs
+        # ``close`` fails if garbage collection runs in a thread other than that of the collector's
+        # caller. Garbage collection then also frees the envs.
+        close()
         return
     threading.Thread(target=close, name="torchrl_dist-close", daemon=True).start()
 

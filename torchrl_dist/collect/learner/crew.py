@@ -1,8 +1,9 @@
-"""The workers as the learner sees them: requests, deliveries and losses.
+"""The workers as the learner sees them: requests, deliveries and lost workers.
 
-If the policy lag allows it, a worker has two requests at a time. With one request, it would idle
-while its answer and the next request are on their way. Answers arrive in threads of the transport.
-One condition guards all state, and the caller of :meth:`Crew.gather` waits for it.
+If the policy lag allows it, a worker has two requests at a time. With only one request, the worker
+would idle while its answer and the next request are in transit. Answers arrive in threads of the
+transport. One condition guards all state, and the caller of :meth:`Crew.gather` waits on this
+condition.
 """
 
 from __future__ import annotations
@@ -40,21 +41,22 @@ from torchrl_dist.weights import PackedWeights
 
 Delivery = tuple[RolloutStats, TensorDict | None]
 
-# RPC requires a deadline for each call, so this one is longer than any rollout. The real deadline
-# is that of the wait for a batch. A rollout that arrives later is kept for the next batch.
+# RPC requires a deadline for each call. This deadline is longer than any rollout, because only the
+# wait for a batch should end at a deadline. A rollout that arrives later is kept for the next
+# batch.
 _ROLLOUT_LIMIT_S = 7 * 24 * 3600.0
 _MAX_IN_FLIGHT = 2
-_GLANCE_S = 0.25  # how often a wait checks for a stop, because signal handlers cannot notify it
+_GLANCE_S = 0.25  # waits check for a stop at this interval, as signal handlers cannot wake them
 _BUILD_S = 120.0  # limit for building or closing a successor
-_WARN_AT_CALLER = 7  # frames between a warning here and the loop over the collector
+_WARN_AT_CALLER = 7  # stack frames between a warning here and the loop over the collector
 
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    number: int  # counted per worker, from 0
+    number: int  # consecutive for each worker, from 0
     round: int
     share: Share
-    begun: float  # on awake()
+    begun: float  # on the clock awake()
 
 
 Arrival = tuple[RolloutRequest, RolloutStats, TensorDict | None]
@@ -62,7 +64,7 @@ Arrival = tuple[RolloutRequest, RolloutStats, TensorDict | None]
 
 @dataclass
 class Worker:
-    """One worker. Guarded by the crew's condition."""
+    """What the crew knows about one worker. The crew's condition guards all attributes."""
 
     index: int
     name: str
@@ -71,13 +73,14 @@ class Worker:
     steps: int
     max_ahead: int
     specs: dict[str, str]
-    ragged: bool = False  # shapes may differ between its rows
+    ragged: bool = False  # whether shapes may differ between the worker's rows
     in_flight: list[RolloutRequest] = field(default_factory=list)
     requests: int = 0
     settled: int = 0  # all requests before this number are answered or given up
-    # by request number, answers that arrived before those to earlier requests; None: without rows
+    # Answers that arrived before answers to earlier requests, by request number. None stands for an
+    # answer without rows.
     overtook: dict[int, Arrival | None] = field(default_factory=dict)
-    cut_through: int = -1  # rollouts of requests up to this number were cut short
+    cut_through: int = -1  # requests up to this number were told to end early
     inbox: deque[Arrival] = field(default_factory=deque)
     busy_since: float = 0.0  # on awake(), when the first request in flight began
     given_up: int = 0  # requests in flight whose answers will be dropped
@@ -85,8 +88,8 @@ class Worker:
     has_gap: bool = False  # rows were dropped, so it must begin new episodes
     failure: BaseException | None = None
     lost: bool = False
-    weights: PackedWeights | None = None  # the newest weights that it must get
-    has_newest: bool = True  # whether these were sent to it
+    weights: PackedWeights | None = None  # the newest weights for this worker
+    has_newest: bool = True  # whether these weights were sent
     frames: int = 0
 
 
@@ -104,60 +107,50 @@ class Successors(Protocol):
     def replace(self, lost: Worker, limit_s: float) -> Worker: ...
 
 
+@dataclass(eq=False, repr=False)
 class Crew:
-    """Request as many rollouts as the policy lag allows, and gather those of a batch.
+    """Request as many rollouts as the policy lag allows, and gather the rollouts of a batch.
 
     Args:
         workers: at least one.
         names_of_unstarted: workers that were lost before they began.
-        min_workers: ``gather`` raises if fewer are alive.
+        min_workers: ``gather`` raises if fewer workers are alive.
         worker_timeout_s: a worker whose rollout takes longer counts as lost until it answers.
         replacer: builds successors of workers that died.
-        random_frames: rollouts that begin before this many frames use random actions.
+        random_frames: a rollout uses random actions if fewer frames than this were requested before
+            it.
         stopped: returns True once no more batches are wanted; ``gather`` then returns None.
     """
 
-    def __init__(
-        self,
-        workers: Sequence[Worker],
-        names_of_unstarted: Sequence[str],
-        budget: FrameBudget,
-        readiness: Readiness,
-        min_workers: int,
-        worker_timeout_s: float | None = None,
-        random_frames: int = 0,
-        stopped: Callable[[], bool] | None = None,
-        replacer: Successors | None = None,
-    ) -> None:
-        self._replacer = replacer
-        self._replacing = 0
-        self._names_of_replaced: list[str] = []
-        self._random_frames = random_frames
-        self._stopped = stopped
-        self._worker_timeout_s = worker_timeout_s
-        self.workers = list(workers)
-        self._by_index = {worker.index: worker for worker in workers}
-        self.budget = budget
-        self._names_of_unstarted = list(names_of_unstarted)
-        self._readiness = readiness
-        self._min_workers = min_workers
+    workers: list[Worker]
+    names_of_unstarted: list[str]
+    budget: FrameBudget
+    readiness: Readiness
+    min_workers: int
+    worker_timeout_s: float | None = None
+    random_frames: int = 0
+    stopped: Callable[[], bool] | None = None
+    replacer: Successors | None = None
+
+    def __post_init__(self) -> None:
+        self._by_index = {worker.index: worker for worker in self.workers}
         self._arrivals: list[int] = []
-        self._waiting = False
-        start_clock()
-        self._paused = 0
-        self._closed = False
+        self._replacing = self._paused = 0
+        self._names_of_replaced: list[str] = []
+        self._waiting = self.is_closed = False
         self._pid = os.getpid()
+        start_clock()
         now_and_in_children(self, Crew._renew)
 
     def _renew(self) -> None:
         self._cond = threading.Condition()
-        self._closed = self._closed or not self.is_here
+        self.is_closed = self.is_closed or not self.is_here
 
     @property
     def lost(self) -> list[str]:
         """Names of the workers that have died so far."""
         lost = [w.name for w in self.workers if w.lost]
-        return self._names_of_unstarted + self._names_of_replaced + lost
+        return self.names_of_unstarted + self._names_of_replaced + lost
 
     @property
     def alive(self) -> int:
@@ -171,7 +164,7 @@ class Crew:
     def send_weights(self, by_worker: Mapping[int, PackedWeights]) -> None:
         """Send weights, given by worker index, with each worker's next request.
 
-        The weights must be complete, because a worker may never have received the previous ones.
+        The weights must be complete, because a worker may never have received the previous weights.
         """
         with self._cond:
             for worker in self.workers:
@@ -197,7 +190,7 @@ class Crew:
             self._waiting = True
             try:
                 while True:
-                    if self._stopped is not None and self._stopped():
+                    if self.stopped is not None and self.stopped():
                         return None
                     self.require_open()
                     for worker in self.workers:
@@ -209,11 +202,11 @@ class Crew:
                     if not expected and not self._replacing:
                         return None
                     waited_s = awake() - begun
-                    chosen = expected and self._readiness.take(arrived, expected, waited_s)
+                    chosen = expected and self.readiness.take(arrived, expected, waited_s)
                     if chosen:
                         return self._take(chosen)
                     missing = set(expected) - set(arrived)
-                    self._cut_short(self._readiness.least_part(arrived, expected), missing)
+                    self._cut_short(self.readiness.least_part(arrived, expected), missing)
                     self._wait(waited_s, timeout_s, missing)
             finally:
                 self._waiting = False
@@ -222,13 +215,13 @@ class Crew:
 
     def _wait(self, waited_s: float, timeout_s: float, missing: set[int]) -> None:
         left_s = timeout_s - waited_s
-        rule_s = self._readiness.deadline_s
+        rule_s = self.readiness.deadline_s
         if rule_s is not None and waited_s < rule_s:
             left_s = min(left_s, rule_s - waited_s)
-        if self._worker_timeout_s is not None and left_s > 0:
+        if self.worker_timeout_s is not None and left_s > 0:
             since = min((w.busy_since for w in self.workers if w.in_flight), default=None)
             if since is not None:
-                hangs_in_s = since + self._worker_timeout_s - awake()
+                hangs_in_s = since + self.worker_timeout_s - awake()
                 left_s = min(left_s, max(0.001, hangs_in_s))
         if left_s <= 0:
             now = awake()
@@ -240,23 +233,23 @@ class Crew:
             )
             if self._replacing:
                 names += f"{', ' * bool(names)}{self._replacing} workers that are being replaced"
-            if others := held_up():  # calls of policies in this process
+            if others := held_up():  # calls of a policy in this process that others wait for
                 names += f" (held up by {others})"
             raise DeadlineError(
                 f"no batch within {timeout_s:g} s; waiting for {names or 'no worker'}. "
                 "Iterate again to continue waiting, or raise timeout_s"
             )
         for worker in self.workers:
-            if worker.callers is not None and worker.callers.waits and not self._paused:
+            if worker.callers is not None and worker.callers.asked and not self._paused:
                 self._work(worker.callers, awake() + left_s)
                 return
-        if self._stopped is not None:
+        if self.stopped is not None:
             left_s = min(left_s, _GLANCE_S)
         self._cond.wait(left_s)
 
     def _work(self, own: CallersHandle, until: float) -> None:
-        """Make a rollout in this thread. Call with the condition held; it is released during the
-        rollout."""
+        """Make a rollout in this thread. Call with the condition held; the condition is released
+        during the rollout."""
         own.running = True  # set while the condition is held, so that other threads see it
         self._cond.release()
         try:
@@ -273,19 +266,19 @@ class Crew:
     def _standing(self) -> tuple[list[int], list[int]]:
         """Return two lists: the workers that have delivered for this batch, in order of arrival,
         and all workers that are expected to deliver."""
-        if not self._readiness.in_rounds:
+        if not self.readiness.in_rounds:
             expected = [w.index for w in self.workers if w.inbox or w.in_flight]
             return list(dict.fromkeys(self._arrivals)), expected
         expected = self.budget.expected()
         round_ = self.budget.round
         here = {w.index for w in self.workers if w.inbox and w.inbox[0][0].round == round_}
-        arrived = dict.fromkeys(self._arrivals)  # a worker that is ahead occurs several times
+        arrived = dict.fromkeys(self._arrivals)  # a worker that collects ahead occurs several times
         return [index for index in arrived if index in here], expected
 
     def _take(self, chosen: Sequence[int]) -> list[Delivery]:
         taken = []
         ready = [self._by_index[index] for index in chosen]
-        if not self._readiness.in_rounds:  # lengths may differ: join only rollouts of equal length
+        if not self.readiness.in_rounds:  # only rollouts of equal length can be joined
             steps = ready[0].inbox[0][0].share.steps
             ready = [w for w in ready if w.inbox[0][0].share.steps == steps]
         for worker in ready:
@@ -293,13 +286,13 @@ class Crew:
             self._arrivals.remove(worker.index)
             worker.frames += stats.frames
             taken.append((stats, rows))
-        if self._readiness.in_rounds:
+        if self.readiness.in_rounds:
             self.budget.finish_round()
         return taken
 
     def _cut_short(self, least_part: float | None, missing: set[int]) -> None:
-        """Tell the workers ``missing`` to stop after ``least_part`` of the rollout, or now if they
-        have made that part."""
+        """Tell the workers ``missing`` to stop after ``least_part`` of the rollout, or immediately
+        if they are already past that part."""
         if least_part is None:
             return
         for worker in self.workers:
@@ -314,7 +307,7 @@ class Crew:
     def _give_up_hanging(self) -> None:
         """Count workers whose rollout takes too long as lost, and return their shares to the
         budget."""
-        limit_s = self._worker_timeout_s
+        limit_s = self.worker_timeout_s
         if limit_s is None:
             return
         for worker in self.workers:
@@ -335,7 +328,7 @@ class Crew:
         """Ask for as many rollouts as the policy lag allows. Call with the condition held."""
         ahead = worker.max_ahead + (1 if self._waiting else 0)
         while (
-            not self._closed
+            not self.is_closed
             and not self._paused
             and not worker.lost
             and worker.failure is None
@@ -362,10 +355,10 @@ class Crew:
                 weights=weights,
                 request=request.number,
                 anew=worker.has_gap,
-                at_random=self.budget.frames_before(round_, share) < self._random_frames,
+                at_random=self.budget.frames_before(round_, share) < self.random_frames,
                 timeout_s=_ROLLOUT_LIMIT_S,
             )
-        except ConfigurationError as error:  # gather() raises this
+        except ConfigurationError as error:  # gather() raises this error
             worker.failure = error
             return False
         worker.requests += 1
@@ -387,7 +380,8 @@ class Crew:
             worker.busy_since = awake()
             worker.overtook[request.number] = None
             if error is not None and not isinstance(error, Exception) and worker.callers:
-                worker.has_gap = True  # the rollout was interrupted; the caller got the exception
+                # the rollout was interrupted, and the exception was raised in the caller
+                worker.has_gap = True
                 self.budget.give_back(worker.index, request.round, request.share)
             elif error is not None:
                 worker.failure = error
@@ -397,7 +391,7 @@ class Crew:
                 rows, stats = future.result()
                 if isinstance(rows, PackedRows):
                     rows = rows.unpack()
-                if stats.frames:  # without frames, the worker was closed during the rollout
+                if stats.frames:  # no frames: the worker was closed during the rollout
                     worker.overtook[request.number] = (request, stats, rows)
                     self.budget.return_frames(request.share.frames - stats.frames)
             self._settle(worker)
@@ -405,8 +399,8 @@ class Crew:
             self._cond.notify_all()
 
     def _arrived_late(self, worker: Worker, error: BaseException | None) -> None:
-        """Drop the answer to a request that was given up, because other workers collect its frames.
-        After the last such answer, the worker is no longer lost."""
+        """Drop the answer to a request that was given up, because other workers collect the frames
+        of that request. After the last such answer, the worker is no longer lost."""
         worker.given_up -= 1
         worker.has_gap = True
         if error is not None:
@@ -435,24 +429,25 @@ class Crew:
             worker.lost = True
             replaced = self._replace(worker)
             left = sum(not w.lost for w in self.workers)
-            if left + self._replacing < self._min_workers:
+            if left + self._replacing < self.min_workers:
                 raise PeerLostError(
-                    f"{left} workers are left, min_workers={self._min_workers}; lost: "
-                    f"{', '.join(w.name for w in self.workers if w.lost)}. See their output, or "
-                    "lower min_workers"
+                    f"only {left} workers are left, expected at least "
+                    f"min_workers={self.min_workers}; lost: "
+                    f"{', '.join(w.name for w in self.workers if w.lost)}. See the output of the "
+                    "lost workers, or lower min_workers"
                 ) from worker.failure
             warnings.warn(
-                f"collecting continues with {left} workers{', another one is built' * replaced}: "
-                f"{worker.failure}",
+                f"{worker.failure}; collecting continues with {left} "
+                f"workers{', another one is built' * replaced}",
                 stacklevel=_WARN_AT_CALLER,
             )
         return bool(failed)
 
     def _replace(self, lost: Worker) -> bool:
-        """Start to build a successor, and return whether one may be built. Call with the
+        """Start to build a successor, and return whether a successor may be built. Call with the
         condition held."""
         # A worker whose requests were given up needs no successor, because it may still answer.
-        if self._replacer is None or lost.given_up or not self._replacer.may_replace(lost):
+        if self.replacer is None or lost.given_up or not self.replacer.may_replace(lost):
             return False
         self._replacing += 1
         build = threading.Thread(
@@ -462,15 +457,15 @@ class Crew:
         return True
 
     def _build_successor(self, lost: Worker) -> None:
-        assert self._replacer is not None
+        assert self.replacer is not None
         new, error = None, None
         try:
-            new = self._replacer.replace(lost, _BUILD_S)
-        except Exception as e:  # gather() raises this
+            new = self.replacer.replace(lost, _BUILD_S)
+        except Exception as e:  # gather() raises this error
             error = e
         with self._cond:
             self._replacing -= 1
-            if new is not None and not self._closed:
+            if new is not None and not self.is_closed:
                 new.inbox, new.frames = lost.inbox, lost.frames
                 new.weights, new.has_newest = lost.weights, False
                 self._names_of_replaced.append(lost.name)
@@ -479,7 +474,7 @@ class Crew:
                 if self._waiting:
                     self._request(self._by_index[lost.index])
             elif error is not None:
-                lost.failure, lost.lost = error, False  # so that _note_failures sees it
+                lost.failure, lost.lost = error, False  # so that _note_failures handles the error
             self._cond.notify_all()
         if new is not None:  # the crew was closed meanwhile
             new.handle.submit("close", step_limit_s=_BUILD_S, timeout_s=_BUILD_S)
@@ -502,18 +497,19 @@ class Crew:
                 if not self._cond.wait_for(lambda: not any(map(_is_busy, busy)), timeout_s):
                     names = ", ".join(w.name for w in busy if _is_busy(w))
                     raise DeadlineError(
-                        f"rollouts of {names} have not ended within {timeout_s:g} s"
+                        f"the rollouts of {names} did not end within {timeout_s:g} s; try again "
+                        "later, or raise timeout_s= of the collector"
                     )
             yield
         finally:
             with self._cond:
                 self._paused -= 1
-                for worker in self.workers if not self._closed else ():
+                for worker in self.workers if not self.is_closed else ():
                     self._request(worker)
 
     def ask_all(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        """Call a method of every living worker, and block for the results, with one deadline for
-        all."""
+        """Call a method of every living worker, and block for the results until a common
+        deadline."""
         self.require_open()
         alive = [w for w in self.workers if not w.lost and w.failure is None]
         futures = [w.handle.submit(method, *args, timeout_s=timeout_s) for w in alive]
@@ -523,15 +519,15 @@ class Crew:
                 results.append(result_of(future, timeout_s + 1))
             except PeerLostError:
                 continue  # the next request to this worker reports the loss
-        if len(results) < self._min_workers:
+        if len(results) < self.min_workers:
             raise PeerLostError(
                 f"{method}: {len(results)} workers answered; expected at least "
-                f"min_workers={self._min_workers}"
+                f"min_workers={self.min_workers}"
             )
         return results
 
     def move_to_own_thread(self) -> None:
-        """Let envs of the caller's thread be stepped and closed in a thread of their own.
+        """Move envs that live in the caller's thread to a thread that steps and closes them.
 
         Raises:
             ConfigurationError: see :meth:`CallersHandle.moved`.
@@ -546,26 +542,21 @@ class Crew:
         return any(worker.callers is not None for worker in self.workers)
 
     @property
-    def is_closed(self) -> bool:
-        return self._closed
-
-    @property
     def is_here(self) -> bool:
-        """Whether this process built the collector and is not a forked child of the one that
-        did."""
+        """Whether this process built the collector. False in a forked child."""
         return os.getpid() == self._pid
 
     def require_here(self) -> None:
         if not self.is_here:
             raise ConfigurationError(
-                f"process {os.getpid()} was forked from {self._pid}, which has this collector; "
-                "the envs and workers stay in that process. Build another collector here, or send "
-                "batches to this process"
+                f"process {os.getpid()} was forked from process {self._pid}, which has this "
+                "collector; the envs and workers stay in that process. Build another collector "
+                "here, or send batches to this process"
             )
 
     def require_open(self) -> None:
         self.require_here()
-        if self._closed:
+        if self.is_closed:
             raise ConfigurationError("this collector was shut down; build a new one")
 
     def close(self, limit_s: float, close_env: bool = True) -> list[RemoteError]:
@@ -576,15 +567,16 @@ class Crew:
             the errors that envs raised while they were closed.
 
         Raises:
-            ConfigurationError: only another thread may close the envs, and it makes no rollout.
+            ConfigurationError: only another thread may close the envs, and that thread makes no
+                rollout now.
         """
-        for worker in self.workers if not self._closed else ():
+        for worker in self.workers if not self.is_closed else ():
             if worker.callers is not None:
                 worker.callers.require_closable()
         with self._cond:
-            if self._closed:
+            if self.is_closed:
                 return []
-            self._closed = True
+            self.is_closed = True
             alive = [w for w in self.workers if not isinstance(w.failure, PeerLostError)]
             self._cond.notify_all()
         futures: list[Future] = []

@@ -22,7 +22,8 @@ from torchrl_dist.runtime.chores import CHORES
 from torchrl_dist.stopping import Stopped
 
 _INTERRUPTS = (KeyboardInterrupt, Stopped)
-# How long after a call's limit a node worker may report which env processes are late.
+# After the time limit of a call, a node worker has this long to report which env processes are
+# late.
 _ANSWERS_LATE_S = 1.0
 # How long to wait until a rank's main thread serves calls.
 _SERVES_SOON_S = 5.0
@@ -37,15 +38,15 @@ class Handle(Protocol):
     def submit(
         self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any
     ) -> Future:
-        """Call the method. For a rollout, this returns immediately. Any other method of a worker in
-        this process has ended when this returns."""
+        """Call the method. A call for a rollout returns immediately. Any other call to a worker in
+        this process returns when the method has ended."""
 
 
 def make_far_worker(config: WorkerConfig) -> PinnedWorker:
-    """Make a worker in this process for the learner in another one.
+    """Make a worker in this process for a learner in another process.
 
-    Its envs live in the main thread. If the main thread does not serve calls, or has the envs of
-    another worker, they live in a separate thread.
+    The worker's envs live in the main thread. If the main thread does not serve calls, or has the
+    envs of another worker, they live in a separate thread.
     """
     adopt_registrations(config.registrations)
     if config.env_processes:
@@ -55,22 +56,22 @@ def make_far_worker(config: WorkerConfig) -> PinnedWorker:
 
 
 def make_far_worker_here(config: WorkerConfig) -> Remote[PinnedWorker]:
-    """Make a worker, and return a handle to it for the learner."""
+    """Make a worker, and return a handle to the worker for the learner."""
     session = current_session()
     try:
         return session.remote(session.me, make_far_worker, config)
-    except RemoteError as error:  # unwrapped, because the caller's session wraps it again
+    except RemoteError as error:  # raise the cause, because the caller's session wraps it again
         raise error.__cause__ or error from None
 
 
 def make_local_handle(
     config: WorkerConfig, name: str = "this process", *, alone: bool
 ) -> LocalHandle | CallersHandle:
-    """Make a worker in this process. Errors call it ``name``.
+    """Make a worker in this process. Errors call the worker ``name``.
 
     The envs of the collector's only worker (``alone``) live in the calling thread, unless the
-    policy is at the learner. With a replay buffer, whose writes may block, they live there only if
-    the caller built the env.
+    policy is at the learner. With a replay buffer, whose writes may block, the envs live in the
+    calling thread only if the caller built the env.
     """
     adopt_registrations(config.registrations)
     given = isinstance(config.make_env, GivenEnv)
@@ -81,7 +82,8 @@ def make_local_handle(
     use_one_thread = partial(use_one_thread_if_small, config.policy)
     if config.env_processes:
         node = PinnedWorker(NodeWorker, config, thread)
-        thread.submit(use_one_thread)  # after the processes have copied the number of threads
+        # Called last, because the env processes must copy the original number of threads.
+        thread.submit(use_one_thread)
         return LocalHandle(node, name, _ANSWERS_LATE_S)
     thread.submit(use_one_thread)
     return LocalHandle(PinnedWorker(RolloutWorker, config, thread), name)
@@ -103,7 +105,8 @@ class LocalHandle:
     """A worker of this process whose envs live in another thread, or in env processes.
 
     Args:
-        late_s: how much later than its limit the worker itself may report a late call.
+        late_s: how many seconds after a call's time limit the worker itself may still report that
+            the call is late.
     """
 
     def __init__(self, worker: PinnedWorker, name: str, late_s: float = 0.0) -> None:
@@ -113,7 +116,8 @@ class LocalHandle:
         self._as_is = (*_INTERRUPTS, DeadlineError) if late_s else _INTERRUPTS
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
-        """Run the method after the rollout under way. Wait at most ``timeout_s`` for both.
+        """Run the method after the rollout under way. Wait at most ``timeout_s`` for the end of
+        both.
 
         Raises:
             DeadlineError: the rollout did not end, or env processes did not answer, in time.
@@ -131,8 +135,9 @@ class LocalHandle:
                 raise _told(error, self._name) from error
             answer.cancel()
             raise DeadlineError(
-                f"{method}: the rollout under way in this process did not end within "
-                f"{timeout_s:g} s. Its env or policy hangs, or timeout_s is too short"
+                f"{method}: the rollout under way in this process did not end within {timeout_s:g} "
+                "s. Its env or policy hangs, or timeout_s is too short; raise timeout_s if no "
+                "step hangs"
             ) from None
         except BaseException as error:  # including a SystemExit that an env raised
             raise _told(error, self._name) from error
@@ -161,39 +166,35 @@ def _pass_on(future: Future, name: str, answer: Future) -> None:
 class CallersHandle:
     """A worker whose envs live in the thread that builds this object.
 
-    When that thread needs a batch, it calls :meth:`work`, which makes the rollouts.
+    When that thread needs a batch, the thread calls :meth:`work`, which makes the rollouts.
 
     Attributes:
         running: whether a rollout is under way.
+        asked: the rollouts that were requested and are still incomplete, with their futures.
     """
 
     def __init__(self, config: WorkerConfig, name: str) -> None:
         self._name = name
         self._thread = threading.current_thread()
         self._policy = config.policy
-        self._asked: deque[tuple[Future, dict[str, Any]]] = deque()
+        self.asked: deque[tuple[Future, dict[str, Any]]] = deque()
         self._ended = threading.Event()
         self._to_close: tuple[Future, bool] | None = None
         self.running = False
         self._worker: RolloutWorker = run_on_cpu(partial(RolloutWorker, config))
 
-    @property
-    def here(self) -> bool:
-        """Whether this is the thread of the envs."""
-        return threading.current_thread() is self._thread
-
     def require_thread(self, what: str) -> None:
         """Raise unless this is the thread of the envs.
 
         Raises:
-            ConfigurationError: this is another thread.
+            ConfigurationError: this is not the thread of the envs.
         """
-        if not self.here:
+        if threading.current_thread() is not self._thread:
             raise ConfigurationError(
                 f"{what} in thread {threading.current_thread().name!r}: the collector was built in "
                 f"thread {self._thread.name!r}, in which its envs are made, stepped and closed. "
-                "Build and use it in one thread, or pass env_processes=1, so that any thread may "
-                "use it"
+                "Build and use the collector in one thread, or pass env_processes=1, so that any "
+                "thread may use the collector"
             )
 
     def require_closable(self) -> None:
@@ -206,14 +207,9 @@ class CallersHandle:
         if not self.running and self._thread.is_alive():
             self.require_thread("shutdown()")
 
-    @property
-    def waits(self) -> bool:
-        """Whether a requested rollout is not complete."""
-        return bool(self._asked)
-
     def moved(self, request: int) -> LocalHandle:
         """Return a handle whose envs are stepped and closed in a thread of their own. Do not use
-        this one afterwards.
+        this handle afterwards.
 
         Args:
             request: the number of the next request for a rollout.
@@ -222,7 +218,7 @@ class CallersHandle:
             ConfigurationError: this is not the thread of the envs, or a rollout is not complete.
         """
         self.require_thread("start()")
-        if self.running or self.waits:
+        if self.running or self.asked:
             raise ConfigurationError(
                 "start() during a rollout: call next() until it returns the batch, then start()"
             )
@@ -233,9 +229,9 @@ class CallersHandle:
         )
 
     def work(self, until: float) -> None:
-        """Begin or continue the oldest requested rollout, until ``until`` (on ``awake()``).
-        Called in the envs' thread."""
-        future, request = self._asked[0]
+        """Begin or continue the oldest requested rollout. Stop at the time ``until`` on
+        ``awake()``. Called in the envs' thread."""
+        future, request = self.asked[0]
         self.running = True
         self._ended.clear()
         result: Any = None
@@ -254,7 +250,7 @@ class CallersHandle:
         finally:
             self.running = False
             self._end()
-        self._asked.popleft()
+        self.asked.popleft()
         if error is not None:
             future.set_exception(error)
         else:
@@ -262,20 +258,23 @@ class CallersHandle:
 
     def drop(self, error: BaseException) -> None:
         """Fail the oldest request, because its rollout was interrupted and the rows are lost."""
-        future, _ = self._asked.popleft()
+        future, _ = self.asked.popleft()
         future.set_exception(error)
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
         """Run the method in this thread.
 
         Raises:
-            DeadlineError: this was called inside a rollout.
+            DeadlineError: the method was called inside a rollout.
             ConfigurationError: this is not the thread of the envs.
             RemoteError: the method raised; its exception is the cause.
         """
         self.require_thread(f"{method}()")
         if self.running:
-            raise DeadlineError(f"{method}: called by an env, a policy or a hook inside a rollout")
+            raise DeadlineError(
+                f"{method} was called by an env, a policy or a hook inside a "
+                "rollout; call it between rollouts"
+            )
         try:
             return run_on_cpu(partial(getattr(self._worker, method), *args, **kwargs))
         except _INTERRUPTS:
@@ -289,7 +288,7 @@ class CallersHandle:
         future: Future = Future()
         future.set_running_or_notify_cancel()
         if method == "collect":
-            self._asked.append((future, kwargs))
+            self.asked.append((future, kwargs))
         elif method == "cut":
             self._worker.cut(*args, **kwargs)
             future.set_result(None)
@@ -304,7 +303,7 @@ class CallersHandle:
         self._to_close = future, close_env
         if not self.running:
             self._end()
-        elif not self.here:
+        elif threading.current_thread() is not self._thread:
             self._ended.wait(step_limit_s)
 
     def _end(self) -> None:

@@ -20,13 +20,13 @@ from torchrl.modules.inference_server import InferenceServer, InferenceTransport
 
 from torchrl_dist.collect.loop.one_thread import use_one_thread_if_small
 from torchrl_dist.collect.loop.policies import Compilation, Values, cpu_copy
-from torchrl_dist.collect.loop.spaces import plain_key
+from torchrl_dist.collect.loop.spaces import plain_key, refuse_stamps
 from torchrl_dist.errors import ConfigurationError, PeerLostError
 from torchrl_dist.forks import renewed
 from torchrl_dist.runtime import Remote, Session
 from torchrl_dist.weights import PackedWeights, unpack
 
-_IDLE_S = 0.5  # the server's thread checks at least this often whether to end
+_IDLE_S = 0.5  # the server's thread checks at least this often whether it must end
 _MAX_BATCH = 256
 
 
@@ -53,7 +53,8 @@ class RPCInferenceTransport(InferenceTransport):
         return future
 
     def drain_with_timing(self, max_items: int) -> tuple[list, list, list]:
-        """Take up to ``max_items`` requests. Return them, their futures, and when they came."""
+        """Take up to ``max_items`` requests. Return the requests, their futures, and their times of
+        arrival."""
         with self._cond:
             taken, self._queue = self._queue[:max_items], self._queue[max_items:]
         inputs, futures, times = (list(x) for x in zip(*taken, strict=True)) if taken else ([],) * 3
@@ -74,7 +75,7 @@ class RPCInferenceTransport(InferenceTransport):
         callback.set_exception(exc)
 
     def close(self) -> None:
-        """Fail the waiting requests and all later ones. Idempotent."""
+        """Fail the waiting requests and all later requests. Idempotent."""
         with self._cond:
             self._closed = True
             left, self._queue = self._queue, []
@@ -105,6 +106,7 @@ class LearnerInference:
                 "inference='learner' does not keep the state of a recurrent policy. Leave "
                 "inference out, so that the workers run the policy"
             )
+        refuse_stamps(outputs, "the policy")
         self._policy = cpu_copy(policy, travels=False)
         self._calls = compilation.calls(self._policy, exploration_type)
         self._outputs = [plain_key(key) for key in outputs]
@@ -116,7 +118,8 @@ class LearnerInference:
             self._run,
             self._transport,
             max_batch_size=_MAX_BATCH,
-            timeout=_IDLE_S,  # does not delay requests, because one request is enough for a batch
+            # does not delay requests, because a batch may consist of a single request
+            timeout=_IDLE_S,
             collate_fn=_Requests,
             policy_version_key=None,
         )
@@ -147,7 +150,8 @@ class LearnerInference:
 
 
 class _Requests:
-    """The batch that ``InferenceServer`` passes to the policy: requests of any sizes."""
+    """The batch that ``InferenceServer`` passes to the policy. The batch consists of requests of
+    any sizes."""
 
     def __init__(self, requests: Sequence[Values]) -> None:
         self._requests = requests
@@ -161,8 +165,8 @@ class _Requests:
         return {key: torch.cat([values[key] for values in self._requests]) for key in keys}
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Return ``default``. The server asks for a request's exploration type, but all requests
-        use the learner's."""
+        """Return ``default``. The server asks each request for its exploration type, but all
+        requests use the learner's type."""
         return default
 
 

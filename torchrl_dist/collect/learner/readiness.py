@@ -1,9 +1,10 @@
-"""Rules for when a batch is complete. All are pure functions of sets of workers, except the rule of
-DD-PPO, which asks other learners (``recipes/ddppo/preempt_all.py``).
+"""Rules for when a batch is complete. All rules are pure functions of sets of workers, except the
+rule of the recipe DD-PPO, which asks other learners (``recipes/ddppo/preempt_all.py``).
 
 The collector asks its rule whenever a rollout arrives, and once more when the rule's deadline has
-passed. The deadline counts from the start of the call for a batch, and all workers have the same
-deadline. A rollout that is not taken into this batch is kept for a later one.
+passed. The deadline is counted from the time when the caller began to wait for the batch. The
+deadline is the same for all workers. A rollout that is not taken into this batch is kept for a
+later batch.
 """
 
 from __future__ import annotations
@@ -12,29 +13,29 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torchrl_dist.errors import ConfigurationError
 
 
 class Readiness(ABC):
-    """Decide which rollouts form a batch."""
+    """Decide which rollouts form a batch.
 
-    @property
-    def in_rounds(self) -> bool:
-        """Whether all workers begin a rollout of the same length for each batch. Otherwise, batches
-        take rollouts one by one as they arrive."""
-        return True
+    Attributes:
+        in_rounds: whether all workers begin a rollout of the same length for each batch. Otherwise,
+            batches take rollouts one by one as they arrive.
+        cuts: whether ``least_part`` may return a fraction, so that rollouts are cut. If so, batches
+            have a mask.
+    """
+
+    in_rounds: ClassVar[bool] = True
+    cuts: ClassVar[bool] = False
 
     @property
     def deadline_s(self) -> float | None:
-        """Seconds after which ``take`` may answer differently without a new arrival; None if it
-        never does."""
+        """Seconds after which ``take`` may answer differently without a new arrival. None if the
+        answer changes only with arrivals."""
         return None
-
-    @property
-    def cuts(self) -> bool:
-        """Whether ``least_part`` may return a fraction. If so, batches have a mask."""
-        return False
 
     def rollouts_per_batch(self, num_workers: int) -> int:
         """Return how many rollouts a batch has if no worker is lost or late. ``frames_per_batch``
@@ -49,14 +50,14 @@ class Readiness(ABC):
 
         Args:
             arrived: workers with a rollout that is ready, in the order of arrival.
-            expected: workers that were asked for this batch, without those that died before their
+            expected: workers that were asked for this batch, without workers that died before their
                 rollout had arrived. Includes ``arrived``.
-            waited_s: seconds since the start of the call for this batch.
+            waited_s: seconds since the caller began to wait for this batch.
         """
 
     def least_part(self, arrived: Sequence[int], expected: Sequence[int]) -> float | None:
         """Return the fraction of a rollout after which workers that have not delivered may stop, or
-        None if they must finish it."""
+        None if these workers must finish the rollout."""
         return None
 
 
@@ -79,7 +80,7 @@ class WaitAll(Readiness):
 
 @dataclass(frozen=True)
 class FirstReady(Readiness):
-    """A batch is the rollout that has been ready longest, so no worker waits for another.
+    """A batch is the rollout that has been ready longest, so no worker waits for another worker.
 
     The other rollouts are taken later, and then lag by one update or more, even with
     ``max_policy_lag=0``. The batch shows this in ``policy_version``.
@@ -89,9 +90,7 @@ class FirstReady(Readiness):
         (1,)
     """
 
-    @property
-    def in_rounds(self) -> bool:
-        return False
+    in_rounds = False
 
     def rollouts_per_batch(self, num_workers: int) -> int:
         return 1
@@ -104,16 +103,18 @@ class FirstReady(Readiness):
 
 @dataclass(frozen=True)
 class Quorum(Readiness):
-    """A batch is one rollout of every worker, or of those that have delivered by ``timeout_s``.
+    """A batch is one rollout of every worker, or of those workers that have delivered by
+    ``timeout_s``.
 
     If fewer than ``min_workers`` have delivered by then, the batch waits until that many, or all
-    that are alive, have delivered. A late rollout stays whole and belongs to a later batch, where
+    living workers, have delivered. A late rollout stays whole and belongs to a later batch, where
     it lags by one update more (see ``policy_version``). All rollouts of a batch have the same
     length. Rollouts get shorter near ``total_frames``, so batches may have fewer rollouts there.
 
     Args:
         min_workers: at least 1.
-        timeout_s: one deadline for all workers, counted from the start of the call for the batch.
+        timeout_s: deadline for all workers, in seconds since the caller began to wait for the
+            batch.
 
     Example:
         >>> Quorum(min_workers=1, timeout_s=0.5).take(arrived=[1], expected=[0, 1], waited_s=0.1)
@@ -131,15 +132,12 @@ class Quorum(Readiness):
                 f"{self}: expected min_workers of at least 1 and a finite timeout_s of at least 0"
             )
 
-    @property
-    def in_rounds(self) -> bool:
-        return False
+    in_rounds = False
 
     def rollouts_per_batch(self, num_workers: int) -> int:
         if self.min_workers > num_workers:
             raise ConfigurationError(
-                f"{self}: there are only {num_workers} workers; "
-                "expected min_workers of at most that many"
+                f"{self}: expected min_workers of at most {num_workers}, the number of workers"
             )
         return num_workers
 
@@ -156,15 +154,15 @@ class Quorum(Readiness):
 
 @dataclass(frozen=True)
 class Preempt(Readiness):
-    """Once ``fraction`` of the workers have delivered, the others stop early.
+    """Once ``fraction`` of the workers have delivered, the other workers stop early.
 
-    They deliver the rows that they have, but at least ``min_part`` of a rollout. A batch thus does
-    not wait long for a slow env and still gets rows from it. In DD-PPO, the source of this rule
-    (Wijmans et al. 2020, section 3.1), workers stop when 60 % have finished, after at least a
-    quarter of the steps.
+    These workers deliver the rows that they have, but at least ``min_part`` of a rollout. A batch
+    thus does not wait long for a slow env and still gets rows from it. In DD-PPO, the source of
+    this rule (Wijmans et al. 2020, section 3.1), workers stop when 60 % have finished, after at
+    least a quarter of the steps.
 
     The batch keeps its shape ``[N, T]``. Rows that a worker did not collect are zero, with
-    trajectory id -1 and False in ``("collector", "mask")``. The last row before them is
+    trajectory id -1 and False in ``("collector", "mask")``. The last row before the zeros is
     ``truncated`` (and ``done``), so that advantages bootstrap there. The episode continues in the
     next batch under a new trajectory id.
 
@@ -187,9 +185,7 @@ class Preempt(Readiness):
                 f"{self}: expected fraction and min_part, each above 0 and at most 1"
             )
 
-    @property
-    def cuts(self) -> bool:
-        return True
+    cuts = True
 
     def take(
         self, arrived: Sequence[int], expected: Sequence[int], waited_s: float

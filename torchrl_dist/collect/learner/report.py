@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchrl_dist.collect.worker.worker import RolloutStats
@@ -14,11 +14,11 @@ _REQUIRED = object()
 
 @dataclass(frozen=True)
 class CollectReport:
-    """The statistics of a batch. With ``replay_buffer=``, the collector yields these.
+    """The statistics of a batch. With ``replay_buffer=``, the collector yields objects of this
+    class.
 
-    Counts cover all workers of the collector. Keys of the mappings are worker indices. If fast
-    workers or short episodes dominate the data, ``shares`` and ``episode_lengths_by_worker`` show
-    it.
+    Counts cover all workers of the collector. Keys of the mappings are worker indices. ``shares``
+    and ``episode_lengths_by_worker`` show whether fast workers or short episodes dominate the data.
 
     Attributes:
         frames: env steps in this batch.
@@ -63,11 +63,12 @@ class CollectReport:
 
     @property
     def shares(self) -> dict[int, float]:
-        """Each worker's part of all frames so far; 1 / workers if no worker is favoured."""
+        """Each worker's fraction of all frames so far. The fractions are equal if no worker is
+        favoured."""
         total = max(1, sum(self.total_frames_by_worker.values()))
         return {worker: n / total for worker, n in self.total_frames_by_worker.items()}
 
-    # ---- TorchRL's trainers take what a collector yields, and count its frames
+    # ---- methods that TorchRL's trainers call on what a collector yields, to count frames
 
     def numel(self) -> int:
         """The same as :attr:`frames`."""
@@ -95,16 +96,8 @@ class CollectReport:
     __getitem__ = get
 
 
-def summarize(
-    rollouts: Sequence[RolloutStats],
-    *,
-    total_frames: int,
-    total_frames_by_worker: Mapping[int, int],
-    policy_version: int,
-    wait_s: float,
-    lost_workers: Sequence[str],
-) -> CollectReport:
-    """Join the rollouts' statistics."""
+def summarize(rollouts: Sequence[RolloutStats], known: CollectReport) -> CollectReport:
+    """Return ``known``, a batch's report, with the statistics of the rollouts."""
     frames: dict[int, int] = {}
     collect_s: dict[int, float] = {}
     write_s: dict[int, float] = {}
@@ -114,22 +107,18 @@ def summarize(
         frames[r.worker_index] = frames.get(r.worker_index, 0) + r.frames
         collect_s[r.worker_index] = collect_s.get(r.worker_index, 0.0) + r.collect_s
         write_s[r.worker_index] = write_s.get(r.worker_index, 0.0) + r.write_s
-    return CollectReport(
+    return replace(
+        known,
         frames=sum(frames.values()),
-        total_frames=total_frames,
         frames_by_worker=frames,
-        total_frames_by_worker=dict(total_frames_by_worker),
         episode_returns=tuple(x for r in rollouts for x in r.episode_returns),
         episode_lengths=tuple(n for r in rollouts for n in r.episode_lengths),
         episode_lengths_by_worker=lengths,
-        policy_version=policy_version,
-        policy_lag=policy_version - min(r.oldest_version for r in rollouts),
+        policy_lag=known.policy_version - min(r.oldest_version for r in rollouts),
         messages=len(rollouts),
         data_bytes=sum(r.data_bytes for r in rollouts),
-        wait_s=wait_s,
         collect_s=collect_s,
         write_s=write_s,
-        lost_workers=tuple(lost_workers),
         replaced=tuple(
             f"{what}, of worker {r.worker_index}" for r in rollouts for what in r.replaced
         ),

@@ -31,13 +31,15 @@ from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError
 from torchrl_dist.runtime import Peer, Remote, Session
 from torchrl_dist.runtime.awake import result_of
 
-# One message holds about this many seconds of steps. Its sender and receiver together use three
-# milliseconds of CPU for it, less than a percent of this time if each process has a core.
+# One message holds about this many seconds of steps. Sending and receiving a message takes three
+# milliseconds of CPU in total. This CPU time is less than a percent of the time if each process has
+# a core.
 MESSAGE_S = 0.5
-# If more processes than this share a core, a message holds proportionally more seconds.
+# If more processes than this share a core, a message holds more seconds of steps, in proportion to
+# their number.
 _PROCESSES_PER_CORE = 4
 MESSAGE_BYTES = 8 << 20
-_WARN_AT_CALLER = 5  # frames between a warning here and the code that builds the collector
+_WARN_AT_CALLER = 5  # stack frames between a warning here and the code that builds the collector
 
 
 def start_workers(
@@ -48,13 +50,13 @@ def start_workers(
     max_ahead: int,
     limit_s: float,
 ) -> tuple[list[Worker], list[str], list[BaseException]]:
-    """Build a worker on every peer, or one in this process if there are no peers. Block at most
-    ``limit_s``. If this is interrupted, all workers are closed, even those that are complete only
-    later.
+    """Build a worker on every peer, or one worker in this process if there are no peers. Block at
+    most ``limit_s``. If the call is interrupted, all workers are closed, even workers that are
+    finished only later.
 
     Returns:
-        the workers that could be built, the names of those whose process is gone, and the errors
-        of the others.
+        the workers that could be built, the names of workers whose process is gone, and the errors
+        of the other workers.
     """
 
     def build(index: int) -> Worker:
@@ -93,7 +95,7 @@ def start_workers(
         for index, building in enumerate(builds):
             run = partial(settle, building, partial(build, index))
             if callers and not first.env_processes:
-                run()  # in this thread, because the envs may have to live here
+                run()  # in this thread, because the envs may have to be made and stepped here
             else:
                 threading.Thread(target=run, name="torchrl_dist-build", daemon=True).start()
         wait(builds)
@@ -119,7 +121,7 @@ def start_workers(
             except (ConfigurationError, PeerLostError) as error:
                 errors.append(error)
         return workers, lost, errors
-    except BaseException:  # Ctrl-C, mostly
+    except BaseException:  # usually Ctrl-C
         for building in builds:
             building.add_done_callback(partial(_close, limit_s))
         raise
@@ -128,7 +130,7 @@ def start_workers(
 def _remote_worker(
     session: Session, peer: Peer, config: WorkerConfig, limit_s: float
 ) -> Remote[PinnedWorker]:
-    """Build a worker on a peer. If it is complete only after the limit, close it."""
+    """Build a worker on a peer. If the worker is finished only after the limit, close it."""
     built = session.submit(peer, make_far_worker_here, config, timeout_s=math.inf)
     try:
         return result_of(built, limit_s)
@@ -143,7 +145,7 @@ def _remote_worker(
 
 
 def _close_late(limit_s: float, built: Future[Remote[PinnedWorker]]) -> None:
-    with contextlib.suppress(Exception):  # building it failed, or the session has ended
+    with contextlib.suppress(Exception):  # building the worker failed, or the session has ended
         built.result().submit("close", step_limit_s=limit_s, timeout_s=limit_s)
 
 
@@ -154,7 +156,7 @@ def _close(limit_s: float, building: Future[Worker]) -> None:
 
 
 def _set_steps(workers: Sequence[Worker], infos: Sequence[WorkerInfo], limit_s: float) -> None:
-    # Medians, because workers that are still starting disturb the timings.
+    # Medians are used, because workers that are still starting disturb the timings.
     steps = steps_per_message(
         statistics.median(info.step_s for info in infos),
         statistics.median(info.step_bytes for info in infos),
@@ -180,10 +182,10 @@ def steps_per_message(step_s: float, step_bytes: float, message_s: float = MESSA
     return max(1, int(min(message_s / step_s, MESSAGE_BYTES / step_bytes)))
 
 
-# The most successors of one worker. After these, another would probably die, too.
+# The most successors of one worker. After these successors, another one would probably die, too.
 _MOST_REPLACED = 3
 _SEED_STRIDE = 1_000_003
-# A run has 32 bits for trajectory ids. Those above the lowest 30 count a worker's successors.
+# A run has 32 bits for trajectory ids. The two highest bits count a worker's successors.
 _ID_BITS = 30
 
 
@@ -203,8 +205,9 @@ class Replacer:
     ) -> None:
         if session is None or session.world.launcher != "local":
             raise ConfigurationError(
-                "replace_lost=True: workers can be replaced only under local_cluster; other "
-                "launchers start processes themselves (torchrun --max-restarts restarts the job)"
+                "got replace_lost=True, expected False, because workers can be replaced only "
+                "under local_cluster; other launchers start processes themselves (torchrun "
+                "--max-restarts restarts the job)"
             )
         self.configs = configs
         self.trajectory_base = 0
@@ -219,8 +222,8 @@ class Replacer:
         episodes with other seeds.
 
         Raises:
-            RemoteError: its envs could not be built.
-            PeerLostError, DeadlineError: its processes died, or took too long.
+            RemoteError: the successor's envs could not be built.
+            PeerLostError, DeadlineError: the successor's processes died, or took too long.
         """
         self._replaced[lost.index] += 1
         generation = self._replaced[lost.index]

@@ -9,6 +9,7 @@ import gymnasium
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
 from torchrl.envs import EnvBase
 
+from torchrl_dist.collect.loop.drivers import is_vector_env
 from torchrl_dist.errors import ConfigurationError
 
 
@@ -16,8 +17,8 @@ def visit(envs: Any, index: int | None, what: str, name: str, args: tuple, kwarg
     """Get or set an attribute of envs, or call a method.
 
     Args:
-        envs: a sequence of gymnasium envs, a vector env, or a TorchRL env.
-        index: the env's index; None: all envs.
+        envs: a sequence of gymnasium envs, a vector env, a TorchRL env, or a sequence of these.
+        index: the env's index; None means all envs.
         what: ``"get"``, ``"set"`` (to ``args[0]``) or ``"call"``.
 
     Returns:
@@ -28,26 +29,39 @@ def visit(envs: Any, index: int | None, what: str, name: str, args: tuple, kwarg
         ConfigurationError: ``index`` is given, but the envs cannot be accessed one by one.
         AttributeError: an env has no attribute of this name.
     """
-    if isinstance(envs, SyncVectorEnv):
-        envs = envs.envs
+    envs = _single(envs)
     if isinstance(envs, Sequence):
-        chosen = envs if index is None else [envs[index]]
-        return [_visit_one(env, what, name, args, kwargs) for env in chosen]
+        if index is None:
+            return [x for env in envs for x in visit(env, None, what, name, args, kwargs)]
+        if not any(map(is_vector_env, envs)):
+            return [_visit_one(envs[index], what, name, args, kwargs)]
     if index not in (None, 0) or (index == 0 and _size(envs) > 1):
         raise ConfigurationError(
-            f"{envs} does not give access to one of its envs; choose all (env=None), or build the "
-            "worker from single envs (make_env returns one env; pass num_envs=...)"
+            f"the envs of {envs} cannot be accessed one by one; choose all (env=None), or build "
+            "the worker from single envs (make_env returns one env; pass num_envs=...)"
         )
     if isinstance(envs, AsyncVectorEnv):
         if what == "set":
-            # AsyncVectorEnv would divide a value that is a list among the envs
+            # if the value is a list, AsyncVectorEnv would divide it among the envs
             envs.set_attr(name, [args[0]] * envs.num_envs)
             return [None] * envs.num_envs
         return list(envs.call(name, *args, **kwargs) if what == "call" else envs.get_attr(name))
     return [_visit_one(envs, what, name, args, kwargs)]
 
 
-def _size(envs: VectorEnv | EnvBase | gymnasium.Env) -> int:
+def _single(envs: Any) -> Any:
+    """Return the single envs in the order of their indices, if ``envs`` contains such envs."""
+    if isinstance(envs, SyncVectorEnv):
+        return envs.envs
+    if isinstance(envs, Sequence):
+        parts = map(_single, envs)
+        return [env for part in parts for env in (part if isinstance(part, Sequence) else [part])]
+    return envs
+
+
+def _size(envs: Sequence | VectorEnv | EnvBase | gymnasium.Env) -> int:
+    if isinstance(envs, Sequence):
+        return len(envs)
     if isinstance(envs, gymnasium.Env):
         return envs.get_wrapper_attr("num_envs")
     return envs.num_envs if isinstance(envs, VectorEnv) else envs.batch_size.numel()

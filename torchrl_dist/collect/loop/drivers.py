@@ -1,10 +1,10 @@
 """Step several gymnasium envs together, and hide how each kind of vector env resets its envs.
 
-A driver's ``step`` writes two observations per env. The first is the true next observation, even at
-the end of an episode. The second is the policy's next input; after a reset, this is the first
-observation of the new episode. Each call makes one transition per env. With next-step autoreset,
-however, a call may only reset an env: ``valid`` is then false for this env, and the rollout drops
-the step.
+A driver's ``step`` writes two observations per env. The first observation is the true next
+observation, even at the end of an episode. The second observation is the policy's next input. After
+a reset, it is the first observation of the new episode. Each call makes one transition per env.
+With next-step autoreset, however, a call may only reset an env: ``valid`` is then false for this
+env, and the rollout drops the step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from torchrl_dist.collect.loop.spaces import ObservationLeaf
 from torchrl_dist.errors import ConfigurationError
 
-# The only native vector env that can be seeded env by env (by CartPoleDriver).
+# The only native vector env whose envs can be seeded one by one (by CartPoleDriver).
 _CARTPOLE = (
     CartPoleVectorEnv,
     "gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv",
@@ -35,10 +35,10 @@ StepResult = tuple[Any, Any, Any]  # reward, terminated, truncated, each [N]
 
 
 def observation_of(answer: Any, env: Any) -> Any:
-    """Return the observation in what ``env.reset`` returned.
+    """Return the observation from the result of ``env.reset``.
 
     Raises:
-        ConfigurationError: this is not (observation, info).
+        ConfigurationError: the result is not the tuple (observation, info).
     """
     if isinstance(answer, tuple) and len(answer) == 2:
         return answer[0]
@@ -52,7 +52,7 @@ def transition_of(answer: Any, env: Any) -> tuple[Any, Any, Any, Any, Any]:
     """Return what ``env.step`` returned.
 
     Raises:
-        ConfigurationError: these are not five values.
+        ConfigurationError: ``env.step`` did not return five values.
     """
     if isinstance(answer, Sequence) and len(answer) == 5:
         return tuple(answer)
@@ -75,67 +75,58 @@ _OLD_API = (
 
 
 class EnvDriver(Protocol):
-    """N envs stepped together. The rollout sets ``leaves`` before the first reset."""
+    """N envs stepped together. The rollout sets ``leaves``, the tensors of an observation, before
+    the first reset."""
 
     num_envs: int
     one_seed_only: bool  # the envs cannot be seeded one by one
     single_observation_space: gymnasium.Space
     single_action_space: gymnasium.Space
     leaves: tuple[ObservationLeaf, ...]
+    target: Any  # the envs, as :func:`torchrl_dist.collect.loop.access.visit` takes them
     valid: np.ndarray | None  # bool [N] for the last step; None if every step is a transition
 
     def reset(self, seeds: Sequence[int] | None, current: Arrays) -> None:
         """Start new episodes in all envs, and write their observations into ``current``."""
 
     def reset_some(self, envs: Sequence[int], current: Arrays) -> None:
-        """Start new episodes in these envs, and write their observations into ``current``.
+        """Start new episodes in ``envs``, and write their observations into ``current``.
 
         Raises:
             ConfigurationError: the envs cannot be reset one by one.
         """
 
     def step(self, actions: np.ndarray, following: Arrays, current: Arrays) -> StepResult:
-        """Step all envs. Write ("next", obs) into ``following`` and the next root into
-        ``current``."""
+        """Step all envs. Write the true next observations into ``following`` and the policy's next
+        inputs into ``current``."""
 
     def close(self) -> None: ...
 
-    @property
-    def target(self) -> Any:
-        """The envs, as :func:`torchrl_dist.collect.loop.access.visit` takes them."""
-
 
 class EnvListDriver:
-    """A list of single envs. Cheaper than SyncVectorEnv, which merges infos and copies results."""
+    """A list of single envs. This driver is cheaper than SyncVectorEnv, which merges infos and
+    copies results."""
 
     valid: np.ndarray | None = None
     one_seed_only = False
 
     def __init__(self, envs: Sequence[gymnasium.Env]) -> None:
-        self.envs = list(envs)
+        self.envs = self.target = list(envs)
         self.num_envs = len(self.envs)
         self.single_observation_space = self.envs[0].observation_space
         self.single_action_space = self.envs[0].action_space
-        self.leaves = ()
+        self.leaves: tuple[ObservationLeaf, ...] = ()
         self._reward = np.zeros(self.num_envs)
         self._terminated = np.zeros(self.num_envs, dtype=bool)
         self._truncated = np.zeros(self.num_envs, dtype=bool)
         # Envs expect an action of the type that their space samples: an int, not an array.
         self._scalar_action = isinstance(self.single_action_space, gymnasium.spaces.Discrete)
 
-    @property
-    def leaves(self) -> tuple[ObservationLeaf, ...]:
-        """The leaves of the observations."""
-        return self._leaves
-
-    @leaves.setter
-    def leaves(self, leaves: tuple[ObservationLeaf, ...]) -> None:
-        self._leaves = leaves
-        # A single plain array of this shape is written directly, which saves a tenth of a CartPole
-        # step.
-        self._plain = leaves[0].shape if len(leaves) == 1 and leaves[0].plain else None
-
     def reset(self, seeds: Sequence[int] | None, current: Arrays) -> None:
+        # If the observation is a single plain array of this shape, it is written directly, which
+        # saves a tenth of a CartPole step.
+        first, *more = self.leaves
+        self._plain = first.shape if first.plain and not more else None
         for i, env in enumerate(self.envs):
             seed = None if seeds is None else seeds[i]
             try:
@@ -164,7 +155,7 @@ class EnvListDriver:
             except (TypeError, ValueError):
                 observation, reward, terminated, truncated, _ = transition_of(answer, env)
             try:
-                # GymWrapper, too, takes None as 0
+                # GymWrapper also takes None as 0
                 self._reward[i] = 0.0 if reward is None else reward
                 self._terminated[i] = terminated
                 self._truncated[i] = truncated
@@ -186,10 +177,6 @@ class EnvListDriver:
                 self._write(current, i, observation)
         return self._reward, self._terminated, self._truncated
 
-    @property
-    def target(self) -> Any:
-        return self.envs
-
     def _write(self, outs: Arrays, i: int, observation: Any) -> None:
         for leaf, out in zip(self.leaves, outs, strict=True):
             leaf.write(out[i, ...], observation)
@@ -200,7 +187,8 @@ class EnvListDriver:
 
 
 def _arrays(value: Any) -> Any:
-    """Convert tensors, also those in dicts and tuples, to NumPy arrays. Leave all else as it is."""
+    """Convert tensors, including those in dicts and tuples, to NumPy arrays. Leave everything else
+    unchanged."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().numpy()
     if isinstance(value, Mapping):
@@ -235,14 +223,14 @@ class _VectorDriver:
     """The base of all drivers of a vector env.
 
     Attributes:
-        arrays: the env with an interface of NumPy arrays: a :class:`TensorEnv` around it if its
-            first reset returns tensors, else the env itself.
+        arrays: the env, with an interface of NumPy arrays. The attribute is a :class:`TensorEnv`
+            around the env if the env's first reset returns tensors, otherwise the env itself.
     """
 
     valid: np.ndarray | None = None
 
     def __init__(self, env: Any) -> None:
-        self.env = self.arrays = env
+        self.env = self.arrays = self.target = env
         self.num_envs: int = _of_chain(env, "num_envs")
         self.single_observation_space: gymnasium.Space = _of_chain(env, "single_observation_space")
         self.single_action_space: gymnasium.Space = _of_chain(env, "single_action_space")
@@ -253,10 +241,6 @@ class _VectorDriver:
 
     def __repr__(self) -> str:
         return repr(self.env)
-
-    @property
-    def target(self) -> Any:
-        return self.env
 
     def _write(self, observation: Any, outs: Arrays) -> None:
         for leaf, out in zip(self.leaves, outs, strict=True):
@@ -273,14 +257,27 @@ class _VectorDriver:
             observation = _arrays(observation)
         self._write(observation, current)
 
-    def _stepped(self, actions: np.ndarray) -> tuple[Any, Any, Any, Any, Any]:
-        return transition_of(self.arrays.step(actions), self.env)
+    def step(self, actions: np.ndarray, following: Arrays, current: Arrays) -> StepResult:
+        observation, *results, info = transition_of(self.arrays.step(actions), self.env)
+        self._write(observation, following)
+        done = np.logical_or(results[1], results[2])
+        self._write(self._after(observation, results, done, following, info), current)
+        reward, terminated, truncated = results
+        return reward, terminated, truncated
+
+    def _after(
+        self, observation: Any, results: list[Any], done: np.ndarray, following: Arrays, info: Any
+    ) -> Any:
+        """Return the policy's next input after a step that ended the episodes ``done [N]``, given
+        what the env returned. ``results`` are reward, terminated and truncated. The observation is
+        already in ``following``."""
+        raise NotImplementedError
 
     def reset_some(self, envs: Sequence[int], current: Arrays) -> None:
         if envs:
             raise ConfigurationError(
                 f"{self.env} resets its envs itself, so they cannot be reset one by one; call "
-                "reset() without an index to start new episodes in all of them"
+                "reset() without an index to start new episodes in all envs"
             )
 
     def close(self) -> None:
@@ -291,8 +288,8 @@ class MaskedResetDriver(_VectorDriver):
     """Reset ended envs by a mask before the next step, instead of automatically.
 
     Used for envs with autoreset mode DISABLED, and for gymnasium's SyncVectorEnv and AsyncVectorEnv
-    in next-step mode. These must not be wrapped, because a wrapper might reset all envs on a masked
-    reset, or miss it.
+    in next-step mode. The two gymnasium envs must not be wrapped, because a wrapper might reset all
+    envs on a masked reset, or ignore the masked reset.
     """
 
     def reset_some(self, envs: Sequence[int], current: Arrays) -> None:
@@ -302,27 +299,34 @@ class MaskedResetDriver(_VectorDriver):
             observation, _ = self.arrays.reset(options={"reset_mask": mask})
             self._write(observation, current)
 
-    def step(self, actions: np.ndarray, following: Arrays, current: Arrays) -> StepResult:
-        observation, reward, terminated, truncated, _ = self._stepped(actions)
-        self._write(observation, following)
-        done = np.logical_or(terminated, truncated)
-        if done.any():
-            observation, _ = self.arrays.reset(options={"reset_mask": done})
-        self._write(observation, current)
-        return reward, terminated, truncated
+    def _after(
+        self, observation: Any, results: list[Any], done: np.ndarray, following: Arrays, info: Any
+    ) -> Any:
+        if not done.any():
+            return observation
+        # copied, because the reset may change arrays that the env has returned
+        results[:] = map(np.array, results)
+        return self.arrays.reset(options={"reset_mask": done})[0]
 
 
 class SameStepDriver(_VectorDriver):
-    """The env resets in the step that ends an episode, and returns the episode's last observation
-    in ``info``."""
+    """An env that resets in the step that ends an episode, and returns the episode's last
+    observation in ``info``."""
 
     _warned = False
+    _ended: np.ndarray | None = None  # bool [N] for the last step; None if no episode ended
 
     def step(self, actions: np.ndarray, following: Arrays, current: Arrays) -> StepResult:
-        observation, reward, terminated, truncated, info = self._stepped(actions)
-        self._write(observation, following)
-        done = np.logical_or(terminated, truncated)
-        if done.any():
+        results = super().step(actions, following, current)
+        if self._ended is not None and not self._warned:
+            self._check_kept(self._ended, following, current)
+        return results
+
+    def _after(
+        self, observation: Any, results: list[Any], done: np.ndarray, following: Arrays, info: Any
+    ) -> Any:
+        self._ended = done if done.any() else None
+        if self._ended is not None:
             final = _arrays(info.get("final_obs", info.get("final_observation")))
             if final is None and _of_isaac_lab(self.env):
                 self._mark_lost(np.flatnonzero(done), following)
@@ -330,14 +334,26 @@ class SameStepDriver(_VectorDriver):
                 raise ConfigurationError(
                     f"{self.env} declares same-step autoreset, but the info of a step that ended "
                     f"an episode has no 'final_obs' (it has {sorted(info)}), so the last "
-                    "observation of the episode is lost; let the env add it to the info"
+                    "observation of the episode is lost; let the env add 'final_obs' to the info"
                 )
             for i in np.flatnonzero(done).tolist() if final is not None else ():
                 last = final[i] if not isinstance(final, dict) else _index(final, i)
                 for leaf, out in zip(self.leaves, following, strict=True):
                     leaf.write(out[i, ...], last)
-        self._write(observation, current)
-        return reward, terminated, truncated
+        return observation
+
+    def _check_kept(self, ended: np.ndarray, following: Arrays, current: Arrays) -> None:
+        """Warn if an env seems to overwrite its last observation. Gymnasium does not copy this
+        observation before it resets the env."""
+        if all(np.array_equal(a[ended], b[ended]) for a, b in zip(following, current, strict=True)):
+            self._warned = True
+            warnings.warn(
+                f"the last observation of an episode of {self.env} equals the first observation of "
+                "the next episode. If the env changes its observation in place, the last "
+                "observation is lost, because gymnasium does not copy it in same-step autoreset: "
+                "let the env return copies, or build the vector env with autoreset disabled",
+                stacklevel=2,
+            )
 
     def _mark_lost(self, ended: np.ndarray, following: Arrays) -> None:
         """Set the unknown last observation of these episodes to NaN, as TorchRL does."""
@@ -369,33 +385,34 @@ class NextStepDriver(_VectorDriver):
         super().reset(seeds, current)
         self._resets_now = np.zeros(self.num_envs, dtype=bool)
 
-    def step(self, actions: np.ndarray, following: Arrays, current: Arrays) -> StepResult:
-        observation, reward, terminated, truncated, _ = self._stepped(actions)
-        self._write(observation, following)
-        self._write(observation, current)
+    def _after(
+        self, observation: Any, results: list[Any], done: np.ndarray, following: Arrays, info: Any
+    ) -> Any:
         self.valid = ~self._resets_now
-        self._resets_now = np.logical_or(terminated, truncated) & self.valid
-        return reward, terminated, truncated
+        self._resets_now = done & self.valid
+        return observation
 
 
 class EnvPoolDriver(NextStepDriver):
-    """EnvPool, which resets envs in the next step and takes its seed only when it is made."""
+    """EnvPool, which resets an env in the step after an episode's end and takes its seed only when
+    it is made."""
 
     DEFAULT_SEED = 42
 
-    env: Any  # EnvPool's own class has a config
+    env: Any  # typed as Any, because only EnvPool's own class has a config
 
     def __init__(self, env: Any) -> None:
         super().__init__(env)
-        self.one_seed_only = False  # because reset() warns about seeds instead
+        # false, because reset() warns about seeds instead of refusing them
+        self.one_seed_only = False
         if env.is_async:
             raise ConfigurationError(
-                f"make_env returned an EnvPool with batch_size={env.config['batch_size']} of "
-                f"{self.num_envs} envs, which steps only some of its envs at a time; leave "
-                "batch_size out, and use more workers or env_processes so that slow envs delay "
-                "fewer others"
+                f"make_env returned an EnvPool of {self.num_envs} envs with "
+                f"batch_size={env.config['batch_size']}, so it steps only some of its envs at a "
+                "time; leave batch_size out, and use more workers or env_processes so that a slow "
+                "env delays fewer other envs"
             )
-        self._seeds: list[int] | None = None  # the seeds of the first reset that had any
+        self._seeds: list[int] | None = None  # the seeds of the first reset with seeds
 
     def reset(self, seeds: Sequence[int] | None, current: Arrays) -> None:
         if seeds is not None and self._seeds is None:
@@ -406,16 +423,16 @@ class EnvPoolDriver(NextStepDriver):
         if in_vain:
             warnings.warn(
                 "an EnvPool cannot be seeded once it is made, so its episodes continue with seed "
-                f"{self.env.config['seed']}. To derive each worker's seed from the collector's, "
-                "let make_env pass seed=np.random.randint(2**31) to envpool.make; NumPy is seeded "
-                "before make_env is called",
+                f"{self.env.config['seed']}. To derive each worker's seed from the collector's "
+                "seed, let make_env pass seed=np.random.randint(2**31) to envpool.make; NumPy is "
+                "seeded before make_env is called",
                 stacklevel=2,
             )
         super().reset(None, current)
 
 
 class CartPoleDriver(_VectorDriver):
-    """Gymnasium's native vector CartPole, reset in the step that ends an episode.
+    """Gymnasium's native vector CartPole, whose envs are reset in the step that ends an episode.
 
     The env itself resets only in the next step, which is then not a transition. The env's state is
     in plain arrays, so this driver can reset it in the same step.
@@ -426,9 +443,11 @@ class CartPoleDriver(_VectorDriver):
     def __init__(self, env: VectorEnv) -> None:
         super().__init__(env)
         self.one_seed_only = False
-        # One per env, so that an env's episodes depend on its own seed alone, as with single envs.
+        # One generator per env, so that an env's episodes depend only on its own seed, as with
+        # single envs.
         self._generators: list[np.random.Generator] = []
-        self._starts: list[list[np.ndarray]] = []  # first states of next episodes, drawn together
+        # for each env, first states of its next episodes, which are drawn together
+        self._starts: list[list[np.ndarray]] = []
 
     def reset(self, seeds: Sequence[int] | None, current: Arrays) -> None:
         env: Any = self.env
@@ -486,8 +505,8 @@ def _of_isaac_lab(env: Any) -> bool:
 
 
 def is_vector_env(env: Any) -> bool:
-    """Whether this is a vector env: a ``VectorEnv`` or, like Isaac Lab's, an env with the same
-    attributes."""
+    """Whether this is a vector env: a ``VectorEnv``, or an env with the same attributes, like Isaac
+    Lab's envs."""
     if isinstance(env, VectorEnv):
         return True
     if not isinstance(env, gymnasium.Env):
@@ -500,10 +519,10 @@ def is_vector_env(env: Any) -> bool:
 
 
 def require_different(envs: Iterable[Any]) -> None:
-    """Require that no two envs are the same object, even in different wrappers.
+    """Require that no two envs are the same object inside their wrappers.
 
     Raises:
-        ConfigurationError: two are the same.
+        ConfigurationError: two envs are the same object.
     """
     seen: list[Any] = []
     for env in envs:
@@ -553,8 +572,8 @@ def make_driver(first: Any, make_env: str | Callable[[], Any], num_envs: int) ->
     """Return a driver for the env that ``make_env`` names or has just returned (``first``).
 
     Raises:
-        ConfigurationError: this is not a gymnasium env, or is a vector env whose size is not
-            ``num_envs``.
+        ConfigurationError: ``make_env`` does not give a gymnasium env, or gives a vector env whose
+            size is not ``num_envs``.
     """
     if isinstance(first, str):
         return _driver_from_id(first, num_envs)
@@ -570,7 +589,8 @@ def make_driver(first: Any, make_env: str | Callable[[], Any], num_envs: int) ->
         raise ConfigurationError(
             "make_env returned an EnvPool that is not a gymnasium.vector.VectorEnv; make it with "
             "env_type='gymnasium' in a newer EnvPool (such as 1.2.5), or return "
-            "torchrl.envs.MultiThreadedEnv(num_workers=..., env_name=...), which steps it"
+            "torchrl.envs.MultiThreadedEnv(num_workers=..., env_name=...), which steps EnvPool's "
+            "envs"
         )
     if isinstance(first, gymnasium.Env) and callable(make_env):
         envs = [first, *(make_env() for _ in range(num_envs - 1))]

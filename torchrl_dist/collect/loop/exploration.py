@@ -1,11 +1,12 @@
-"""Let threads share TorchRL's exploration type. A process has only one (tensordict 0.14.3).
+"""Let threads share TorchRL's exploration type, of which a process has only one (tensordict
+0.14.3).
 
 Calls under the same type run concurrently. A call under another type waits until they have ended.
 A policy that hangs therefore delays only calls under another type, which fail after a minute.
 
 Ctrl-C may interrupt between any two instructions, even inside a context manager. Therefore every
-change is recorded before it is made. Undoing a change twice does no harm, and
-:meth:`Exploring.call` may do so.
+change is recorded before it is made. :meth:`Exploring.call` may undo a change twice, which does no
+harm.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ _WAIT_S = 60.0
 
 
 def _setter(kind: ExplorationType | None) -> Callable[..., None]:
-    """Return a function that sets the type. Calling ``__exit__`` of a prepared context manager,
-    which restores an earlier type, is the cheapest way."""
+    """Return a function that sets the type. The function is the ``__exit__`` of a prepared context
+    manager, because restoring an earlier type is the cheapest way to set a type."""
     setting = set_exploration_type(kind)
     setting.prev = kind
     return setting.__exit__
@@ -42,8 +43,8 @@ def _set(kind: ExplorationType | None) -> None:
 
 
 class _Call:
-    """One call, from before it begins until it has ended. ``since`` (time.monotonic()) is when it
-    began to run."""
+    """One call of a function under an exploration type. ``since`` is when the call began to run, on
+    time.monotonic()."""
 
     __slots__ = ("since", "thread", "type", "what")
 
@@ -58,9 +59,11 @@ class _UnderWay:
     entering its condition ``changed``.
 
     Attributes:
-        calls: in the order in which they began; all under one type, except for calls inside others.
+        calls: in the order in which they began. All calls have the same type, except for calls
+            inside other calls.
         waits: the calls that wait until ``calls`` have ended.
-        outside: if ``is_set``, the type from before the first call, to restore after the last.
+        outside: if ``is_set``, the type that was set before the first call. This type is restored
+            after the last call.
     """
 
     def __init__(self) -> None:
@@ -84,7 +87,8 @@ class _UnderWay:
         """Block until the call may run, then make its exploration type current.
 
         Raises:
-            DeadlineError: calls under another type did not end within a minute; names them.
+            DeadlineError: calls under another type did not end within a minute. The error names
+                these calls.
         """
         with self.lock:
             if not self._fits(call):
@@ -93,7 +97,8 @@ class _UnderWay:
                     raise DeadlineError(
                         f"{call.what}, under {call.type}, has waited {_WAIT_S:g} s for its turn: "
                         f"{self}. A process has one exploration type of TorchRL at a time: give "
-                        "both collectors the same type, or run one of them in another process"
+                        "both collectors the same type, or run one of the collectors in another "
+                        "process"
                     )
                 self.waits.remove(call)
                 call.since = time.monotonic()
@@ -104,7 +109,8 @@ class _UnderWay:
             _set(call.type)
 
     def end(self, call: _Call) -> None:
-        """Undo what ``begin`` has done, even if it was interrupted. May be repeated."""
+        """Undo what ``begin`` has done, even if ``begin`` was interrupted. Repeated calls do no
+        harm."""
         with self.lock:
             for calls in (self.calls, self.waits):
                 if call in calls:
@@ -158,7 +164,8 @@ class Exploring:
         """Return ``function(*args)``, called with TorchRL's exploration type set.
 
         Raises:
-            DeadlineError: calls under another type did not end within a minute; names them.
+            DeadlineError: calls under another type did not end within a minute. The error names
+                these calls.
         """
         call = _Call(self._type, self._what)
         try:
@@ -167,6 +174,6 @@ class Exploring:
                 return function(*args)
             finally:
                 _now.end(call)
-        except BaseException:  # an interrupt may have hit the line above
+        except BaseException:  # the interrupt may have prevented the call of end() above
             _now.end(call)
             raise

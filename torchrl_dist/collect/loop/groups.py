@@ -1,7 +1,7 @@
 """A worker's envs in groups, for a policy in another process (double buffering).
 
-While one group waits for its actions, the worker steps another. A request's round trip therefore
-costs no time if it is shorter than the other groups' steps.
+While one group waits for its actions, the worker steps another group. A request's round trip
+therefore costs no time if it is shorter than the other groups' steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torchrl_dist.collect.loop.spaces import Key
 from torchrl_dist.errors import ConfigurationError
 
 # At the deadline, the learner answers with an error. If no answer comes at all, the worker raises
-# an error this many seconds later.
+# an error this many seconds after the deadline.
 _LATE_S = 5.0
 
 
@@ -41,7 +41,7 @@ class Inference:
     """How a worker gets actions from the learner.
 
     Attributes:
-        inputs: keys of the observations that the policy reads; only these are sent.
+        inputs: keys of the observations that the policy reads; only these observations are sent.
         groups: number of groups into which a worker, or an env process, divides its envs.
         timeout_s: limit of the wait for actions.
     """
@@ -62,12 +62,14 @@ class GroupedRollout:
         self._groups = list(groups)
         self._inference = inference
         self.num_envs = sum(group.num_envs for group in groups)
-        self.steps = groups[0].steps
-        self.policy_version = 0  # unused, because the learner's answers contain the version
+        self.steps, self.specs = groups[0].steps, groups[0].specs
+        self.one_seed_only = any(group.one_seed_only for group in groups)
+        self.target = [group.target for group in groups]
+        self.policy_version = 0  # not used, because the learner's answers contain the version
         self.at_random = False  # never set
 
     def call_policy_once(self) -> None:
-        pass  # the learner has the policy
+        pass  # there is no policy here: the learner has it
 
     def seed(self, seeds: Sequence[int]) -> None:
         first = 0
@@ -112,18 +114,6 @@ class GroupedRollout:
         for group in self._groups:
             group.resize(steps)
 
-    @property
-    def specs(self) -> dict[str, str]:
-        return self._groups[0].specs
-
-    @property
-    def one_seed_only(self) -> bool:
-        return any(group.one_seed_only for group in self._groups)
-
-    @property
-    def target(self) -> Any:
-        return [env for group in self._groups for env in group.target]
-
     def stop(self) -> None:
         for group in self._groups:
             group.stop()
@@ -139,9 +129,10 @@ def make_grouped_rollout(
     *,
     frames: int,
     num_envs: int,
-    categorical_action_encoding: bool = False,
+    **options: Any,
 ) -> GroupedRollout:
-    """Build ``num_envs`` envs in this process, in groups of equal size.
+    """Build ``num_envs`` envs in this process, in groups of equal size. ``options`` are those of
+    :func:`~torchrl_dist.collect.loop.rollout.make_rollout`.
 
     Raises:
         ConfigurationError: ``num_envs`` is not a multiple of the number of groups, or the envs are
@@ -150,18 +141,11 @@ def make_grouped_rollout(
     groups = inference.groups
     if num_envs % groups:
         raise ConfigurationError(
-            f"num_envs={num_envs} cannot be divided into {groups} env_groups; pass a multiple"
+            f"num_envs={num_envs} cannot be divided into {groups} env_groups; pass num_envs= that "
+            "is a multiple of env_groups="
         )
-    built = [
-        make_rollout(
-            make_env,
-            None,
-            frames=-(-frames // groups),
-            num_envs=num_envs // groups,
-            categorical_action_encoding=categorical_action_encoding,
-        )
-        for _ in range(groups)
-    ]
+    options |= {"frames": -(-frames // groups), "num_envs": num_envs // groups}
+    built = [make_rollout(make_env, None, **options) for _ in range(groups)]
     fit = [each for each in built if isinstance(each, GymnasiumRollout)]
     for rollout in built:
         if not isinstance(rollout, GymnasiumRollout) or rollout.driver.valid is not None:

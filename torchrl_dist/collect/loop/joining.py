@@ -1,11 +1,12 @@
-"""Join rollouts ``[N, T]`` of several workers to one batch, and mark the ends of cut ones.
+"""Join rollouts ``[N, T]`` of several workers to one batch, and mark the ends of rollouts that were
+cut.
 
 Pure functions of TensorDicts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -28,8 +29,9 @@ _TRAJECTORY = ("collector", "traj_ids")
 
 
 def ends_of(following: TensorDictBase) -> Tensor:
-    """Return at which steps an episode ends, bool ``[N, T]``: those where any done entry of
-    ``following [N, T]`` is true, even one of an agent. TorchRL's collectors use the same rule."""
+    """Return at which steps an episode ends, bool ``[N, T]``. An episode ends at a step where any
+    done entry of ``following [N, T]`` is true, even the entry of a single agent. TorchRL's
+    collectors use the same rule."""
     return _joined(following, "done").any(-1)
 
 
@@ -54,10 +56,7 @@ def truncate_last(rollout: TensorDict) -> None:
     _have_truncated(rollout)
     following = rollout.get("next")
     for key in [key for key in following.keys(True, True) if _last(key) == "done"]:
-        done, truncated = following.get(key), following.get(_beside(key, "truncated"))
-        truncated[:, -1] |= ~done[:, -1]
-        done[:, -1] = True
-        _put_back(following, {key: done, _beside(key, "truncated"): truncated})
+        _end_last(following, key, even_if_done=False)
 
 
 def set_truncated(rollout: TensorDict) -> None:
@@ -67,19 +66,17 @@ def set_truncated(rollout: TensorDict) -> None:
     found = [key for key in following.keys(True, True) if _last(key) == "truncated"]
     if not found:
         raise ConfigurationError(
-            "set_truncated=True: the env has no 'truncated'; add that key by TorchRL's "
-            "env.add_truncated_keys()"
+            "set_truncated=True needs the key 'truncated', which the env does not have; add this "
+            "key by TorchRL's env.add_truncated_keys()"
         )
     for key in found:
-        truncated, done = following.get(key), following.get(_beside(key, "done"))
-        truncated[:, -1] = True
-        done[:, -1] = True
-        _put_back(following, {key: truncated, _beside(key, "done"): done})
+        _end_last(following, _beside(key, "done"), even_if_done=True)
 
 
 def without_next_observations(rollout: TensorDict) -> TensorDict:
     """Leave out the entries of ``"next"`` that the next row has, too, as TorchRL's ``compact_obs``
-    does: all that ``rollout`` has outside ``"next"``, except flags of ends, and rewards."""
+    does. These entries are all those that ``rollout`` also has outside ``"next"``, except done
+    flags and rewards."""
     here = set(rollout.keys(True, True, is_leaf=is_leaf_nontensor))
     kept = ("reward", "done", "terminated", "truncated")
     following = rollout.get("next").keys(True, True, is_leaf=is_leaf_nontensor)
@@ -87,16 +84,18 @@ def without_next_observations(rollout: TensorDict) -> TensorDict:
     return rollout.exclude(*(("next", *((key,) if isinstance(key, str) else key)) for key in again))
 
 
-def _put_back(td: TensorDictBase, changed: Mapping[Key, Tensor]) -> None:
-    """Set tensors that were changed in place. This is needed because a lazy stack returns
-    copies."""
-    for key, value in changed.items():
-        td.set(key, value)
+def _end_last(following: TensorDictBase, key: Key, *, even_if_done: bool) -> None:
+    """Set the done entry ``key`` of each env's last step, and the truncated entry next to it."""
+    done, truncated = following.get(key), following.get(_beside(key, "truncated"))
+    truncated[:, -1] |= even_if_done | ~done[:, -1]
+    done[:, -1] = True
+    # set again, because a lazy stack returns copies
+    following.set(key, done).set(_beside(key, "truncated"), truncated)
 
 
 def is_ragged(td: TensorDictBase) -> bool:
-    """Whether ``td`` contains lazy stacks of tensors. Their parts may have different shapes or
-    keys, as with envs that have dynamic specs."""
+    """Whether ``td`` contains lazy stacks of tensors. The parts of a lazy stack may have different
+    shapes or keys, as with envs that have dynamic specs."""
     if isinstance(td, LazyStackedTensorDict):
         return not is_non_tensor(td)
     return any(is_ragged(part) for part in td.values() if is_tensor_collection(part))
@@ -104,8 +103,8 @@ def is_ragged(td: TensorDictBase) -> bool:
 
 def stack(parts: Sequence[TensorDictBase], dim: int) -> TensorDictBase:
     """Stack to a TensorDict or, if shapes differ, to a lazy stack, as TorchRL's ``Collector`` does.
-    Unlike ``maybe_dense_stack`` of tensordict 0.14.3, this also works if only some parts are lazy
-    stacks."""
+    Unlike ``maybe_dense_stack`` of tensordict 0.14.3, this function also accepts parts of which
+    only some are lazy stacks."""
     try:
         return TensorDict.maybe_dense_stack(parts, dim=dim)
     except RuntimeError:
@@ -115,7 +114,7 @@ def stack(parts: Sequence[TensorDictBase], dim: int) -> TensorDictBase:
 
 
 def size_bytes(rows: TensorDictBase) -> int:
-    """Return the size of all tensors in ``rows``."""
+    """Return the total size of all tensors in ``rows``."""
     if isinstance(rows, LazyStackedTensorDict) and not is_non_tensor(rows):
         return sum(size_bytes(part) for part in rows.tensordicts)
     values = rows.values(is_leaf=is_leaf_nontensor)
@@ -131,8 +130,8 @@ def _beside(key: Key, name: str) -> Key:
 
 
 def _have_truncated(rollout: TensorDict) -> None:
-    """Add ``truncated`` entries of False if they are missing, as for a TorchRL env that only
-    terminates."""
+    """Add ``truncated`` entries of False where they are missing, for example because a TorchRL env
+    reports ``terminated`` but not ``truncated``."""
     following = rollout.get("next")
     keys = set(following.keys(True, True))
     for key in [key for key in keys if _last(key) == "done"]:
@@ -149,7 +148,7 @@ def join(
 
     Args:
         masked: add a bool ``[N, T]`` at ``("collector", "mask")``. Rollouts may then differ in T.
-            Shorter ones are padded with zeros, and their trajectory ids with -1.
+            Shorter rollouts are padded with zeros, and their trajectory ids are padded with -1.
         dim: the dimension to concatenate along (0: the envs), or ``"stack"``.
     """
     if masked:

@@ -20,7 +20,7 @@ def initialize(
 ) -> None:
     """Give lazy parameters their shapes and values, before copies of the policy are made.
 
-    This builds an env, only for its specs, and calls a copy of the policy. In the
+    This function builds an env for the sake of its specs, and calls a copy of the policy. In the
     policy itself only lazy parameters and buffers change.
 
     Args:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-_SMALL = 1_000_000  # parameters; with this many, a batch of 256 takes some milliseconds
+# number of parameters; for a policy of this size, a batch of 256 takes some milliseconds
+_SMALL = 1_000_000
 _here = threading.local()
 
 
@@ -21,18 +22,21 @@ def _is_small(policy: Any) -> bool:
 
 
 @contextlib.contextmanager
-def one_thread_if_small(policy: Any) -> Iterator[None]:
-    """Inside the block, let the calling thread run a small policy without other threads. For a
-    thread that also does other work."""
-    threads = torch.get_num_threads()
-    if threads == 1 or not _is_small(policy):
-        yield
-        return
-    torch.set_num_threads(1)
+def torch_threads(count: int) -> Iterator[None]:
+    """Inside the block, let torch divide the calling thread's work among ``count`` threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
+
+
+def one_thread_if_small(policy: Any) -> contextlib.AbstractContextManager[None]:
+    """Inside the block, let the calling thread run a small policy without other threads. Use this
+    context in a thread that also does other work."""
+    several = torch.get_num_threads() > 1 and _is_small(policy)
+    return torch_threads(1) if several else contextlib.nullcontext()
 
 
 def use_one_thread_if_small(policy: Any) -> None:
@@ -49,8 +53,8 @@ def use_one_thread_if_small(policy: Any) -> None:
         return
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    # This also changed the default of threads that start later. A call in another thread restores
-    # that default.
+    # The call above also changed the default of threads that start later. A call in another thread
+    # restores that default.
     restore = threading.Thread(target=torch.set_num_threads, args=(threads,))
     restore.start()
     restore.join()

@@ -31,18 +31,17 @@ def carried_state(policy: Any, num_envs: int) -> dict[Key, Tensor]:
     reads = {plain_key(key) for key in getattr(policy, "in_keys", ())}
     writes = {plain_key(key) for key in getattr(policy, "out_keys", ())}
     keys = [key for key in reads if join_key("next", key) in writes]
-    state: dict[Key, Tensor] = {}
-    if keys and isinstance(policy, nn.Module):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about a missing primer, which is an error below
-            primer = get_primers_from_module(policy)
-        specs = {} if primer is None else dict(_leaves(primer))
-        state = {key: specs[key].zero((num_envs,)) for key in keys if key in specs}
+    specs = {
+        plain_key(key): spec
+        for primer in (_primers(policy) if keys else ())
+        for key, spec in primer.primers.items(True, True)
+    }
+    state: dict[Key, Tensor] = {k: specs[k].zero((num_envs,)) for k in keys if k in specs}
     if missing := [key for key in keys if key not in state]:
         raise ConfigurationError(
-            f"the policy reads {missing} and writes their next values, but none of its modules has "
-            "make_tensordict_primer(), which gives the values at the start of an episode; add "
-            "this method to a module"
+            f"the policy reads the keys {missing} and writes the next values of these keys, but "
+            "none of its modules has make_tensordict_primer(), which gives the values at the "
+            "start of an episode; add this method to a module"
         )
     noises = [m for m in _modules(policy) if isinstance(m, OrnsteinUhlenbeckProcessModule)]
     if IS_INIT in reads or any(noise.is_init_key == IS_INIT for noise in noises):
@@ -53,21 +52,17 @@ def carried_state(policy: Any, num_envs: int) -> dict[Key, Tensor]:
 def with_state_of(policy: Any, env: EnvBase) -> EnvBase:
     """Return a TorchRL env that has the state of the policy's new episodes.
 
-    ``InitTracker`` and the primers of the policy's modules are appended if the policy reads what
-    they write and the env does not write it.
+    ``InitTracker`` and the primers of the policy's modules are appended if they write keys that the
+    policy reads and that the env does not write.
     """
     specs = (env.full_observation_spec, env.full_state_spec)
     has = {plain_key(key) for spec in specs for key in spec.keys(True, True)}
     missing = {plain_key(key) for key in getattr(policy, "in_keys", ())} - has
     if IS_INIT in missing:
         env = env.append_transform(InitTracker())
-    if missing and isinstance(policy, nn.Module):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about a missing primer
-            primer = get_primers_from_module(policy)
-        for transform in _transforms(primer) if primer is not None else ():
-            if missing & {plain_key(key) for key in transform.primers.keys(True, True)}:
-                env = env.append_transform(transform)
+    for primer in _primers(policy) if missing else ():
+        if missing & {plain_key(key) for key in primer.primers.keys(True, True)}:
+            env = env.append_transform(primer)
     return env
 
 
@@ -75,13 +70,11 @@ def _modules(policy: Any) -> list[nn.Module]:
     return list(policy.modules()) if isinstance(policy, nn.Module) else []
 
 
-def _transforms(primer: Any) -> list[Any]:
-    return list(getattr(primer, "transforms", [primer]))
-
-
-def _leaves(primer: Any) -> list[tuple[Key, Any]]:
-    return [
-        (plain_key(key), spec)
-        for transform in _transforms(primer)
-        for key, spec in transform.primers.items(True, True)
-    ]
+def _primers(policy: Any) -> list[Any]:
+    """Return the transforms that make the policy's state of a new episode."""
+    if not isinstance(policy, nn.Module):
+        return []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the warning about a missing primer
+        primer: Any = get_primers_from_module(policy)
+    return [] if primer is None else list(getattr(primer, "transforms", [primer]))

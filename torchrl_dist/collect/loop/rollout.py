@@ -1,9 +1,10 @@
 """T steps of N envs as one TensorDict ``[N, T]``, with the entries of TorchRL's ``Collector``.
 
-:class:`GymnasiumRollout` steps gymnasium envs. It calls the policy once per step for all envs and
-writes results into preallocated tensors, because every step of a TorchRL env costs some 300 us in
-addition to the env's own work. :class:`TorchRLRollout` steps TorchRL envs. It also steps gymnasium
-envs whose spaces are not supported here, inside TorchRL's wrapper.
+:class:`GymnasiumRollout` steps gymnasium envs. This class calls the policy once per step for all
+envs and writes results into preallocated tensors, because every step of a TorchRL env costs some
+300 us in addition to the env's own work. :class:`TorchRLRollout` steps TorchRL envs.
+:class:`TorchRLRollout` also steps gymnasium envs, inside TorchRL's wrapper, if ``GymnasiumRollout``
+does not support their spaces.
 """
 
 from __future__ import annotations
@@ -52,17 +53,18 @@ from torchrl_dist.collect.loop.spaces import (
     has_start,
     join_key,
     observation_leaves,
+    refuse_stamps,
 )
 from torchrl_dist.errors import ConfigurationError
 
 _DONE_KEYS = ("done", "terminated", "truncated")
-# With next-step autoreset, envs that reset less often get ahead of others. Among envs that are
-# alike, the lead grows slowly, like a random walk, and needs no warning.
+# With next-step autoreset, envs that reset less often get ahead of the other envs. If the envs are
+# alike, their lead grows slowly, like a random walk, so a small lead needs no warning.
 _WARN_ROLLOUTS_AHEAD = 4
 _MAX_ROLLOUTS_AHEAD = 200
-_CHUNK = 256  # steps whose views of the blocks are made together
-_DRAWS = 64  # random actions of an env that are drawn together
-_DRAWN = 8  # random actions drawn by TorchRL that are checked
+_CHUNK = 256  # for this many steps, views of the blocks are made together
+_DRAWS = 64  # number of an env's random actions that are drawn together
+_DRAWN = 8  # number of TorchRL's random actions that are checked
 
 
 def never(_: int) -> bool:
@@ -86,9 +88,10 @@ class Rollout(Protocol):
     policy_version: int
     at_random: bool
     ragged: bool  # shapes may differ between rows
+    target: Any  # the envs, as :func:`torchrl_dist.collect.loop.access.visit` takes them
 
     def seed(self, seeds: Sequence[int]) -> None:
-        """Seed the envs (one seed per env) and start new episodes in all of them."""
+        """Seed the envs (one seed per env) and start new episodes in all envs."""
 
     def run(self, steps: int, enough: Callable[[int], bool] = never) -> TensorDict:
         """Return ``steps`` transitions of each env, ``[N, steps]``, which follow the previous
@@ -97,7 +100,7 @@ class Rollout(Protocol):
         Args:
             steps: at most ``self.steps``, the usual length.
             enough: called after every step with the number of transitions that each env has. If it
-                returns true, the rollout ends there.
+                returns true, the rollout ends after that step.
 
         Raises:
             RolloutStopped: :meth:`stop` was called from another thread.
@@ -107,7 +110,7 @@ class Rollout(Protocol):
         """Initialize the policy's lazy layers by a call outside rollouts. No env is stepped."""
 
     def reset(self, envs: Sequence[int] | None = None) -> None:
-        """Start new episodes in all envs, or in these.
+        """Start new episodes in all envs, or in ``envs``.
 
         Raises:
             ConfigurationError: the envs cannot be reset one by one.
@@ -118,11 +121,7 @@ class Rollout(Protocol):
 
     @property
     def specs(self) -> dict[str, str]:
-        """By name, the text of each spec or space that must be equal in all workers."""
-
-    @property
-    def target(self) -> Any:
-        """The envs, as :func:`torchrl_dist.collect.loop.access.visit` takes them."""
+        """Descriptions, by name, of the specs or spaces that must be equal in all workers."""
 
     def stop(self) -> None: ...
 
@@ -133,8 +132,8 @@ class Rollout(Protocol):
 class Episodes:
     """Follow the episodes of N envs through consecutive rollouts. Pure bookkeeping.
 
-    Trajectory ids are ``base + k * stride + offset`` for k = 0, 1, .... With the number of workers
-    of the job as the stride and different offsets, no two workers use the same id.
+    Trajectory ids are ``base + k * stride + offset`` for k = 0, 1, .... If the stride is the number
+    of workers of the job and each worker has a different offset, no two workers use the same id.
     """
 
     num_envs: int
@@ -150,7 +149,7 @@ class Episodes:
         self.restart()
 
     def restart(self, envs: Sequence[int] | None = None) -> list[int]:
-        """Abandon the running episodes and begin new ones, in all envs or in these.
+        """Abandon the running episodes and begin new ones, in all envs or in ``envs``.
 
         Returns:
             the abandoned trajectory ids if ``envs`` is given, else an empty list.
@@ -171,8 +170,8 @@ class Episodes:
         self._current = self._take(self.num_envs)
 
     def count_steps(self, done: np.ndarray) -> np.ndarray:
-        """Return for each step of a rollout how many earlier steps its episode has, ``[N, T]``.
-        Call before :meth:`advance`, with the rollout's ``done [N, T]``."""
+        """Return ``[N, T]``: for each step of a rollout, the number of earlier steps in the step's
+        episode. Call before :meth:`advance`, with the rollout's ``done [N, T]``."""
         steps = np.arange(done.shape[1])
         begun = np.zeros(done.shape, np.int64)
         begun[:, 1:] = np.where(done[:, :-1], steps[1:], 0)
@@ -212,8 +211,8 @@ class Episodes:
         anew = before > before[:, :1]
         ids[anew] = numbers[before[anew] - 1]
         self._current[env[ended]] = numbers  # if an env has several ends, the last one counts
-        # Sum each part separately. With differences of running sums, an infinite or huge reward of
-        # one episode would spoil all later ones.
+        # Sum each part separately. If sums were differences of a running sum, an infinite or huge
+        # reward in one episode would spoil the sums of all later episodes.
         with np.errstate(invalid="ignore"):
             sums = np.add.reduceat(reward.ravel(), starts, dtype=np.float64)
             sums[going_on] += self._returns
@@ -226,7 +225,7 @@ class Episodes:
 
 
 class _Given:
-    """The policy's inputs from its envs in a rollout, with memory for every step.
+    """The policy's inputs from the envs in a rollout, with memory for every step.
 
     Attributes:
         places: by key, the views that the last call of ``values`` returned.
@@ -243,8 +242,8 @@ class _Given:
         self._observations = [np.empty((steps + 1, n, *leaf.shape), leaf.dtype) for leaf in leaves]
         for block, now in zip(self._observations, first, strict=True):
             block[0] = now
-        # Done flags at the root are false, because its observation is from a reset or from inside
-        # an episode.
+        # Done flags at the root are false, because an observation at the root is from a reset or
+        # from inside an episode.
         ends = [np.zeros((steps, n, 1), bool) for _ in _DONE_KEYS]
         self._blocks = [torch.from_numpy(array) for array in (*self._observations, *ends)]
         self._steps: list[tuple[Tensor, ...]] = []
@@ -255,7 +254,8 @@ class _Given:
         """Return the inputs of step ``t``. Call for each step, in order."""
         i = t % _CHUNK
         if i == 0:
-            end = min(t + _CHUNK, self._size[1])  # without the extra last observation
+            # leave out the blocks' last entry, the observation after the last step
+            end = min(t + _CHUNK, self._size[1])
             views = [block[t:end].unbind(0) for block in self._blocks]
             self._steps = list(zip(*views, strict=True))
         self.places = dict(zip(self._keys, self._steps[i], strict=True))
@@ -266,9 +266,10 @@ class _Given:
         return [block[t + 1] for block in self._observations]
 
     def share_changes(self, following: Sequence[np.ndarray], done: np.ndarray) -> None:
-        """Copy the policy's in-place changes of observations to ("next", ...) of the step before.
+        """Copy the policy's in-place changes of observations to ("next", ...) of the previous step.
 
-        In TorchRL, both are the same tensor, unless an env was reset between the two steps.
+        In TorchRL, both observations are the same tensor, unless an env was reset between the two
+        steps.
         """
         _, steps = self._size
         for block, after in zip(self._blocks, following, strict=False):
@@ -323,9 +324,9 @@ class _Made:
     def record(self, t: int, out: Values) -> None:
         if len(out) != self._keys:
             raise ConfigurationError(
-                f"the policy wrote the keys {sorted(map(str, out))} in step {t} of a rollout, and "
-                f"{sorted(map(str, self._expected()))} in the first; write the same keys in each "
-                "step"
+                f"the policy wrote the keys {sorted(map(str, out))} in step {t} of a rollout, but "
+                f"{sorted(map(str, self._expected()))} in the first step; write the same keys in "
+                "each step"
             )
         i = t % _CHUNK
         if i == 0:
@@ -344,10 +345,10 @@ class _Made:
 
     @staticmethod
     def _write(place: Tensor, key: Key, value: Tensor) -> None:
-        # copy_ would convert the dtype and broadcast
+        # checked, because copy_ would convert the dtype and broadcast the shape
         if value.dtype is not place.dtype or value.shape != place.shape:
             raise ConfigurationError(
-                f"the policy wrote {key!r} as {value.dtype} {list(value.shape)}, and as "
+                f"the policy wrote {key!r} as {value.dtype} {list(value.shape)}, but as "
                 f"{place.dtype} {list(place.shape)} in the first step of this rollout; write the "
                 "same dtype and shape in each step"
             )
@@ -378,14 +379,14 @@ class _Followed:
         self._terminated = np.empty((n, steps, 1), bool)
         self._truncated = np.empty((n, steps, 1), bool)
         self.valid = None if driver.valid is None else np.empty((n, steps), bool)
-        # [T, N, ...], because a plain index of a step takes half the time of one with a slice.
+        # [T, N, ...], because the index [t] takes half the time of [:, t].
         self._nexts = [array.swapaxes(0, 1) for array in self.observations]
         self._rewards = self._reward[:, :, 0].T
         self._ends = self._terminated[:, :, 0].T
         self._cuts = self._truncated[:, :, 0].T
 
     def record(self, t: int, actions: Any, current: Sequence[np.ndarray]) -> np.ndarray:
-        """Step the envs, and write the observations of the next step's root into ``current``.
+        """Step the envs, and write the observations at the root of the next step into ``current``.
         Return which envs begin an episode in the next step, bool ``[N]``."""
         self._rewards[t], done, cut = self._driver.step(
             actions, [array[t] for array in self._nexts], current
@@ -400,7 +401,7 @@ class _Followed:
         return ~valid
 
     def transitions(self, t: int) -> int:
-        """Return the fewest transitions that any env has after step ``t``."""
+        """Return the smallest number of transitions that an env has after step ``t``."""
         return t + 1 if self.valid is None else int(self.valid[:, : t + 1].sum(1).min())
 
     @property
@@ -454,7 +455,7 @@ def _set_specs(policy: nn.Module, space: spaces.Space, categorical: bool) -> Non
 
 
 class _Loop:
-    """What the loops below have in common; see :class:`Rollout`."""
+    """The common part of the loops below; see :class:`Rollout`."""
 
     steps: int
     ragged = False
@@ -470,7 +471,8 @@ class _Loop:
         self._stop = True
 
     def _ends(self, done: int, enough: Callable[[int], bool]) -> bool:
-        """Return whether the rollout ends after a step, when each env has ``done`` transitions."""
+        """Return whether the rollout ends after a step, given that each env has ``done``
+        transitions."""
         if self._stop:
             raise RolloutStopped
         return enough(done)
@@ -479,8 +481,9 @@ class _Loop:
 class GymnasiumRollout(_Loop):
     """The fast loop over gymnasium envs. Not thread-safe, except for :meth:`stop`.
 
-    The policy may keep the tensors that it gets in a step, because they are not reused. If it
-    changes them in place, the rollout contains the changed values, as with TorchRL's ``Collector``.
+    The policy may keep the tensors that it gets in a step, because these tensors are not reused. If
+    the policy changes these tensors in place, the rollout contains the changed values, as with
+    TorchRL's ``Collector``.
     """
 
     def __init__(
@@ -494,6 +497,8 @@ class GymnasiumRollout(_Loop):
         compilation: Compilation | None = None,
     ) -> None:
         self.driver = driver
+        self.target = driver.target
+        self.one_seed_only = driver.one_seed_only  # the envs cannot be seeded one by one
         self.num_envs = n = driver.num_envs
         self.steps = -(-frames // n)
         leaves = observation_leaves(driver.single_observation_space, categorical_action_encoding)
@@ -507,7 +512,8 @@ class GymnasiumRollout(_Loop):
         if isinstance(policy, nn.Module):
             _set_specs(policy, driver.single_action_space, categorical_action_encoding)
         self._new_state = carried_state(policy, n)
-        self._inputs = {leaf.key for leaf in leaves} | {*_DONE_KEYS} | {*self._new_state}
+        # the keys that the policy can read
+        self.observed = {leaf.key for leaf in leaves} | {*_DONE_KEYS} | {*self._new_state}
         compilation = compilation or Compilation()
         self._policy: PolicyCalls | None = None
         if policy is not None:
@@ -563,16 +569,16 @@ class GymnasiumRollout(_Loop):
         self._state = dict(self._new_state)
 
     def _carry_on(self, out: Values, carried: Sequence[Key], begins: np.ndarray) -> None:
-        """Pass the policy's state and its other outputs to its next step.
+        """Pass the policy's state and its other outputs to the next step.
 
         Where an episode ``begins``, the state is that of a new episode, and all other outputs are
-        zero. TorchRL does the same if only some envs are reset, but keeps the old values if all are
-        reset. Here they are never kept, so that rows do not depend on how envs are divided among
-        workers.
+        zero. TorchRL does the same if only some envs are reset, but keeps the old values if all
+        envs are reset. Here the old values are never kept, so that rows do not depend on how envs
+        are divided among workers.
         """
         self._others = {key: out[key] for key in carried}
         which = begins.tobytes()
-        if 1 in which:  # takes a tenth of any()'s time
+        if 1 in which:  # this takes a tenth of the time of any()
             kept = torch.from_numpy(~begins) if 0 in which else None
             self._forget_others(kept)
         if not self._new_state:
@@ -615,20 +621,6 @@ class GymnasiumRollout(_Loop):
             "action space": repr(self.driver.single_action_space),
         }
 
-    @property
-    def target(self) -> Any:
-        return self.driver.target
-
-    @property
-    def one_seed_only(self) -> bool:
-        """Whether the envs cannot be seeded one by one."""
-        return self.driver.one_seed_only
-
-    @property
-    def observed(self) -> set[Key]:
-        """The keys that the policy can read."""
-        return self._inputs
-
     def close(self) -> None:
         self.driver.close()
 
@@ -663,7 +655,8 @@ class GymnasiumRollout(_Loop):
         loop, act = self._loop(steps, enough), self._act
         values = next(loop)
         while True:
-            out = act(values)  # outside the try: a StopIteration that the policy raises is an error
+            # outside the try block, because a StopIteration that the policy raises is an error
+            out = act(values)
             try:
                 values = loop.send(out)
             except StopIteration as end:
@@ -696,10 +689,10 @@ class GymnasiumRollout(_Loop):
         self._current = [now.copy() for now in self._current]
         given.share_changes(followed.observations, followed.done)
         data = given.recorded(made.overwritten) | followed.observed() | made.recorded()
-        if IS_INIT in self._state:  # false in "next", as with InitTracker
+        if IS_INIT in self._state:  # is_init is false in "next", as with InitTracker
             data["next", IS_INIT] = torch.zeros(n, steps, 1, dtype=torch.bool)
         data |= followed.ended()
-        if "policy_version" not in data:  # the answers of the learner's inference contain it
+        if "policy_version" not in data:  # answers of a policy at the learner contain the version
             data["policy_version"] = torch.full((n, steps), self.policy_version)
         rollout = nested(data, [n, steps], names=[None, "time"])
         return (rollout if t + 1 == steps else rollout[:, : t + 1]), followed.valid
@@ -707,10 +700,12 @@ class GymnasiumRollout(_Loop):
     def _checked(self, out: Values) -> Values:
         """Return the policy's outputs, or raise if they cannot be recorded. Called once per
         rollout."""
+        if self._policy is not None:  # answers of a policy at the learner contain the version
+            refuse_stamps(out, "the policy")
         action = out.get("action")
         expected = (self.num_envs, *self._codec.shape)
         if not isinstance(action, Tensor) or tuple(action.shape) != expected:
-            got, hint = "nothing", "; it is called with a TensorDict of the observations"
+            got, hint = "nothing", "; the policy is called with a TensorDict of the observations"
             if action is not None:
                 got, hint = f"shape {tuple(action.shape)}", self._codec.hint
             raise ConfigurationError(
@@ -728,7 +723,8 @@ class GymnasiumRollout(_Loop):
     def _run_ragged(self, steps: int, enough: Callable[[int], bool]) -> TensorDict:
         """Drop steps that only reset an env, and continue until each env has ``steps`` transitions.
 
-        Envs that reset less often get ahead. Their further transitions begin the next rollout.
+        Envs that reset less often then have more transitions. The additional transitions begin the
+        next rollout.
         """
         have = [0 if part is None else part.shape[0] for part in self._surplus]
         while (ahead := min(have)) < steps and not enough(ahead):
@@ -757,8 +753,8 @@ class GymnasiumRollout(_Loop):
         ahead = rows / self.steps
         advice = (
             f"{self.driver} uses a separate step to reset an env (next-step autoreset), so the "
-            f"envs that end episodes least often are {rows} steps ahead of the others, and their "
-            f"rows wait for {ahead:.0f} rollouts. If possible, build the vector env with "
+            f"envs that end episodes least often are {rows} steps ahead of the other envs, and "
+            f"their rows wait for {ahead:.0f} rollouts. If possible, build the vector env with "
             "same-step autoreset or with autoreset disabled"
         )
         if ahead > _MAX_ROLLOUTS_AHEAD:
@@ -780,7 +776,7 @@ class TorchRLRollout(_Loop):
         exploration_type: ExplorationType = ExplorationType.RANDOM,
         compilation: Compilation | None = None,
     ) -> None:
-        self.env = env = with_state_of(policy, env)
+        self.env = self.target = env = with_state_of(policy, env)
         self.num_envs = max(1, env.batch_size.numel())
         self.steps = -(-frames // self.num_envs)
         if policy is None:
@@ -828,11 +824,12 @@ class TorchRLRollout(_Loop):
         private = [key for key in batch.keys(True) if _is_private(key)]
         batch = _of_envs(batch.exclude(*private))
         batch.names = [None, "time"]
+        refuse_stamps(batch.keys(), "the policy or the env")
         batch.set("policy_version", torch.full(batch.shape, self.policy_version))
         return batch
 
     def call_policy_once(self) -> None:
-        """Call the policy with zeros as the env's specs describe them."""
+        """Call the policy with zeros that have the shapes and dtypes of the env's specs."""
         seen = self.env.fake_tensordict().exclude("next", *self.env.action_keys)
         self._policy.on_tensordict(seen)
 
@@ -874,10 +871,6 @@ class TorchRLRollout(_Loop):
             "reward spec": repr(env.full_reward_spec),
         }
 
-    @property
-    def target(self) -> Any:
-        return self.env
-
     def close(self) -> None:
         if not self.env.is_closed:
             self.env.close()
@@ -907,7 +900,8 @@ def make_rollout(
 ) -> GymnasiumRollout | TorchRLRollout:
     """Build the envs in this process, and the loop that fits them.
 
-    Each env makes ``frames / num_envs`` steps per rollout, rounded up. ``resize`` changes that.
+    Each env makes ``frames / num_envs`` steps per rollout, rounded up. ``resize`` changes this
+    number.
 
     Raises:
         ConfigurationError: ``make_env`` does not return an env, or its spaces are not supported.
@@ -959,8 +953,8 @@ def _require_random_actions(env: GymWrapper, space: Any) -> None:
 
 
 def _different(make_env: Callable[[], Any], first: EnvBase) -> Callable[[], EnvBase]:
-    """Wrap ``make_env``, so that returning the same env twice raises. ``first`` is an env that it
-    has already returned."""
+    """Wrap ``make_env``, so that returning the same env twice raises. ``first`` is an env that
+    ``make_env`` has already returned."""
     made = [first]
 
     def make() -> EnvBase:

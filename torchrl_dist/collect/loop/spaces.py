@@ -11,7 +11,7 @@ The reference is ``convert_*_spec`` in ``torchrl/envs/libs/gym.py``:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from torchrl_dist.errors import ConfigurationError
 
 
 class UnknownSpaceError(ConfigurationError):
-    """The space is not supported here. TorchRL's ``GymWrapper`` may support it."""
+    """The space is not supported here. TorchRL's ``GymWrapper`` may support the space."""
 
 
 Key = str | tuple[str, ...]
@@ -41,11 +41,12 @@ def join_key(first: str, key: Key) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ObservationLeaf:
-    """One tensor of an observation: where it is in the env's observation and how to write it.
+    """One tensor of an observation: where it is in the env's observation, and how it is written to
+    a TensorDict.
 
     Attributes:
-        key: its key in the TensorDict.
-        path: keys that lead to it in the env's observation (a nested dict); empty if the
+        key: the tensor's key in the TensorDict.
+        path: keys that lead to the tensor in the env's observation (a nested dict); empty if the
             observation is not a dict.
         shape: shape per env.
         one_hot: number of classes if integers must be written one-hot, else 0.
@@ -71,7 +72,8 @@ class ObservationLeaf:
         return observation
 
     def write(self, out: np.ndarray, observation: Any) -> None:
-        """Write the observation of one env into ``out [*shape]``, or of all into ``[N, *shape]``.
+        """Write the observation of one env into ``out [*shape]``, or of all envs into
+        ``[N, *shape]``.
 
         Raises:
             ConfigurationError: the shape differs by more than axes of length one, or the value is
@@ -99,7 +101,7 @@ class ObservationLeaf:
         shape."""
         if value.shape == shape:
             return value
-        # A scalar Box has no axis, but some envs add one.
+        # A scalar Box has no axis, but some envs return an array with one.
         if [n for n in value.shape if n != 1] == [n for n in shape if n != 1]:
             return value.reshape(shape)
         raise ConfigurationError(
@@ -121,6 +123,18 @@ def has_start(space: spaces.Space) -> bool:
 _TAKEN = frozenset(
     ("action", "collector", "done", "next", "policy_version", "reward", "terminated", "truncated")
 )
+
+_STAMPS = frozenset(("collector", "policy_version"))
+
+
+def refuse_stamps(keys: Iterable[Key], author: str) -> None:
+    """Raise ConfigurationError if a key of a rollout's root is one that the collector writes."""
+    for key in keys:
+        if (key if isinstance(key, str) else key[0]) in _STAMPS:
+            raise ConfigurationError(
+                f"{author} wrote {key!r}, a key that the collector writes itself; write the value "
+                "under another key"
+            )
 
 
 def observation_leaves(space: spaces.Space, categorical: bool) -> tuple[ObservationLeaf, ...]:
@@ -197,12 +211,13 @@ def _leaf(
 
 @dataclass(frozen=True)
 class ActionCodec:
-    """Convert between the policy's actions and the env's.
+    """Convert between the policy's actions and the env's actions.
 
     Attributes:
         shape: shape of the policy's action, per env.
         to_env: converts the policy's NumPy array ``[N, *shape]`` to the argument of
-            ``VectorEnv.step``. Always makes a new array, because an env may change or keep it.
+            ``VectorEnv.step``. Always makes a new array, because an env may change or keep its
+            argument.
         sample: ``(generator, N)`` -> random actions in the policy's format, with the distribution
             of the space's own ``sample()``.
         hint: text added to the error message if the policy's action has another shape.
@@ -234,7 +249,8 @@ def action_codec(space: spaces.Space, categorical: bool) -> ActionCodec:
         return _box_codec(space)
     raise UnknownSpaceError(
         f"action space {space} is not supported; expected Discrete, MultiDiscrete (one axis), "
-        "MultiBinary or Box. Flatten it with a wrapper, or return a TorchRL env from make_env"
+        "MultiBinary or Box. Flatten the action space with a wrapper, or return a TorchRL env "
+        "from make_env"
     )
 
 
@@ -320,7 +336,7 @@ def _box_codec(space: spaces.Box) -> ActionCodec:
 
 
 _Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
-_FARTHEST = 10**6  # limit of a draw's distance from the only bound; P(distance > 40) < 1e-17
+_FARTHEST = 10**6  # largest distance of a draw from its only bound; P(distance > 40) < 1e-17
 
 
 def _float_box(space: spaces.Box) -> _Draw:
@@ -332,7 +348,7 @@ def _float_box(space: spaces.Box) -> _Draw:
     high = np.where(above, space.high, 0).astype(np.float64)
     start, stop = np.where(both, low, 0), np.where(both, high, 0)
     with np.errstate(over="ignore"):
-        # false if the bounds span all float64 values, because their difference overflows
+        # false if the difference of the bounds overflows, as for a Box of all float64 values
         finite = np.isfinite(stop - start).all()
 
     def between(rng: np.random.Generator, size: tuple[int, ...]) -> np.ndarray:

@@ -35,7 +35,8 @@ def make_limited(make_env: str | Callable[[], Any], steps: int) -> Any:
         return TransformedEnv(env, StepCounter(max_steps=steps))
     if is_vector_env(env):
         raise ConfigurationError(
-            f"max_frames_per_traj={steps}: {env} resets its envs itself; pass max_episode_steps= "
-            "when it is made, or let make_env return single envs and pass num_envs="
+            f"max_frames_per_traj={steps}: {env} resets its envs itself, so its episodes cannot be "
+            "limited from outside; pass max_episode_steps= when the env is made, or let make_env "
+            "return single envs and pass num_envs="
         )
     return TimeLimit(env, steps) if isinstance(env, gymnasium.Env) else env

@@ -1,4 +1,4 @@
-"""Assemble whole trajectories from batches that may contain only parts of them."""
+"""Assemble whole trajectories from batches that may contain only parts of trajectories."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class TrajectoryAssembler:
     """
 
     def __init__(self) -> None:
-        self._open: dict[int, list[TensorDictBase]] = {}  # in the order in which they began
+        # in the order in which the trajectories began
+        self._open: dict[int, list[TensorDictBase]] = {}
         self._whole: deque[TensorDictBase] = deque()
 
     def __len__(self) -> int:
@@ -28,12 +29,13 @@ class TrajectoryAssembler:
         return len(self._whole)
 
     def add(self, batch: TensorDictBase) -> None:
-        """Take in a batch ``[N, T]`` with trajectory ids. Its rows are kept without copying."""
+        """Add a batch ``[N, T]`` with trajectory ids. The rows of the batch are kept without
+        copying."""
         ids = batch.get(("collector", "traj_ids"))
         done = ends_of(batch.get("next"))
         starts = [(0, row) for row in range(len(batch))]
         starts += [(t + 1, row) for row, t in (ids[:, 1:] != ids[:, :-1]).nonzero().tolist()]
-        end_of: dict[int, int] = {}  # by row, where the part after this one begins
+        end_of: dict[int, int] = {}  # for each row, the step at which the next part begins
         ends = []
         for start, row in sorted(starts, reverse=True):
             ends.append(end_of.get(row, ids.shape[1]))
@@ -48,8 +50,8 @@ class TrajectoryAssembler:
             self._whole.append(torch.cat(self._open.pop(trajectory), 0))
 
     def forget_parts(self, ids: Iterable[int] | None = None) -> None:
-        """Drop the unfinished trajectories with these ids, or all, because they will not be
-        continued."""
+        """Drop the unfinished trajectories with these ids, or all unfinished ones, because these
+        trajectories will not be continued."""
         for trajectory in list(self._open) if ids is None else ids:
             self._open.pop(trajectory, None)
 
@@ -90,6 +92,6 @@ def _padded(trajectory: TensorDictBase, steps: int) -> TensorDictBase:
         return trajectory
     out = pad(trajectory, [0, steps])
     for key, value in flat(trajectory).items():
-        if not isinstance(value, torch.Tensor):  # pad() drops these (tensordict 0.14.3)
+        if not isinstance(value, torch.Tensor):  # pad() drops other data (tensordict 0.14.3)
             out.set(key, torch.cat([value, *[value[-1:]] * steps], 0))
     return out

@@ -29,7 +29,6 @@ from torchrl_dist.collect.worker.registrations import Registrations, adopt_regis
 from torchrl_dist.collect.worker.shared_block import (
     BlockRows,
     RolloutLayout,
-    WeightsAddress,
     WeightsView,
     attach,
 )
@@ -42,19 +41,19 @@ from torchrl_dist.errors import RemoteError
 from torchrl_dist.runtime.surroundings import Surroundings
 
 _SEED_STRIDE = 1_000_003
-# Indices of int64 words in the control block. From FIRST_PROGRESS on, each process has one word, in
-# which it counts its steps.
+# Indices of int64 words in the control block. From FIRST_PROGRESS on, the block has one word per
+# process, in which the process counts its steps.
 CUT_REQUEST, CUT_LEAST, STOP, FIRST_PROGRESS = range(4)
 # Tensors of these dtypes can be pickled, but not unpickled (torch 2.13).
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
-BUILT = 0  # number of the first answer, "the envs are built", which no message requests
+BUILT = 0  # number of the answer that the envs are built; it comes first, without a request
 
 
 class Message(NamedTuple):
     """Tell a process to call a method.
 
-    ``call`` is the pickled arguments. They are pickled separately, so that arguments that cannot be
-    unpickled fail only this call.
+    ``call`` holds the pickled arguments. The arguments are pickled separately, so that arguments
+    that cannot be unpickled make only this call fail.
     """
 
     number: int  # the answer has the same number
@@ -99,7 +98,7 @@ class RowsAddress:
 
 @dataclass(frozen=True)
 class EnvProcessJob:
-    """The arguments with which env processes are started, sent as a pickle.
+    """The arguments of an env process, sent to it as a pickle.
 
     Attributes:
         registrations: result of :func:`dump_registrations`.
@@ -129,7 +128,8 @@ class EnvProcessJob:
         # the node worker may be gone
         with Connection(end) as connection, contextlib.suppress(EOFError, ConnectionError):
             self._serve(index, connection, ready)
-        atexit._run_exitfuncs()  # the fork ends by os._exit(), which does not run them
+        # Called here, because the fork ends by os._exit(), which does not run exit functions.
+        atexit._run_exitfuncs()
 
     def _serve(self, index: int, connection: Connection, ready: Callable[[], None]) -> None:
         part: _Part | None = None
@@ -167,7 +167,8 @@ def config_of_part(config: WorkerConfig, index: int, generation: int) -> WorkerC
     """Return the config of one process of a node worker. For seeds and ids, each env process of the
     job counts as one worker."""
     seed, frames = config.seed, config.frames_per_rollout
-    if seed is not None and generation:  # the episodes of a predecessor must not be repeated
+    # a different seed, so that the predecessor's episodes are not repeated
+    if seed is not None and generation:
         seed = (seed + generation * _SEED_STRIDE) % 2**31
     return replace(
         config,
@@ -198,7 +199,8 @@ def _call(target: Any, method: str, call: bytes) -> Any:
 def _answer(connection: Connection, number: int, call: Callable[[], Any]) -> None:
     try:
         content = _dumps(call())
-    except BaseException as error:  # including SystemExit, and a result that does not pickle
+    # including SystemExit, and the error of a result that cannot be pickled
+    except BaseException as error:
         content = pickle.dumps(_failure(error))
     connection.send_bytes(pickle.dumps((number, content)))
 
@@ -232,19 +234,11 @@ class _Part:
         self._blocks: dict[str, BlockRows] = {}
 
     def collect(
-        self,
-        steps: int,
-        num_envs: int,
-        request: int | None,
-        weights: WeightsAddress | None,
-        rows: RowsAddress | None,
-        anew: bool,
-        at_random: bool,
+        self, rows: RowsAddress | None, **options: Any
     ) -> tuple[TensorDictBase | None, RolloutStats]:
-        """See ``RolloutWorker.collect``. Rows that fit into the block at the address ``rows`` are
-        written there, and not returned."""
-        packed: Any = weights  # an address of shared weights, as _Watched expects
-        data, stats = self.worker.collect(steps, num_envs, packed, request, anew, at_random)
+        """See ``RolloutWorker.collect``, except that the weights are a ``WeightsAddress``. Rows
+        that fit into the block at the address ``rows`` are written there, and not returned."""
+        data, stats = self.worker.collect(**options)
         if data is None or rows is None:
             return data, stats
         if data.shape != (stats.num_envs, stats.frames // stats.num_envs):
@@ -274,7 +268,7 @@ class _Watched(RolloutWorker):
         return bool(self._words[STOP])
 
     def _gives_up(self) -> bool:
-        self._words[self._progress] += 1  # so that waiting does not count as hanging
+        self._words[self._progress] += 1  # waiting must not count as hanging
         return self._told_to_stop
 
     def _watch(self, request: int | None) -> Callable[[int], bool]:

@@ -2,10 +2,10 @@
 
 The processes are forked from a server that has imported everything. Together they write one rollout
 into shared memory, from which they also read the policy's weights. A process that dies, hangs or is
-paused is killed and replaced. The current rollouts are delivered without its parts.
+paused is killed and replaced. The current rollouts are delivered without the parts of that process.
 
-Processes do not wait for the slowest one: after its part of a rollout, a process begins the next
-rollout if the collector has already asked for it.
+Processes do not wait for the slowest process. After its part of a rollout, a process begins the
+next rollout if the collector has already asked for it.
 """
 
 from __future__ import annotations
@@ -57,11 +57,12 @@ from torchrl_dist.weights import PackedWeights
 
 # Rollouts in memory at a time. The collector has at most two requests in flight.
 _BLOCKS = 2
-_GLANCE_S = 1.0  # how often to check for deaths that no connection reports
+_GLANCE_S = 1.0  # how often to check for dead processes that no connection reports
 # The step limit is at least this long, because a process that waits for a replay buffer increases
 # its count only every half second.
 _LEAST_LIMIT_S = 2.0
-# Processes are killed after this part of the time for closing, so that all is closed in time.
+# Processes are killed after this fraction of the time for closing, so that everything is closed in
+# time.
 _PATIENCE = 0.8
 
 
@@ -91,11 +92,11 @@ class _Calls:
     """Calls of a method in several processes, such as those that make one rollout.
 
     Attributes:
-        order: what was requested, if the calls make a rollout.
+        order: the requested rollout, if the calls make one.
         block: number of the block with the rollout's rows.
         pending: index of each process that has not answered -> number of the awaited answer.
         answers: results, or RemoteErrors, by index of the process, in the order of their arrival.
-        failure: why a process was not replaced.
+        failure: the error if a process could not be replaced.
     """
 
     order: _Order | None = None
@@ -114,7 +115,8 @@ class NodeWorker:
     :class:`PinnedWorker` calls the methods in a thread where no signal handler runs.
 
     Args:
-        server: the server to fork from; default: a new one, whose imports take seconds.
+        server: the server to fork from. By default, this is a new server, whose imports take
+            seconds.
 
     Raises:
         RemoteError: a process could not build its envs.
@@ -126,8 +128,8 @@ class NodeWorker:
         if config.env_processes < 1:
             raise ConfigurationError(f"env_processes={config.env_processes}: expected at least 1")
         start_clock()
-        # A buffer over hosts is reached through the session, in which env processes are not.
-        # Therefore, this process writes their rows.
+        # A buffer over hosts is reached through the session. Env processes are not in the session,
+        # so this process writes their rows.
         self._buffer: Any = None
         if reached_by_session(config.replay_buffer):
             self._buffer = config.replay_buffer
@@ -144,7 +146,7 @@ class NodeWorker:
         self._under_way: list[_Calls] = []
         self._unnumbered = 0  # calls of ``collect`` without a request number
         self._selector = selectors.DefaultSelector()
-        self._waker = Waker()  # wakes when a rollout is expected
+        self._waker = Waker()  # woken when a rollout is expected
         self._selector.register(self._waker, selectors.EVENT_READ, self._begin_ahead)
         self._relay = None if config.inference is None else Relay(config.inference)
         if self._relay is not None:
@@ -199,7 +201,7 @@ class NodeWorker:
         self._tell_all("set_trajectory_base", base)
 
     def set_hooks(self, hooks: Hooks) -> None:
-        """See ``RolloutWorker.set_hooks``. Sets them in all processes."""
+        """See ``RolloutWorker.set_hooks``. Sets the hooks in all processes."""
         self.config = replace(self.config, hooks=hooks)
         self._pool.job = replace(self._pool.job, config=cloudpickle.dumps(self.config))
         self._tell_all("set_hooks", hooks)
@@ -226,13 +228,14 @@ class NodeWorker:
         return self._tell_all("visit_envs", inside, what, name, args, kwargs, only=process)[0]
 
     def _tell_all(self, method: str, *args: Any, only: int | None = None) -> list[Any]:
-        """Call a method in all processes, or in one. Return each process's answer, or its
-        successor's if it ended during the call.
+        """Call a method in all processes, or in one. Return the answer of each process, or of its
+        successor if the process ended during the call.
 
         Raises:
             RemoteError: the method raised.
             PeerLostError: a process and its next two successors ended in a row.
-            DeadlineError: not all answered within ``config.call_timeout_s``. The calls continue.
+            DeadlineError: not all processes answered within ``config.call_timeout_s``. The calls
+                continue.
         """
         until = awake() + self.config.call_timeout_s
         asked = [p for p in self._pool.processes if only in (None, p.index)]
@@ -245,7 +248,8 @@ class NodeWorker:
             if awake() >= until:
                 raise DeadlineError(
                     f"{method}: env processes {[process.index for process in missing]} did not "
-                    f"answer within {self.config.call_timeout_s:g} s"
+                    f"answer within {self.config.call_timeout_s:g} s; their envs hang, or "
+                    "timeout_s= of the collector is too short"
                 )
             # If a process is not ready here, this worker is being closed.
             if all(process.ready for process in missing):
@@ -285,12 +289,13 @@ class NodeWorker:
 
     def cut(self, request: int, least: int) -> None:
         """See ``RolloutWorker.cut``."""
-        self._pool.words[CUT_LEAST] = least  # first, because the next line puts it into effect
+        # written first, because the next line puts the cut into effect
+        self._pool.words[CUT_LEAST] = least
         self._pool.words[CUT_REQUEST] = request
 
     def expect(self, request: int | None, **options: Any) -> None:
-        """Note that this rollout was requested, because processes may begin it during the previous
-        one. Any thread may call this."""
+        """Record that this rollout was requested, because processes may begin it during the
+        previous rollout. Any thread may call this."""
         if request is not None:
             self._expected[request] = self._order(request, **options)
             self._waker.wake()
@@ -336,7 +341,8 @@ class NodeWorker:
                 with giving_up_when(lambda: self._pool.stopped):
                     write(rows, self._buffer)
         except DeadlineError:
-            if not self._pool.stopped:  # else the rate limiter held up these rows until the stop
+            # If the pool is stopped, the rate limiter delayed these rows until the stop.
+            if not self._pool.stopped:
                 raise
             return None, RolloutStats(self.config.worker_index, 0)
         return None, replace(stats, write_s=stats.write_s + time.perf_counter() - begun)
@@ -344,7 +350,8 @@ class NodeWorker:
     def _begin_ahead(self) -> None:
         """Let the processes begin the rollout after the current one, if it was requested."""
         self._waker.quiet()
-        # If a process was replaced, do not begin ahead: its successor must be added first.
+        # If a process was replaced, do not begin the next rollout ahead, because its successor must
+        # be added first.
         complete = all(process.ready for process in self._pool.processes)
         if complete and len(self._under_way) == 1 and not self._pool.stopped:
             current = self._under_way[0].order
@@ -354,7 +361,8 @@ class NodeWorker:
                 self._begin(order)
 
     def _begin(self, order: _Order) -> _Calls:
-        """Request this rollout from all ready processes, which first finish earlier ones."""
+        """Request this rollout from all ready processes. The processes finish earlier rollouts
+        first."""
         if order.request is None:
             number = self._unnumbered = self._unnumbered + 1
         else:
@@ -389,7 +397,7 @@ class NodeWorker:
         until ``until`` (on ``awake()``)."""
         limit_s, relay = self.config.step_timeout_s, self._relay
         if calls.order is None:
-            limit_s = None  # only rollouts count steps
+            limit_s = None  # processes count steps only in rollouts
         elif limit_s is not None and self.config.replay_buffer is not None:
             limit_s = max(limit_s, _LEAST_LIMIT_S)
         glance_s = _GLANCE_S if limit_s is None else min(_GLANCE_S, limit_s / 4)
@@ -430,7 +438,8 @@ class NodeWorker:
             return
         calls = next((each for each in self._under_way if process.index in each.pending), None)
         if answer is None or calls is None or answer.number != calls.pending[process.index]:
-            return  # a question to the learner, or the answer to a call that was given up
+            # The message was a question to the learner, or answers a call that was given up.
+            return
         del calls.pending[process.index]
         calls.answers[process.index] = answer.content
         if calls.order is not None and not isinstance(answer.content, RemoteError):
@@ -444,7 +453,7 @@ class NodeWorker:
             rollout.pending.pop(process.index, None)
         try:
             self._pool.replace(process, reason)
-        except PeerLostError as error:  # raised once the other processes have delivered
+        except PeerLostError as error:  # raised later, once the other processes have delivered
             if not self._under_way:
                 raise
             first = self._under_way[0]
@@ -456,7 +465,8 @@ class NodeWorker:
         return RowsAddress(self._blocks[block].path, self._layout, index * self._envs)
 
     def _join(self, pieces: list[_Piece], steps: int, block: int) -> TensorDict | PackedRows | None:
-        """Join all pieces to one rollout. If the block has all rows, return those directly."""
+        """Join all pieces to one rollout. If the block has all rows, return the block's rows
+        directly."""
         if not pieces or self.config.replay_buffer is not None:
             return None
         first = next((piece.rows for piece in pieces if piece.rows is not None), None)
@@ -470,7 +480,8 @@ class NodeWorker:
         if self._layout is not None and whole and len(pieces) == self._count:
             if self.config.packed:
                 return PackedRows(self._layout, self._blocks[block].data, (self.num_envs, steps))
-            return self._views[block][:, :steps].clone()  # copied, because the caller may keep them
+            # copied, because the caller may keep the rows
+            return self._views[block][:, :steps].clone()
         found = [self._rows_of(piece, block) for piece in pieces]
         cut = len({piece.stats.frames // piece.stats.num_envs for piece in pieces}) > 1
         return join(found, masked=cut)
@@ -512,7 +523,7 @@ class NodeWorker:
         even those that hang. Block at most about ``step_limit_s``. Idempotent.
 
         Raises:
-            RemoteError: an env raised while it was closed. Everything has ended anyway.
+            RemoteError: an env raised while it was closed. The processes have ended anyway.
         """
         if self._closed:
             return

@@ -1,4 +1,5 @@
-"""The env processes of a node worker: start them, exchange messages, replace them when they end.
+"""The env processes of a node worker: start these processes, exchange messages, and replace
+processes that end.
 
 Each process has one end of a pair of sockets. The node worker has the other ends, and uses them in
 one thread at a time.
@@ -43,7 +44,7 @@ from torchrl_dist.runtime.awake import awake
 from torchrl_dist.runtime.surroundings import Surroundings
 
 _GLANCE_S = 0.2  # how often to check for dead processes that no socket reports
-_START_S = 120.0  # least limit for the start of a process with its envs
+_START_S = 120.0  # a process has at least this long to start and build its envs
 CLOSE_S = 10.0
 _MAX_DEATHS_IN_A_ROW = 3
 _WORD_BYTES = 8
@@ -56,22 +57,22 @@ class EnvProcess:
     index: int
     connection: Connection
     ready: bool = False
-    info: WorkerInfo | None = None  # once it was ready
+    info: WorkerInfo | None = None  # set when the process becomes ready
     sent: int = 0  # messages sent; their numbers begin at 1
     generation: int = 0
     forked_at: float = field(default_factory=awake)
-    deaths: int = 0  # ends in a row, since the last rollout
+    deaths: int = 0  # how many processes of this index have ended since the last delivered rollout
     numbered: int = 0
     steps_seen: int = 0
     seen_at: float = 0.0
 
 
 class ProcessPool:
-    """The ``config.env_processes`` processes of a node worker. :meth:`start` forks them.
+    """The ``config.env_processes`` processes of a node worker. :meth:`start` forks the processes.
 
     Args:
         config: the node worker's config.
-        server: the server to fork from; None: a new one, whose imports take seconds.
+        server: the server to fork from. None means a new server, whose imports take seconds.
         selector: the pool registers the connections of processes that are ready here, with the
             :class:`EnvProcess` as their data.
         relay: passes questions on to the learner.
@@ -80,7 +81,7 @@ class ProcessPool:
         processes: the processes by index.
         words: int64 memory shared with all processes, indexed by the constants of ``env_process``.
         job: what the next process will be started with.
-        numbers_at_stake: how many trajectories a process may have numbered since its last answer.
+        numbers_at_stake: how many trajectory ids a process may have used since its last answer.
         replaced: how replaced processes ended; the node worker reads and empties this list.
         children: pids and exits of the processes, from the server.
     """
@@ -129,7 +130,8 @@ class ProcessPool:
             RemoteError: a process could not build its envs.
             PeerLostError, DeadlineError: a process died, or took too long.
         """
-        # before the pairs are made: a process forked during this wait would inherit their ends
+        # Wait before the sockets are made, because a process forked during the wait would inherit
+        # them.
         self._server.wait_up()
         pairs = [self._pair() for _ in range(self._count)]
         self.processes = [EnvProcess(index, ours) for index, (ours, _) in enumerate(pairs)]
@@ -166,11 +168,12 @@ class ProcessPool:
         return PeerLostError(f"env process {index} died at start-up: {how}")
 
     def _pair(self) -> tuple[Connection, socket.socket]:
-        """Return the node worker's end of a new pair of sockets, and that of a process."""
+        """Create a pair of sockets. Return the node worker's end and the env process's end."""
         ours, theirs = socket.socketpair(socket.AF_UNIX)
         for end in (ours, theirs):
             end.setblocking(True)  # even if socket.setdefaulttimeout() was called
-        # so that a process that is paused inside a message does not block this one for longer
+        # These limits are needed because a process that is paused inside a message would block this
+        # process for longer.
         if (limit_s := self._step_timeout_s) is not None:
             limit = struct.pack("ll", int(limit_s), int(limit_s % 1 * 1e6))
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
@@ -180,10 +183,10 @@ class ProcessPool:
     # ---- messages
 
     def send(self, process: EnvProcess, method: str, *args: Any, **kwargs: Any) -> int:
-        """Tell a process that is ready to call a method, and return the number of its answer.
+        """Tell a ready process to call a method, and return the number of the process's answer.
 
         Does not wait for the answer. Answers to earlier calls that missed their deadline arrive
-        before it.
+        before that answer.
         """
         call = cloudpickle.dumps((args, kwargs))
         process.sent += 1
@@ -191,12 +194,13 @@ class ProcessPool:
         return process.sent
 
     def receive(self, process: EnvProcess) -> Answer | None:
-        """Block for the next message of a process. Return it if it is an answer; if the call
-        raised, its content is a RemoteError. Pass a question on to the learner, and return None.
+        """Block for the next message of a process. If the message is an answer, return it; its
+        content is a RemoteError if the call raised. If the message is a question, pass it on to the
+        learner, and return None.
 
         Raises:
-            EOFError: the process died, or was paused in the middle of an answer. Only in the second
-                case, the error has a message.
+            EOFError: the process died, or was paused in the middle of an answer. The error has a
+                message only in the second case.
         """
         try:
             message = process.connection.recv_bytes()
@@ -212,7 +216,7 @@ class ProcessPool:
             return None
         try:
             content = pickle.loads(said)
-        except Exception as error:  # an env's result could be pickled, but not unpickled
+        except Exception as error:  # an env's result could be pickled but cannot be unpickled
             summary = f"an answer cannot be unpickled: {type(error).__name__}: {error}"
             content = Failure(summary, traceback.format_exc(), None)
         if isinstance(content, Failure):
@@ -227,17 +231,17 @@ class ProcessPool:
             remote_traceback=failure.trace,
         )
         if failure.cause is not None:
-            with contextlib.suppress(Exception):  # many errors can be pickled, but not unpickled
+            with contextlib.suppress(Exception):  # many errors can be pickled but not unpickled
                 error.__cause__ = pickle.loads(failure.cause)
         return error
 
     # ---- ends
 
     def has_ended(self, process: EnvProcess) -> bool:
-        """Whether a process has ended and left nothing to read.
+        """Whether a process has ended and all its messages were read.
 
-        The connection alone may not show this: another thread may have forked a child while both
-        sockets were open here, and the child keeps them open.
+        The connection alone may not show the end, because another thread may have forked a child
+        while both sockets were open here, and the child keeps them open.
         """
         return (
             self.children.states[process.index].exit is not None
@@ -253,15 +257,17 @@ class ProcessPool:
         return now - process.seen_at > limit_s
 
     def replace(self, process: EnvProcess, reason: str) -> None:
-        """Kill a process if it is still alive, and fork another without waiting until its envs are
-        built. If the processes were told to stop, do neither.
+        """Kill a process if it is still alive, and fork another process without waiting until its
+        envs are built. If the processes were told to stop, do neither.
 
         Args:
-            reason: why it is replaced; empty: report how the process ended.
+            reason: why the process is replaced. If this is empty, the report says how the process
+                ended.
 
         Raises:
-            PeerLostError: this is the third end in a row, or not all processes have started yet.
-            RemoteError: the process failed before all had started.
+            PeerLostError: this is the third end of this process in a row, or the process died
+                without an exception before all processes had started.
+            RemoteError: the process raised an exception before all processes had started.
         """
         index = process.index
         if process.ready:
@@ -282,7 +288,10 @@ class ProcessPool:
         self.replaced.append(what)
         process.deaths += 1
         if process.deaths >= _MAX_DEATHS_IN_A_ROW:
-            raise PeerLostError(f"{what}; {process.deaths} processes in a row have ended like this")
+            raise PeerLostError(
+                f"{what}; {process.deaths} processes in a row have ended before "
+                "they delivered a rollout"
+            )
         process.generation += 1
         process.forked_at = awake()
         process.numbered += self.numbers_at_stake
@@ -295,7 +304,7 @@ class ProcessPool:
         self, wanted: Sequence[EnvProcess], until: float = math.inf, *, all_of_them: bool = False
     ) -> None:
         """Add successors that are ready by now. Block until one of the wanted processes is ready
-        (with ``all_of_them``, all), at most until ``until`` (on ``awake()``).
+        (all of them, with ``all_of_them``), or until the ``awake()`` clock reaches ``until``.
 
         Raises:
             RemoteError: a process could not build its envs.
@@ -310,8 +319,8 @@ class ProcessPool:
                 return
 
     def _take_in(self, newcomers: Sequence[EnvProcess], wait_s: float) -> bool:
-        """Add those of the newcomers that have built their envs, and replace those that ended or
-        are late. Return whether any of them said something within ``wait_s``.
+        """Add the newcomers that have built their envs, and replace newcomers that ended or are
+        late. Return whether any newcomer sent a message within ``wait_s``.
 
         Raises:
             RemoteError: a process could not build its envs.
@@ -320,12 +329,14 @@ class ProcessPool:
         sources: list[Any] = [p.connection for p in newcomers if not p.connection.closed]
         relay: Any = self._relay  # wait() uses its fileno()
         readable = wait([*sources, relay] if relay else sources, wait_s)
-        if relay is not None:  # processes ask the learner while they time their steps
+        # relay questions, because processes ask the learner while they time their steps
+        if relay is not None:
             if relay in readable:
                 relay.deliver()
             relay.flush(most=1)
         for process in newcomers:
-            if process.connection.closed:  # replace() raised before it forked a successor
+            # an earlier call of replace() raised before it forked a successor
+            if process.connection.closed:
                 self.replace(process, "")
             elif process.connection in readable:
                 try:

@@ -1,10 +1,10 @@
 """Get actions from the learner for env processes, through their node worker.
 
-A question is an env process's request for actions. A message of any size between nodes costs a
-millisecond of CPU, which is more than all other costs of sixteen questions. The node worker
-therefore sends the observations of all waiting processes in one message. If the processes have
-other envs to step, the node worker also waits for more questions, unless answers would then be
-late.
+A question is an env process's request for actions. A message between nodes costs a millisecond of
+CPU, whatever its size. A millisecond is more than all other costs of sixteen questions together.
+The node worker therefore sends the observations of all waiting processes in one message. While the
+processes have other envs to step, the node worker also waits for more questions, unless the answers
+would then be late.
 """
 
 from __future__ import annotations
@@ -33,20 +33,22 @@ from torchrl_dist.collect.loop.spaces import Key
 from torchrl_dist.collect.node.waker import Waker
 from torchrl_dist.errors import DeadlineError, PeerLostError
 
-QUESTION = -1  # sent instead of a message's number, to mark a question
+QUESTION = -1  # takes the place of a message's number, to mark a question
 
-# Two, so that questions need not wait for the answer to the previous message.
+# Two messages may be in flight, so that questions need not wait for the answer to the previous
+# message.
 _MAX_IN_FLIGHT = 2
 
-# A question may wait at most this part of the time that a process needs to step its other envs. It
-# waits less if the wait and the message would together take more than half of that time.
+# A question waits at most this fraction of the time that a process needs to step its other envs.
+# The question waits less if its wait and the message together would take more than half of that
+# time.
 _WAITING_PART = 1 / 3
 _SMOOTHING = 0.1
 
 
 class Array(NamedTuple):
-    """An array ``[n, ...]`` in the form in which it is sent. NumPy's own pickling would take five
-    times as long."""
+    """An array ``[n, ...]`` in the form in which it is sent. This form takes a fifth of the time of
+    NumPy's own pickling."""
 
     key: Key
     dtype: str
@@ -88,11 +90,11 @@ def _joined(questions: list[Question]) -> Values:
 
 
 class Window:
-    """Compute how long a question may wait for others. Pure arithmetic.
+    """Compute how long a question may wait for other questions. Pure arithmetic.
 
     A process that asks every d seconds and has g groups of envs needs an answer (g - 1) d seconds
     after its question. If the answer is late, all envs of the process wait. On a busy node, where
-    messages take long, questions therefore do not wait for others.
+    messages take long, questions therefore do not wait for other questions.
     """
 
     def __init__(self, groups: int) -> None:
@@ -108,7 +110,7 @@ class Window:
             self._between_s += _SMOOTHING * (now_s - before - self._between_s)
 
     def note_answer(self, took_s: float) -> None:
-        """Note that a message was answered after ``took_s`` seconds."""
+        """Record that a message was answered after ``took_s`` seconds."""
         self._message_s += _SMOOTHING * (took_s - self._message_s)
 
     @property
@@ -120,7 +122,7 @@ class Window:
 class NodeLearner:
     """The learner as an env process sees it, at the other end of its connection.
 
-    Only one thread uses this object. Calls that arrive while it waits for an answer go to
+    Only one thread uses this object. Calls that arrive while this object waits for an answer go to
     ``calls``.
 
     Args:
@@ -136,7 +138,8 @@ class NodeLearner:
     ) -> None:
         self.calls: deque[tuple] = deque()
         self._connection = connection
-        self._readable = select.poll()  # kept, because ``connection.poll`` builds one per call
+        # stored, because ``connection.poll`` would make a new poll object in each call
+        self._readable = select.poll()
         self._readable.register(connection.fileno(), select.POLLIN)
         self._beat, self._beat_s = beat, math.inf if beat_s is None else beat_s
         self._asked = 0
@@ -163,7 +166,9 @@ class NodeLearner:
                 else:
                     self.calls.append(message)
             elif left_s <= 0:
-                raise DeadlineError(f"the node worker received no actions within {timeout_s:g} s")
+                raise DeadlineError(
+                    f"the node worker received no actions from the learner within {timeout_s:g} s"
+                )
             else:
                 self._beat()
         answer = self._answers.pop(number)
@@ -201,13 +206,13 @@ class Relay:
         self._answers: deque[tuple[list[_Asked], Future, float]] = deque()
         self._in_flight = 0
         self._window = Window(inference.groups)
-        self._oldest_s = 0.0  # the time at which the oldest waiting question came
+        self._oldest_s = 0.0  # the time at which the oldest waiting question arrived
 
     def fileno(self) -> int:
         return self._waker.fileno()
 
     def ask(self, connection: Connection, question: Question) -> None:
-        """Queue a question for a later ``flush``. Its answer is sent to the connection."""
+        """Queue a question for a later ``flush``. The answer is sent to the connection."""
         now_s = time.monotonic()
         self._window.note_question(connection, now_s)
         if not self._waiting:
@@ -219,7 +224,8 @@ class Relay:
         not block.
 
         Args:
-            most: once this many questions wait, no more can come, so they are sent without delay.
+            most: once this many questions wait, they are sent without delay, because no other
+                question can come.
 
         Returns:
             seconds until the next call is due; infinite if no call is due before a question or an
@@ -273,8 +279,8 @@ def _tell(connection: Connection, number: int, content: list[Array] | BaseExcept
 
 
 def send(connection: Connection, message: bytes) -> None:
-    """Send a message to an env process. If that fails (the process has ended, is paused or was
-    replaced), shut the connection down for both ends. The pool then notices this."""
+    """Send a message to an env process. If sending fails (the process has ended, is paused or was
+    replaced), shut the connection down for both ends. The pool then notices the failure."""
     try:
         connection.send_bytes(message)
     except OSError:

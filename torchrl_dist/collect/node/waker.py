@@ -14,7 +14,8 @@ class Waker:
 
     def __init__(self) -> None:
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        # Without the lock, ``wake`` could write to a new file with the closed one's number.
+        # Without the lock, ``wake`` could write to another file that was opened under the number of
+        # the closed file.
         self._lock = renewed(self, "_lock", threading.Lock)
 
     def fileno(self) -> int:
@@ -27,7 +28,7 @@ class Waker:
                 os.eventfd_write(self._event, 1)
 
     def quiet(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # it was not awake
+        with contextlib.suppress(BlockingIOError):  # ``wake`` was not called
             os.eventfd_read(self._event)
 
     def close(self) -> None:

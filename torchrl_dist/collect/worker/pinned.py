@@ -34,7 +34,7 @@ class EnvThread(Protocol):
     """The thread in which a worker's envs live."""
 
     def submit(self, call: Callable[[], None]) -> None:
-        """Run a call in this thread after those that were submitted earlier. Does not block."""
+        """Run a call in this thread after the calls that were submitted earlier. Does not block."""
 
     def close(self) -> None:
         """Release the thread. Calls that were submitted earlier still run."""
@@ -62,7 +62,7 @@ class OwnThread:
 
 def run_on_cpu(call: Callable[[], Any]) -> Any:
     """Run the call with the CPU as torch's default device, as in a new process, and return its
-    result. ``torch.set_default_device`` has no effect inside."""
+    result. ``torch.set_default_device`` has no effect inside the call."""
     if torch.get_default_device().type == "cpu":
         return call()
     with torch.device("cpu"):
@@ -89,11 +89,11 @@ class PinnedWorker:
     """A :class:`RolloutWorker`, or a node worker, in an :class:`EnvThread`.
 
     The constructor calls ``make(config)`` in that thread, and blocks. All methods except ``cut``
-    return a future. Calls run one by one in their order, and rollouts in the order of their request
-    numbers, of which the first is ``first``.
+    return a future. Calls run one by one, in the order in which they were made. Rollouts run in the
+    order of their request numbers, which begin at ``first``.
 
     Raises:
-        Exception: ``make`` raised it.
+        Exception: the exception that ``make`` raised.
     """
 
     def __init__(
@@ -114,7 +114,8 @@ class PinnedWorker:
         building = self._run(make, config)
         try:
             self._worker = building.result()
-        except BaseException:  # including Ctrl-C, which does not stop the thread that builds
+        # including Ctrl-C, which does not stop the other thread from building the worker
+        except BaseException:
             thread.submit(partial(_close_built, building))
             thread.close()
             raise

@@ -31,8 +31,8 @@ _PLACES = 2  # how many versions of the weights are in memory at once
 
 
 class SharedBlock:
-    """A block of shared memory, ``data``: uint8 ``[size_bytes]``. Other processes can attach only
-    while its creator lives."""
+    """A block of shared memory. Its attribute ``data`` is uint8 ``[size_bytes]``. Other processes
+    can attach the block only while its creator lives."""
 
     def __init__(self, size_bytes: int) -> None:
         self._fd = os.memfd_create("torchrl_dist", os.MFD_CLOEXEC)
@@ -65,11 +65,11 @@ class RolloutLayout:
     """Where the tensors of a rollout ``[num_envs, steps]`` are in a block.
 
     Attributes:
-        entries: for each tensor its key, NumPy's name of its dtype, and its shape after
+        entries: for each tensor, its key, NumPy's name of its dtype, and its shape without
             ``[num_envs, steps]``.
         groups: key and additional batch dimensions of each nested TensorDict that has more batch
-            dimensions than ``[num_envs, steps]``, such as an agent's. Inner TensorDicts precede
-            outer ones.
+            dimensions than ``[num_envs, steps]``, such as the TensorDict of an agent. Inner
+            TensorDicts precede outer ones.
     """
 
     num_envs: int
@@ -121,7 +121,7 @@ class RolloutLayout:
             array[...] = rows.get(key).numpy()
 
     def _arrays(self, data: Tensor) -> Iterator[tuple[Key, np.ndarray]]:
-        # NumPy takes a quarter of torch's time to make a view of a part.
+        # NumPy makes a view of a part in a quarter of the time that torch needs.
         block, size = data.numpy(), (self.num_envs, self.steps)
         for (key, dtype, shape), offset in zip(self.entries, self._places()[0], strict=True):
             yield key, np.ndarray((*size, *shape), dtype, block, offset)
@@ -136,8 +136,8 @@ class BlockRows:
         self._size = layout.num_envs, layout.steps
 
     def write(self, rows: TensorDictBase, first_env: int) -> bool:
-        """Write rows ``[n, t]`` from env ``first_env`` on. Return False, without writing, if they
-        do not fit."""
+        """Write rows ``[n, t]`` from env ``first_env`` on. Return False, without writing, if the
+        rows do not fit."""
         if rows.ndim != 2 or first_env + rows.shape[0] > self._size[0]:
             return False
         n, t = rows.shape
@@ -200,11 +200,13 @@ class SharedWeights:
     """
 
     def __init__(self) -> None:
-        self._places: deque[tuple[WeightsAddress, SharedBlock]] = deque()  # the last is the latest
+        # the last address is the latest
+        self._places: deque[tuple[WeightsAddress, SharedBlock]] = deque()
         self._made = 0
 
     def write(self, packed: PackedWeights) -> None:
-        """Write new weights over the oldest ones, which the caller must know to be unused."""
+        """Write new weights over the oldest weights. The caller must know that no process uses the
+        oldest weights any more."""
         address, block = self._places.popleft() if len(self._places) == _PLACES else (None, None)
         layout = (packed.entries, packed.aliases)
         if address is None or block is None or (address.entries, address.aliases) != layout:
@@ -236,7 +238,7 @@ class WeightsAddress:
 
 @dataclass(frozen=True)
 class _Place:
-    """Pairs of a module's tensor and the shared one for it."""
+    """Pairs of a module's tensor and its counterpart in shared memory."""
 
     parameters: Sequence[tuple[Tensor, Tensor]]
     buffers: Sequence[tuple[Tensor, Tensor]]

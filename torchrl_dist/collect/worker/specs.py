@@ -8,10 +8,10 @@ from torchrl_dist.errors import ConfigurationError
 
 
 def require_equal_specs(specs: Mapping[str, Mapping[str, str]]) -> None:
-    """Compare each worker's specs with the first one's.
+    """Compare each worker's specs with those of the first worker.
 
     Args:
-        specs: for each worker's name, its specs: name -> description.
+        specs: for each worker's name, a mapping from the name of a spec to its description.
 
     Raises:
         ConfigurationError: two workers differ. The message has their names and both descriptions.

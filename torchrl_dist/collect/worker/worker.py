@@ -1,6 +1,7 @@
 """One worker: its envs, its copy of the policy, and where its rollouts go.
 
-A worker is a plain local object. The collector has a handle to it, in the same or another process.
+A worker is a plain local object. The collector has a handle to the worker, in the same or another
+process.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -56,10 +57,11 @@ from torchrl_dist.stopping import giving_up_when
 from torchrl_dist.weights import PackedWeights, unpack
 
 Postproc = Callable[[TensorDictBase], TensorDictBase]
+_Options = TypeVar("_Options", bound="WorkerOptions")
 Hooks = tuple[Callable[[], Any] | None, Callable[[TensorDictBase], Any] | None]
 
-# To measure the duration of a step, envs are stepped for about this long, but at most this many
-# steps at a time.
+# To measure the duration of a step, envs are stepped for about _MEASURED_S seconds, but at most
+# _MOST_MEASURED steps at a time.
 _MEASURED_S = 0.02
 _MOST_MEASURED = 64
 
@@ -69,15 +71,17 @@ class WorkerOptions:
     """The arguments of a collector that its workers take unchanged.
 
     Attributes:
-        replay_buffer: if given, ``collect`` writes rollouts there instead of returning rows.
-        postproc: rollout ``[N, T]`` -> rows. ``postproc_factory(policy)`` makes one on the worker.
+        replay_buffer: if given, ``collect`` writes rollouts into this buffer instead of returning
+            rows.
+        postproc: converts a rollout ``[N, T]`` to rows. ``postproc_factory(policy)`` makes such a
+            function on the worker.
         env_processes: 0, or the number of processes in which the worker's envs run.
         step_timeout_s: an env process that makes no step for this many seconds is replaced.
         compilation: how the policy is compiled.
         reset_at_each_iter, set_truncated, track_traj_ids, compact_obs: as in TorchRL's collectors.
-        max_frames_per_traj: as in TorchRL's collectors; 0: no limit.
-        hooks: two functions, or None. The first is called before each rollout, the second after
-            it with its rows.
+        max_frames_per_traj: as in TorchRL's collectors; 0 means no limit.
+        hooks: two functions, or None. The first function is called before each rollout, and the
+            second after each rollout, with its rows.
     """
 
     num_workers: int = 1
@@ -97,6 +101,11 @@ class WorkerOptions:
     compact_obs: bool = False
     hooks: Hooks = (None, None)
 
+    def _without(self: _Options, **parts: Any) -> _Options:
+        """Return the options without user objects, and with the ``parts`` replaced."""
+        none = {"postproc": None, "postproc_factory": None, "hooks": (None, None)}
+        return replace(self, **(none | parts))
+
 
 @dataclass(frozen=True)
 class WorkerConfig(WorkerOptions):
@@ -105,19 +114,22 @@ class WorkerConfig(WorkerOptions):
     Attributes:
         policy: used directly, without a copy. Without a policy and a factory, actions are random.
         policy_factory: ``(worker_index, num_workers) -> module``, called on the worker.
-        frames_per_rollout: T is this divided by the number of envs, rounded up. None:
-            ``describe`` times a step, and T is 1 until ``set_steps`` is called.
+        frames_per_rollout: T is this number divided by the number of envs, rounded up. If it is
+            None, ``describe`` times a step, and T is 1 until ``set_steps`` is called.
         seed: the job's seed. The envs of all workers get consecutive seeds of TorchRL's chain.
-        seed_given: whether the user gave the seed. If so, each env must get its own seed.
+        seed_given: whether the user gave the seed. If so, it must be possible to seed each env
+            separately.
         keep_env_seeds: TorchRL envs stay seeded as ``make_env`` left them.
         own_process: the worker may seed this process's global random generators.
         packed: rows are returned as ``PackedRows``, to be sent to another process.
         call_timeout_s: limit of calls to env processes between rollouts. Env processes may take
             this long to start, or two minutes if that is longer.
         inference: how to get actions, if the policy stays at the learner.
-        stamp_version: None: rows contain the version of the policy that made them. True: rows
-            also contain it under ``"next"``, as in TorchRL. False: rows contain no version.
-        place: this collector's number among those of the job, and how many there are.
+        stamp_version: with None, rows contain the version of the policy that made them. With True,
+            rows also contain it under ``"next"``, as in TorchRL. With False, rows contain no
+            version.
+        place: this collector's number among the collectors of the job, and the number of these
+            collectors.
         whole_trajectories: the replay buffer gets complete trajectories, one after another.
         shown_index: in an env process, the index of its node worker, for data and statistics.
         registrations: gymnasium environments to register in the worker's process.
@@ -143,16 +155,7 @@ class WorkerConfig(WorkerOptions):
 
     def without_parts(self) -> WorkerConfig:
         """Return the config without user objects, for a closed worker."""
-        return replace(
-            self,
-            make_env="",
-            policy=None,
-            policy_factory=None,
-            replay_buffer=None,
-            postproc=None,
-            postproc_factory=None,
-            hooks=(None, None),
-        )
+        return self._without(make_env="", policy=None, policy_factory=None, replay_buffer=None)
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,7 @@ class WorkerInfo:
 
     Attributes:
         processes: number of processes that step envs.
-        cores: number of cores that they may use.
+        cores: number of cores that these processes may use.
         step_s, step_bytes: duration and size of a step of all envs, if the config leaves T open.
         ragged: whether shapes may differ between rows.
     """
@@ -183,7 +186,7 @@ class RolloutStats:
     """The statistics of one rollout, whether its rows are sent or written to a replay buffer.
 
     Attributes:
-        frames: env steps in it (0 if the worker was closed during the rollout).
+        frames: env steps in the rollout (0 if the worker was closed during the rollout).
         oldest_version, newest_version: versions of the policy that made its transitions.
         collect_s, write_s: seconds of stepping, and of postproc and writing.
         data_bytes: size of the rollout.
@@ -239,10 +242,11 @@ def reached_by_session(replay_buffer: Any) -> bool:
 
 
 def write(rows: TensorDictBase, replay_buffer: Any) -> None:
-    """Extend a buffer with rows, one by one unless its storage has several dimensions."""
+    """Extend a buffer with rows. Flatten the rows first, unless the buffer's storage has several
+    dimensions."""
     size = rows.shape.numel()
     if getattr(getattr(replay_buffer, "storage", None), "ndim", 1) == 1:
-        rows = rows.reshape(size)  # -1 would fail if a postproc keeps no row
+        rows = rows.reshape(size)  # reshape(-1) would fail if a postproc keeps no row
     if size:
         replay_buffer.extend(rows)
 
@@ -251,7 +255,7 @@ class RolloutWorker:
     """Run rollouts on request, one at a time. Calls from several threads wait for each other.
 
     Raises:
-        ConfigurationError: the env cannot be used; the message says what can be.
+        ConfigurationError: the env cannot be used; the message says which envs can be used.
 
     Example:
         >>> from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig
@@ -273,7 +277,7 @@ class RolloutWorker:
         self._closed = self._stop = False
         self._close_error: Exception | None = None
         self._cut = (-1, 0)
-        self._part: TensorDict | None = None  # the steps of a rollout that ran out of time
+        self._part: TensorDict | None = None  # the finished steps of a rollout that ran out of time
         self._seed_process(config.seed)
         self.policy = config.policy
         if config.policy_factory is not None:
@@ -315,8 +319,8 @@ class RolloutWorker:
         self._seed_envs()
 
     def describe(self) -> WorkerInfo:
-        """Describe the worker. If the config leaves T open, this first steps the envs to time a
-        step, and ``set_steps`` must be called next."""
+        """Describe the worker. If the config leaves T open, this method first steps the envs to
+        time a step, and ``set_steps`` must be called next."""
         specs = self._rollout.specs
         info = WorkerInfo(
             self.num_envs,
@@ -332,14 +336,15 @@ class RolloutWorker:
         steps, taken_s, step_s = 1, 0.0, math.inf
         with self._lock:
             self._rollout.resize(_MOST_MEASURED)
-            # not timed, because the first step includes work that is done only once
+            # The first step is not timed, because it includes work that is done only once.
             self._rollout.run(1)
             while taken_s < _MEASURED_S and steps < _MOST_MEASURED:
                 steps *= 2
                 begun = time.perf_counter()
                 rows = self._rollout.run(steps)
                 taken_s = time.perf_counter() - begun
-                # The best time is used, because other workers that are starting also use the cores.
+                # The shortest time is used, because workers that are still starting occupy cores,
+                # too.
                 step_s = min(step_s, taken_s / steps)
         return replace(info, step_s=step_s, step_bytes=size_bytes(rows) / steps)
 
@@ -358,7 +363,7 @@ class RolloutWorker:
             self._set_seed(self.config.seed)
 
     def _take_weights(self, packed: PackedWeights) -> None:
-        """Use newer weights from the next step on. Versions older than the current are ignored.
+        """Use newer weights from the next step on. Versions older than the current one are ignored.
 
         Raises:
             ConfigurationError: the weights fit no module of the policy.
@@ -369,15 +374,16 @@ class RolloutWorker:
             self._rollout.policy_version = packed.version
 
     def _module(self) -> nn.Module:
-        """Return the policy that takes weights. If a factory made it, initialize its lazy layers by
-        a call, because weights arrive before the first step."""
+        """Return the policy that takes weights. If a factory made the policy, initialize its lazy
+        layers by a call, because weights arrive before the first step."""
         policy = require_module(self.policy)
         if self._may_be_lazy:
             self._may_be_lazy = False
             tensors = chain(policy.parameters(), policy.buffers())
             if any(is_lazy(tensor) for tensor in tensors):
                 training = [module for module in policy.modules() if module.training]
-                policy.eval()  # so that, for example, a batch norm does not adapt to zeros
+                # so that, for example, a batch norm's statistics do not adapt to the zeros
+                policy.eval()
                 with torch.no_grad():
                     self._rollout.call_policy_once()
                 for module in training:
@@ -426,10 +432,10 @@ class RolloutWorker:
         self._hooks = hooks
 
     def reset(self, envs: Sequence[int] | None = None) -> list[int]:
-        """Start new episodes in all envs, or in these, before the next rollout.
+        """Start new episodes in all envs, or in ``envs``, before the next rollout.
 
         Returns:
-            the ids of the trajectories that this abandoned, if ``envs`` is given.
+            the ids of the trajectories that this call abandoned, if ``envs`` is given.
 
         Raises:
             ConfigurationError: the envs cannot be reset one by one.
@@ -485,13 +491,12 @@ class RolloutWorker:
 
         Args:
             steps: transitions per env, at most (and by default) the T of this worker.
-            num_envs: keep only this many envs of the rollout, the first ones (for a job's last
-                rollout).
-            weights: used from the first step on, if newer than the current ones.
-            request: its number, for :meth:`cut`.
+            num_envs: keep only the rows of the first ``num_envs`` envs (for a job's last rollout).
+            weights: used from the first step on, if newer than the current weights.
+            request: number of the request, for :meth:`cut`.
             anew: begin new episodes first.
             at_random: use random actions; the policy's other outputs are zero.
-            until: the deadline on the clock ``awake()``; None: no limit.
+            until: the deadline on the clock ``awake()``; None means no limit.
 
         Raises:
             DeadlineError: ``until`` has passed before the last step. The next call continues this
@@ -511,7 +516,8 @@ class RolloutWorker:
                         weights, anew, at_random, until, self._watch(request),
                     )  # fmt: skip
                 except RolloutStopped:
-                    self._shut()  # here, because close() may have stopped waiting for the rollout
+                    # close the envs here, because close() may have stopped waiting for the rollout
+                    self._shut()
             return None, RolloutStats(self._shown_index, 0)
 
     def _collect(
@@ -566,11 +572,11 @@ class RolloutWorker:
             with giving_up_when(self._gives_up):
                 data, data_bytes = self._deliver(rollout, behind)
         except DeadlineError as error:
-            if self._told_to_stop:  # the buffer's rate limiter held up these rows until the stop
+            if self._told_to_stop:  # the buffer's rate limiter delayed these rows until the stop
                 raise RolloutStopped from error
             raise
         finally:
-            if kept < self.num_envs:  # after delivery, because that may complete trajectories
+            if kept < self.num_envs:  # done after the delivery, which may complete trajectories
                 self._trajectories.forget_parts()
         return data, RolloutStats(
             self._shown_index,
@@ -618,7 +624,7 @@ class RolloutWorker:
 
     @property
     def is_incomplete(self) -> bool:
-        """Whether a rollout has run out of time."""
+        """Whether a rollout that ran out of time is waiting to be continued."""
         return self._part is not None
 
     @property
@@ -630,8 +636,8 @@ class RolloutWorker:
         return self._told_to_stop
 
     def _watch(self, request: int | None) -> Callable[[int], bool]:
-        """Return a function to call after every step: it takes the number of steps done, and
-        returns whether the rollout ends. A rollout without a request number is never cut."""
+        """Return a function to call after every step. The function takes the number of steps done,
+        and returns whether the rollout ends. A rollout without a request number is never cut."""
         if request is None:
             return never
 
@@ -643,7 +649,7 @@ class RolloutWorker:
 
     def cut(self, request: int, least: int) -> None:
         """Let the rollouts of all requests up to ``request`` end once each env has made ``least``
-        steps. Such a rollout may be running, have ended, or begin later."""
+        steps. Such a rollout may be running already, may have ended, or may begin later."""
         self._cut = (request, least)
 
     def _stamp(self, rollout: TensorDict, kept: int) -> tuple[list[float], list[int]]:
@@ -691,8 +697,8 @@ class RolloutWorker:
         return None, data_bytes
 
     def expect(self, request: int, **options: Any) -> None:
-        """Do nothing. Only a :class:`NodeWorker` uses this: it may begin this rollout during the
-        previous one."""
+        """Do nothing. Only a :class:`NodeWorker` uses this announcement, because it may begin the
+        rollout during the previous one."""
 
     def stop(self, limit_s: float | None = None) -> None:
         """Let a running rollout end after its current step and close the envs. Any thread may call
@@ -709,14 +715,14 @@ class RolloutWorker:
         Raises:
             DeadlineError: the step takes longer than ``step_limit_s``. The envs are closed when the
                 step ends.
-            Exception: closing an env raised it.
+            Exception: the exception that closing an env raised.
         """
         if not self._closed:
             self.stop()
             if not self._lock.acquire(timeout=step_limit_s):
                 raise DeadlineError(
-                    f"worker {self.config.worker_index}: a rollout did not stop within "
-                    f"{step_limit_s:g} s"
+                    f"worker {self.config.worker_index}: the current step of a rollout did not end "
+                    f"within {step_limit_s:g} s; the envs are closed when it ends"
                 )
             try:
                 self._shut(close_env)
@@ -739,5 +745,6 @@ class RolloutWorker:
         if close_env:
             try:
                 rollout.close()
-            except Exception as error:  # close() raises it, even if collect() called this
+            # close() raises the error, even if collect() called this method
+            except Exception as error:
                 self._close_error = error
