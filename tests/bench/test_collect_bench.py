@@ -100,7 +100,7 @@ def test_one_start_measures_all_durations_but_not_where_the_length_is_chosen(cap
     assert [[cell.step_s for cell in start] for start in fours] == [[0.001, 0.1]] * 3
     assert [start[0].peer for start in fours] == ["floor", "ours", "tianshou-subproc"]
     assert [start[0].peer for start in eights] == ["floor", "ours"]  # steps of tianshou are single
-    assert "it sends single steps" in capsys.readouterr().err
+    assert "it always sends single steps" in capsys.readouterr().err
     assert [[cell.step_s for cell in start] for group in autos for start in group] == [
         [0.001], [0.001], [0.1], [0.1]
     ]  # fmt: skip

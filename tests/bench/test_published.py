@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -39,7 +40,7 @@ def test_more_processes_keep_the_frames_and_the_environments() -> None:
     jobs = [published.config_of("slm-dqn-lunar", 0, processes) for processes in (0, 1, 2, 4)]
     assert {max(1, job.collectors) * job.envs_per_collector for job in jobs} == {8}
     jobs = [published.config_of("slm-ppo-cartpole", 0, processes) for processes in (1, 2, 4)]
-    assert [(job.learners, job.envs_per_collector) for job in jobs] == [(1, 8), (2, 4), (4, 2)]
+    assert [(job.learners, job.envs_per_collector) for job in jobs] == [(1, 4), (2, 2), (4, 1)]
 
 
 def test_the_interval_is_the_bootstrap_of_the_mean() -> None:
@@ -87,20 +88,28 @@ def test_a_row_is_trained_shown_and_not_trained_again(
     def fails(*_: Any) -> Any:
         raise TorchRLDistError("trained again")
 
+    long = json.dumps({**line, "row": "tiny", "seed": 7, "curve": [[1.5, 2.5]] * 100_000})
+    file.write_text(file.read_text() + long + "\n")  # of hours, at a point per second
     monkeypatch.setattr(published, "measure", fails)
     assert main(command) == 0
     assert "trained again" not in capsys.readouterr().err
     assert main([*command[:-3], "2", *command[-2:]]) == 1  # another seed
-    assert "seed 1, 0 processes: failed: trained again" in capsys.readouterr().err
-    assert len(file.read_text().splitlines()) == 1
+    assert "seed 1, one process: failed: trained again" in capsys.readouterr().err
+    assert len(file.read_text().splitlines()) == 2
+    changed = dataclasses.replace(TINY, settings={**TINY.settings, "seed": 1})
+    monkeypatch.setitem(ROWS, "tiny", changed)
+    assert main(command) == 1
+    said = capsys.readouterr()
+    assert "2 runs do not count" in said.err and "seed 0, one process: failed" in said.err
+    assert "│" not in said.out  # no table of them
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
         ('{"bench": "train"}\n', "another benchmark"),
-        ("no json\n", "not of this command"),
-        ('{"bench": "published"}\n', "not of this command"),
+        ("no json\n", "did not write"),
+        ('{"bench": "published"}\n', "did not write"),
         ('{"bench": "published", "row": "zoo', "incomplete"),
     ],
 )

@@ -154,7 +154,7 @@ def both(tmp_path: Path, monkeypatch) -> Iterator[Callable[..., tuple[Any, Any]]
                 output_dir=str(tmp_path / "run"),
                 **settings,
             )
-            task = look_at(config.env, discrete=config.discrete)
+            task = look_at(config.env, continuous=config.continuous)
             policy = PolicySpec.of(task, config.policy_kind, config.hidden, config.network)
             recipe = importlib.import_module(f"torchrl_dist.recipes.{algorithm}.recipe")
             torch.manual_seed(0)

@@ -203,11 +203,11 @@ def test_the_learner_does_not_wait_for_background_collection() -> None:
     per = rates(before, now)
     assert per.learner_waits is None
     assert bound_by(now, per) == (
-        "neither side: rollouts come in the background, collectors work 80% of the time, the "
-        "learner's process runs 50%"
+        "neither side: rollouts are collected in the background, collectors work 80% of the "
+        "time, the learner's process runs 50%"
     )
     said = " ".join(text_of(top.render(now, per)).split())
-    assert "rollouts come in the background; collectors work 80%" in said
+    assert "rollouts are collected in the background; collectors work 80%" in said
     assert "learner waits" not in said + top.line(now, per)
     busy = dataclasses.replace(now, cores=1)
     assert bound_by(busy, per) == "the 1 cores: all are busy"
@@ -285,7 +285,10 @@ def test_slurms_state_of_a_job_without_a_visible_learner_is_shown(tmp_path, monk
     fake(tmp_path, "squeue", '[ "$3" = 77 ] && [ "$5" = all ] && echo "PENDING (BeginTime)"')
     assert main(["top", str(tmp_path), "--once", "--interval", "0.1"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "its learner does not run on this machine; Slurm says PENDING (BeginTime)" in said
+    assert (
+        "no learner of a session of this job runs on this machine; Slurm says PENDING (BeginTime)"
+        in said
+    )
     assert main(["top", "77", "--once"]) == 2
     assert "Slurm says PENDING (BeginTime) for job 77" in capsys.readouterr().err
     fake(tmp_path, "squeue", 'echo "slurm_load_jobs error: Invalid job id" >&2; exit 1')

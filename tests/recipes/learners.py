@@ -21,7 +21,7 @@ def recipe_of(kind: type) -> Any:
 
 def a_learner(config: Any, session: Session, seed: int = 0, frames: int = 0) -> Any:
     torch.manual_seed(seed)
-    task = look_at(config.env, discrete=config.discrete)
+    task = look_at(config.env, continuous=config.continuous)
     policy = PolicySpec.of(
         task,
         config.policy_kind,

@@ -76,6 +76,18 @@ def test_rows_equal_the_windows_by_hand() -> None:
             assert torch.equal(row["next", "observation"], data["next", "observation"][env, last])
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint16, torch.int64, torch.float64])
+def test_observations_of_any_type_become_float32(dtype: torch.dtype) -> None:
+    data = rollout()
+    for key in ("observation", ("next", "observation")):
+        data.set(key, (9 * data.get(key)).abs().to(dtype))
+    before = data.clone()
+    rows = RowsWithPriority(QNetwork(4, 2, (8,)), gamma=GAMMA, n_steps=N_STEPS)(data)
+    assert rows["observation"].dtype == torch.float32
+    assert torch.equal(rows["observation"], before["observation"][:, :6].to(torch.float32))
+    assert data["next", "observation"].dtype == dtype  # the rollout itself is not changed
+
+
 @pytest.mark.parametrize("length", [1, 2, 3, 5])
 def test_windows_cross_the_ends_of_rollouts(length: int) -> None:
     """However short the messages are: no window of n steps becomes one of fewer."""

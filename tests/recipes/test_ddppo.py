@@ -32,7 +32,7 @@ from torchrl_dist.recipes.parts.play import play
 from torchrl_dist.recipes.parts.policies import categorical_actor, critic_of, gaussian_actor
 from torchrl_dist.recipes.training.loop import Start
 
-TASK = look_at("CartPole-v1", discrete=True)
+TASK = look_at("CartPole-v1", continuous="none")
 
 
 def a_learner(me, **settings) -> DDPPO:
@@ -145,7 +145,7 @@ def continuous_actions_are_learned_as_by_one_with_all_rows(me) -> None:
         assert len(seen) == (128 if frames == 250 else 96)
         of_all.update(seen, Alone(), "x")
         of_returns.update(earned.unsqueeze(-1), Alone(), "x")
-        for ours, theirs in ((moments, of_all), (learner._reward_scale.moments, of_returns)):
+        for ours, theirs in ((moments, of_all), (learner.reward_scale.moments, of_returns)):
             for name, value in theirs.state_dict().items():
                 torch.testing.assert_close(ours.state_dict()[name], value, rtol=1e-12, atol=1e-12)
     learner.loss.check_drift()  # of the moments, too
@@ -242,7 +242,7 @@ def test_actions_are_clipped_for_the_environment_and_time_limits_are_bootstrappe
         done = data["next", "done"][..., 0]
         assert done[:, -1].all() and done.sum() == 2 and not data["next", "terminated"].any()
         rows = learner._rows(data.clone())
-        reward = data["next", "reward"] / learner._reward_scale.moments.deviation
+        reward = data["next", "reward"] / learner.reward_scale.moments.deviation
         value = learner.critic(data["next", "observation"])
         expected = (reward + 0.99 * value)[done].float()
         torch.testing.assert_close(rows["value_target"][done.reshape(-1)], expected)
@@ -283,7 +283,7 @@ def test_a_restored_learner_has_the_moments() -> None:
     assert moments_of(second.network) is moments_of(second.critic)
     for ours, theirs in (
         (moments_of(second.network), moments_of(first.network)),
-        (second._reward_scale.moments, first._reward_scale.moments),
+        (second.reward_scale.moments, first.reward_scale.moments),
     ):
         assert float(ours.count) > 100
         for name, value in theirs.state_dict().items():
@@ -330,7 +330,7 @@ def test_roles_follow_from_the_options_and_the_launchers_ranks(settings, launche
 def test_ranks_that_do_not_divide_and_batches_too_small_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="--collectors: got 2.* 4 ranks"):
         DDPPOConfig(collectors=2).roles(4)
-    with pytest.raises(ConfigurationError, match="--learners: got 3.*make 4"):
+    with pytest.raises(ConfigurationError, match="--learners: got 3.*4 ranks learn"):
         DDPPOConfig().check_launched({"learners": 3}, 4)
     with pytest.raises(ConfigurationError, match="--frames-per-batch: got 16"):
         DDPPOConfig(frames_per_batch=16)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -12,12 +14,16 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from torchrl_dist import local_cluster
 from torchrl_dist.checkpoint import load_checkpoint
 from torchrl_dist.cli import main
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.recipes.apex.actor import RowsWithPriority
+from torchrl_dist.recipes.parts import environments
 from torchrl_dist.recipes.parts.environments import Images, look_at, make_env
-from torchrl_dist.recipes.parts.networks import PolicySpec, QNetwork, ValueNetwork
+from torchrl_dist.recipes.parts.networks import PolicySpec, QNetwork, ValueNetwork, saved_policy
+from torchrl_dist.recipes.sac import SACConfig
+from torchrl_dist.recipes.sac import recipe as sac
 
 ATARI, GRID = "ALE/Pong-v5", "MiniGrid-Empty-5x5-v0"
 for package in ("ale_py", "cv2", "minigrid"):
@@ -27,7 +33,7 @@ PIXELS, CELLS = Images((4, 84, 84), 255.0), Images((20, 7, 7), 1.0)
 
 @pytest.mark.parametrize(("env", "images"), [(ATARI, PIXELS), (GRID, CELLS)])
 def test_images_are_seen_as_channels_height_width_of_bytes(env: str, images: Images) -> None:
-    task = look_at(env, discrete=True)
+    task = look_at(env, continuous="none")
     assert task.images == images
     assert task.frames == {"observation": images.shape[0] if env == ATARI else 1}
     made = make_env(env)
@@ -37,8 +43,7 @@ def test_images_are_seen_as_channels_height_width_of_bytes(env: str, images: Ima
     made.close()
     if env == GRID:  # one thing, one colour and one state in each cell
         assert (observation.sum(0) == 3).all()
-        with pytest.raises(ConfigurationError, match="expected Discrete|one dimension$"):
-            look_at(env, discrete=False)
+        assert look_at(env, continuous="bounded") == task
 
 
 class Picture(gymnasium.Env):
@@ -63,18 +68,35 @@ def steered_picture() -> gymnasium.Env:
 
 
 def test_a_gaussian_policy_sees_images_which_are_not_normalized() -> None:
-    task = look_at(f"{__name__}:steered_picture", discrete=None)
+    task = look_at(f"{__name__}:steered_picture", continuous="any")
     spec = PolicySpec.of(task, "categorical", (8,), normalized=True)
     assert (spec.kind, spec.images, spec.normalized) == ("gaussian", task.images, False)
     assert spec.images is not None
     rows = torch.randint(0, 256, (5, *spec.images.shape), dtype=torch.uint8)
     assert spec.network().greedy(rows).shape == (5, 1)
+    with pytest.raises(ConfigurationError, match="expected a Box with one dimension; to"):
+        look_at(f"{__name__}:steered_picture", continuous="bounded")
+
+
+@pytest.mark.parametrize("shape", [(96, 96, 3), (64, 48, 3), (84, 84, 4), (10, 10, 6), (9, 9, 1)])
+def test_pictures_whose_last_axis_is_the_channels_are_refused(shape: Any, monkeypatch) -> None:
+    """They would be seen as many narrow channels, and learned from."""
+    space = gymnasium.spaces.Box(0, 255, shape, np.uint8)
+    monkeypatch.setattr(environments, "make_env", lambda env: Picture(space))
+    with pytest.raises(ConfigurationError) as refused:
+        look_at("mine", continuous="none")
+    wrapper = re.search(r"gymnasium.wrappers.TransformObservation\(.*\)", str(refused.value))
+    assert wrapper is not None
+    wrapped = eval(wrapper[0], {"gymnasium": gymnasium, "numpy": np, "env": Picture(space)})
+    monkeypatch.setattr(environments, "make_env", lambda env: wrapped)
+    assert look_at("mine", continuous="none").images == Images((shape[2], *shape[:2]), 255.0)
+    assert wrapped.observation_space.contains(wrapped.observation(space.sample()))
 
 
 def test_other_pictures_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="uint8 .channels, height, width"):
-        look_at(f"{__name__}:float_picture", discrete=True)
-    task = look_at(f"{__name__}:small_picture", discrete=True)
+        look_at(f"{__name__}:float_picture", continuous="none")
+    task = look_at(f"{__name__}:small_picture", continuous="none")
     with pytest.raises(ConfigurationError, match="at least 3 x 3"):
         QNetwork(task.inputs, 2, (8,))
 
@@ -99,7 +121,7 @@ def test_networks_scale_images_and_take_any_number_of_batch_dimensions(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", list(sys.path))
     env = ATARI if images == PIXELS else GRID
-    task = look_at(env, discrete=True)
+    task = look_at(env, continuous="none")
     seen = torch.randint(0, int(images.high) + 1, (2, 3, *images.shape), dtype=torch.uint8)
     for kind in ("values", "categorical"):
         spec = PolicySpec.of(task, kind, (16,), make)
@@ -174,3 +196,18 @@ def test_a_run_with_images_learns_and_resumes(recipe: str, tmp_path, monkeypatch
         assert stacks == {("observation",): 4, ("next", "observation"): 4}
     if recipe != "apex":  # an episode of Pong is long
         assert main(["play", "run", "--episodes", "1"]) == 0
+
+
+def test_sac_learns_from_images_if_actions_are_discrete(tmp_path: Path) -> None:
+    config = SACConfig(
+        env=GRID, envs_per_collector=2, total_frames=200, batch_size=8, learning_starts=64,
+        hidden=(8,), updates_per_frame=0.2, eval_episodes=1, eval_max_steps=10,
+        output_dir=str(tmp_path), device="cpu",
+    )  # fmt: skip
+    with local_cluster({"learner": 1}) as session:
+        result = sac.run(config, session)
+    assert result["updates"] > 0 and result["frames"] >= 200
+    spec, network = saved_policy(tmp_path)
+    assert (spec.kind, spec.images) == ("categorical", CELLS)
+    rows = torch.zeros(3, *CELLS.shape, dtype=torch.uint8)
+    assert network.player()(rows).dtype == torch.int64

@@ -19,6 +19,7 @@ from torchrl.data import Sequence
 from torchrl.modules import QValueActor
 from torchrl.objectives import A2CLoss as TorchRLA2CLoss
 from torchrl.objectives import ClipPPOLoss, SoftUpdate
+from torchrl.objectives import DiscreteSACLoss as TorchRLDiscreteSACLoss
 from torchrl.objectives import DQNLoss as TorchRLDQNLoss
 from torchrl.objectives import SACLoss as TorchRLSACLoss
 
@@ -45,7 +46,7 @@ from torchrl_dist.recipes.parts.policies import (
 )
 from torchrl_dist.recipes.parts.targets import Follow, target_of
 from torchrl_dist.recipes.r2d2.loss import R2D2Loss
-from torchrl_dist.recipes.sac.loss import SACLoss
+from torchrl_dist.recipes.sac.loss import DiscreteSACLoss, SACLoss
 from torchrl_dist.recipes.sac.recipe import ActionValue, target_entropy
 
 ROWS = 24
@@ -123,7 +124,7 @@ def test_double_q_learning_is_that_of_torchrl() -> None:
 def test_soft_actor_critic_is_that_of_torchrl(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same noise, for actions within bounds that differ by dimension."""
     torch.manual_seed(0)
-    task = look_at("Pendulum-v1", discrete=False)
+    task = look_at("Pendulum-v1", continuous="bounded")
     low, high = (-2.0, 0.0, 5.0), (1.0, 0.5, 25.0)
     task = task.__class__(**{**vars(task), "action_low": low, "action_high": high})
     network = PolicySpec("x", 3, (16,), "squashed_gaussian", 0, low, high).network()
@@ -138,15 +139,7 @@ def test_soft_actor_critic_is_that_of_torchrl(monkeypatch: pytest.MonkeyPatch) -
         squashed_gaussian_actor(theirs, low, high), action_values_of(ActionValue(task, (16,))),
         num_qvalue_nets=2, loss_function="l2", target_entropy=target_entropy(task),
     )  # fmt: skip
-    other.make_value_estimator(gamma=0.9)
-    with torch.no_grad():
-        other.log_alpha.fill_(-0.7)
-        for params, networks in (
-            (other.qvalue_network_params, critics),
-            (other.target_qvalue_network_params, loss.target),
-        ):
-            for both, pair in zip(weights_of(params), pairs(networks), strict=True):
-                both.data.copy_(torch.stack(pair))
+    share_critics(loss, other)
     noise = torch.randn(ROWS, 3)
     monkeypatch.setattr(torch, "randn_like", lambda like: noise)
     monkeypatch.setattr(normal, "_standard_normal", lambda *_, **__: noise)
@@ -155,14 +148,53 @@ def test_soft_actor_critic_is_that_of_torchrl(monkeypatch: pytest.MonkeyPatch) -
     after = {"observation": torch.rand(ROWS, 3), "reward": torch.rand(ROWS, 1)}
     after |= {"terminated": terminated, "done": terminated}
     batch = {"observation": torch.rand(ROWS, 3), "action": action, "next": after}
-    found, expected = loss(TensorDict(batch, [ROWS])), other(TensorDict(batch, [ROWS]))
+    same_losses(loss, other, TensorDict(batch, [ROWS]), theirs)
+
+
+def test_soft_actor_critic_of_discrete_actions_is_that_of_torchrl() -> None:
+    torch.manual_seed(0)
+    network = CategoricalNetwork(4, 3, (16,))
+    nn.init.normal_(network[-1].weight)
+    critics: list[nn.Module] = [QNetwork(4, 3, (16,)) for _ in range(2)]
+    loss = DiscreteSACLoss(network, critics, gamma=0.9, target_entropy=0.6)
+    with torch.no_grad():
+        loss.log_alpha.fill_(-0.7)
+        for weight in loss.target.parameters():
+            nn.init.normal_(weight)
+    theirs = copy.deepcopy(network)
+    critic = TensorDictModule(QNetwork(4, 3, (16,)), ["observation"], ["action_value"])
+    other = TorchRLDiscreteSACLoss(
+        categorical_actor(theirs), critic, action_space="categorical", num_actions=3,
+        loss_function="l2", target_entropy=0.6,
+    )  # fmt: skip
+    share_critics(loss, other)
+    same_losses(loss, other, rows_of_dqn().exclude("steps_to_next_obs"), theirs)
+
+
+def share_critics(loss: Any, other: Any) -> None:
+    """Give TorchRL's loss the temperature, the critics and the targets of ours."""
+    other.make_value_estimator(gamma=0.9)
+    with torch.no_grad():
+        other.log_alpha.fill_(-0.7)
+        for params, networks in (
+            (other.qvalue_network_params, loss.critics),
+            (other.target_qvalue_network_params, loss.target),
+        ):
+            for both, pair in zip(weights_of(params), pairs(networks), strict=True):
+                both.data.copy_(torch.stack(pair))
+
+
+def same_losses(loss: Any, other: Any, batch: TensorDict, theirs: nn.Module) -> None:
+    """Check the losses and the gradients of all weights. ``theirs`` is the policy of ``other``."""
+    found, expected = loss(batch.clone()), other(batch.exclude("priority_weight"))
     for name in ("loss_qvalue", "loss_actor", "loss_alpha", "alpha", "entropy"):
         close(found[name], expected[name].reshape(()), rtol=1e-5)
     for losses in (found, expected):
         (losses["loss_qvalue"] + losses["loss_actor"] + losses["loss_alpha"]).backward()
-    for ours, grad in zip(gradients(network), gradients(theirs), strict=True):
+    for ours, grad in zip(gradients(loss.network), gradients(theirs), strict=True):
         close(ours, grad, rtol=1e-5)
-    for both, pair in zip(weights_of(other.qvalue_network_params), pairs(critics), strict=True):
+    stacked = weights_of(other.qvalue_network_params)
+    for both, pair in zip(stacked, pairs(loss.critics), strict=True):
         close(torch.stack([weight.grad for weight in pair]), both.grad, rtol=1e-5)
     close(loss.log_alpha.grad, other.log_alpha.grad.reshape(()), rtol=1e-5)
     assert all(weight.grad is None for weight in loss.target.parameters())

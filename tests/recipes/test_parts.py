@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import re
 import sys
@@ -13,6 +14,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium.envs.registration import WrapperSpec
 
 from torchrl_dist import SharedMemmapStorage, local_cluster
 from torchrl_dist.checkpoint import Checkpoint, save_checkpoint
@@ -25,12 +27,12 @@ from torchrl_dist.recipes.parts.environments import for_collectors, look_at, mak
 from torchrl_dist.recipes.parts.evaluate import evaluate, play_rendered
 from torchrl_dist.recipes.parts.networks import PolicySpec
 from torchrl_dist.recipes.parts.play import play
-from torchrl_dist.recipes.parts.plots import Evaluation, draw_learning_curve
+from torchrl_dist.recipes.parts.plots import Evaluation, draw_learning_curve, read_curve
 from torchrl_dist.recipes.training import loop as training
 from torchrl_dist.recipes.training import monitor
 from torchrl_dist.recipes.training.evaluator import Evaluator, EvaluatorConfig
 from torchrl_dist.recipes.training.loop import choose_device
-from torchrl_dist.recipes.training.monitor import Bound, Monitor
+from torchrl_dist.recipes.training.monitor import Bound, Iteration, Monitor
 from torchrl_dist.recipes.training.run_directory import claim, forget, note_resumed, resumed_at
 
 
@@ -215,7 +217,7 @@ def test_environments_that_cannot_be_shown_are_refused(tmp_path, monkeypatch) ->
             play_rendered(lambda x: torch.tensor(0), f"shown_envs:{name}", seed=0, keep=print)
     for name, why in (("shown_envs:none", "returned a NoneType"), ("exits:make", "got 'exits")):
         with pytest.raises(ConfigurationError, match=why):
-            look_at(name, discrete=True)
+            look_at(name, continuous="none")
     pictures = []  # of one that looks its actions up: they are numbers, as a collector's
     play_rendered(
         lambda x: torch.tensor(0), "shown_envs:table", seed=0, keep=pictures.append, max_steps=3
@@ -228,41 +230,187 @@ def test_evaluation_knows_environments_without_a_vectorized_form() -> None:
         return torch.full((len(observation),), 2)
 
     assert evaluate(swing, "MountainCar-v0", episodes=2, seed=0) == [-200.0, -200.0]
+    limit = WrapperSpec("Limit", "gymnasium.wrappers:TimeLimit", {"max_episode_steps": 3})
+    spec = dataclasses.replace(
+        gymnasium.spec("CartPole-v1"), id="Limited-v0", additional_wrappers=(limit,)
+    )
+    gymnasium.registry["Limited-v0"] = spec  # gymnasium makes no vectorized form with wrappers
+    try:
+        assert evaluate(hold_right, "Limited-v0", episodes=2, seed=0) == [3.0, 3.0]
+    finally:
+        del gymnasium.registry["Limited-v0"]
 
 
 def test_a_task_has_the_environments_sizes() -> None:
-    task = look_at("CartPole-v1", discrete=True)
+    task = look_at("CartPole-v1", continuous="none")
     assert (task.observation_size, task.num_actions, task.reward_threshold) == (4, 2, 475.0)
-    task = look_at("Pendulum-v1", discrete=False)
+    task = look_at("Pendulum-v1", continuous="bounded")
     assert (task.observation_size, task.action_low, task.action_high) == (3, (-2.0,), (2.0,))
-    for env, discrete in (("CartPole-v1", False), ("Pendulum-v1", True), ("nowhere:make", True)):
+    for env in ("Pendulum-v1", "nowhere:make"):
         with pytest.raises(ConfigurationError, match=f"--env.*{env}"):
-            look_at(env, discrete=discrete)
+            look_at(env, continuous="none")
 
 
 def test_a_task_may_take_either_kind_of_actions_and_continuous_ones_without_bounds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert look_at("CartPole-v1", discrete=None) == look_at("CartPole-v1", discrete=True)
-    assert look_at("Pendulum-v1", discrete=None) == look_at("Pendulum-v1", discrete=False)
+    of_either_kind: tuple[environments.Continuous, ...] = ("bounded", "any")
+    for continuous in of_either_kind:
+        task = look_at("CartPole-v1", continuous=continuous)
+        assert task == look_at("CartPole-v1", continuous="none")
+        assert PolicySpec.of(task, "squashed_gaussian", (8,)).kind == "categorical"
+    assert look_at("Pendulum-v1", continuous="any") == look_at("Pendulum-v1", continuous="bounded")
     made = make_env("Pendulum-v1")
     monkeypatch.setattr(environments, "make_env", lambda env: made)
     box, inf = gymnasium.spaces.Box, np.inf
     for low, high in ((-inf, inf), (0.0, inf), (-inf, 1.0), (-3.0, 1.0)):
         made.action_space = box(low, high, (1,), np.float32)
-        task = look_at("mine", discrete=None)
+        task = look_at("mine", continuous="any")
         assert (task.num_actions, task.action_low, task.action_high) == (0, (low,), (high,))
         assert PolicySpec.of(task, "categorical", (8,)).kind == "gaussian"
     for space, expected in (
         (box(1, 1, (1,), np.float32), "low < high; wrap"),
         (box(0, 1, (1, 1), np.float32), "expected Discrete, or a Box with one dimension"),
         (gymnasium.spaces.MultiDiscrete([2, 2]), "expected Discrete, or a Box with one dimension"),
-        (gymnasium.spaces.Discrete(2, start=1), "expected Discrete, starting at 0"),
+        (gymnasium.spaces.Discrete(2, start=1), "expected Discrete actions that start at 0"),
         (box(0, 9, (1,), np.int64), "floating-point"),
     ):
         made.action_space = space
         with pytest.raises(ConfigurationError, match=f"--env: mine takes.*{expected}"):
-            look_at("mine", discrete=None)
+            look_at("mine", continuous="any")
+
+
+@pytest.mark.parametrize(
+    ("space", "taken"),
+    [
+        (gymnasium.spaces.MultiDiscrete([2, 3]), [[i, j] for i in range(2) for j in range(3)]),
+        (gymnasium.spaces.MultiBinary(2), [[0, 0], [0, 1], [1, 0], [1, 1]]),
+        (gymnasium.spaces.Discrete(3, start=-1), [-1, 0, 1]),
+    ],
+)
+def test_combined_actions_are_refused_with_the_wrapper_that_numbers_them(
+    space: gymnasium.Space, taken: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wrapper that the message names is made, and each number is one of the actions."""
+    seen: list[Any] = []
+
+    class Recording(gymnasium.Wrapper):
+        def step(self, action: Any) -> Any:
+            assert space.contains(action), action
+            seen.append(np.asarray(action).tolist())
+            return self.env.step(0)
+
+    made: Any = Recording(gymnasium.make("CartPole-v1", max_episode_steps=3))
+    made.action_space = space
+    monkeypatch.setattr(environments, "make_env", lambda env: made)
+    with pytest.raises(ConfigurationError, match="--env: mine takes") as caught:
+        look_at("mine", continuous="none")
+    wrapper = re.search(r"gymnasium.wrappers.TransformAction\(env, .*\)$", str(caught.value))
+    assert wrapper is not None, caught.value
+    made = eval(wrapper.group(), {"gymnasium": gymnasium, "numpy": np, "env": made})
+    assert look_at("mine", continuous="none").num_actions == len(taken)
+    for number in range(len(taken)):
+        made.reset(seed=0)
+        made.step(number)
+    assert seen == taken
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        gymnasium.spaces.MultiDiscrete([2, 3], start=[1, 0]),
+        gymnasium.spaces.MultiDiscrete([[2, 3]]),
+        gymnasium.spaces.MultiBinary(64),
+        gymnasium.spaces.Tuple((gymnasium.spaces.Discrete(2),)),
+    ],
+)
+def test_no_wrapper_is_written_out_that_would_not_number_the_actions(
+    space: gymnasium.Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_env("CartPole-v1")
+    made.action_space = space
+    monkeypatch.setattr(environments, "make_env", lambda env: made)
+    with pytest.raises(ConfigurationError, match="a function that maps each number to an action"):
+        look_at("mine", continuous="none")
+
+
+class ManyParts(gymnasium.ObservationWrapper):
+    """CartPole, observed as a Dict of all spaces that become flat."""
+
+    def __init__(self) -> None:
+        super().__init__(gymnasium.make("CartPole-v1"))
+        spaces = gymnasium.spaces
+        self.observation_space = spaces.Dict(
+            cart=spaces.Box(-9, 9, (4,), np.float32),
+            more=spaces.Tuple((spaces.Discrete(3, start=1), spaces.MultiBinary(2))),
+            sizes=spaces.MultiDiscrete([2, 3]),
+        )
+
+    def observation(self, observation: Any) -> Any:
+        other = (np.int64(2), np.array([0, 1], np.int8))
+        return {"cart": observation, "more": other, "sizes": np.array([1, 0])}
+
+
+def test_observations_of_numbers_and_groups_become_vectors() -> None:
+    """In tasks, evaluations and the environments of collectors."""
+    cases = {"FrozenLake-v1": 16, "Blackjack-v1": 32 + 11 + 2, f"{__name__}:ManyParts": 14}
+    for env, size in cases.items():
+        task = look_at(env, continuous="none")
+        assert (task.observation_size, task.images, task.wrapped) == (size, None, True)
+        shown: list[torch.Tensor] = []
+
+        def act(observation: torch.Tensor, shown: list[torch.Tensor] = shown) -> torch.Tensor:
+            shown.append(observation)
+            return torch.zeros(len(observation), dtype=torch.int64)
+
+        evaluate(act, env, episodes=2, seed=0, max_steps=3)
+        make = for_collectors(env, wrapped=task.wrapped)
+        assert not isinstance(make, str)
+        observation, _ = make().reset(seed=0)
+        np.testing.assert_allclose(shown[0][0], observation)
+        assert shown[0].shape == (2, size)
+    np.testing.assert_allclose(observation[4:], [0, 1, 0, 0, 1, 0, 1, 1, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("space", "outside"),
+    [
+        (gymnasium.spaces.MultiDiscrete([3, 2]), [[3, 0], [-1, 0]]),
+        (gymnasium.spaces.Discrete(3, start=-1), [-2, 2]),
+        (gymnasium.spaces.Tuple([gymnasium.spaces.Discrete(3, start=1)]), [(0,), (4,)]),
+        (gymnasium.spaces.Dict(a=gymnasium.spaces.Discrete(2)), [{"a": -1}]),
+    ],
+)
+def test_numbers_outside_of_their_space_are_not_flattened(
+    space: gymnasium.Space, outside: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gymnasium sets the element of another number for them."""
+    made: Any = gymnasium.make("CartPole-v1").unwrapped
+    made.observation_space = space
+    monkeypatch.setattr(environments, "_maker", lambda env: lambda: made)
+    inside = space.sample()
+    made.reset = lambda **_: (inside, {})
+    np.testing.assert_array_equal(
+        make_env("mine").reset()[0], gymnasium.spaces.flatten(space, inside)
+    )
+    for value in outside:
+        made.reset = lambda value=value, **_: (value, {})
+        with pytest.raises(ConfigurationError, match="an observation is .*, expected values of"):
+            make_env("mine").reset()
+
+
+def test_other_groups_are_refused_with_the_wrapper_to_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = make_env("CartPole-v1")
+    made.observation_space = gymnasium.spaces.Dict(
+        picture=gymnasium.spaces.Box(0, 255, (3, 9, 9), np.uint8)
+    )
+    monkeypatch.setattr(environments, "make_env", lambda env: made)
+    with pytest.raises(ConfigurationError, match="mine has observations Dict.*FlattenObservation"):
+        look_at("mine", continuous="none")
+    assert environments.is_flattened(gymnasium.spaces.Discrete(500))
+    assert not environments.is_flattened(gymnasium.spaces.Discrete(10**9))
 
 
 def test_an_environment_may_be_a_function_of_the_users(tmp_path, monkeypatch) -> None:
@@ -274,7 +422,7 @@ def test_an_environment_may_be_a_function_of_the_users(tmp_path, monkeypatch) ->
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", list(sys.path))
     name = "my_envs_of_a_test:short"
-    assert look_at(name, discrete=True).num_actions == 2
+    assert look_at(name, continuous="none").num_actions == 2
     assert evaluate(hold_right, name, episodes=3, seed=0) == [5.0, 5.0, 5.0]
 
 
@@ -299,6 +447,12 @@ def test_a_reward_may_be_an_array_and_a_nan_stays_one(reward: Any, monkeypatch) 
     def make(env: str = "", **options: Any) -> gymnasium.Env:
         return Giving(gymnasium.make("CartPole-v1", max_episode_steps=3))
 
+    gymnasium.register("RewardOfATest-v0", entry_point=make)
+    try:
+        returns = evaluate(hold_right, "RewardOfATest-v0", episodes=2, seed=0)
+    finally:
+        del gymnasium.registry["RewardOfATest-v0"]
+    np.testing.assert_equal(returns, [environments.as_number(3 * reward)] * 2)
     monkeypatch.setattr(environments, "_maker", lambda env: make)
     env = for_collectors("any", 1.0)()
     env.reset()
@@ -310,7 +464,7 @@ def test_a_reward_may_be_an_array_and_a_nan_stays_one(reward: Any, monkeypatch) 
 @pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
 def test_a_policy_is_made_again_from_what_a_checkpoint_says_of_it(env: str) -> None:
     discrete = env == "CartPole-v1"
-    task = look_at(env, discrete=discrete)
+    task = look_at(env, continuous="none" if discrete else "bounded")
     kinds = ("values", "categorical") if discrete else ("gaussian", "squashed_gaussian")
     for kind in kinds:
         spec = PolicySpec.of(task, kind, (8,))
@@ -361,8 +515,8 @@ def test_a_network_may_be_a_function_of_the_users(tmp_path, monkeypatch) -> None
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", list(sys.path))
     discrete, continuous = (
-        look_at("CartPole-v1", discrete=True),
-        look_at("Pendulum-v1", discrete=False),
+        look_at("CartPole-v1", continuous="none"),
+        look_at("Pendulum-v1", continuous="bounded"),
     )
     kinds = {"values": discrete, "categorical": discrete, "squashed_gaussian": continuous}
     kinds["gaussian"] = continuous
@@ -398,7 +552,10 @@ def test_the_process_that_waits_less_is_the_bound() -> None:
     assert Bound.of(0.8, 0.1).by == "collectors"
     assert Bound.of(0.1, 0.8).by == "learner"
     assert Bound.of(0.5, 0.45).by == "both"
-    assert str(Bound.of(0.25, 0.75)).startswith("bound by: learner (the learner waits 25%")
+    assert Bound.of(0.25, 0.75).text(2).startswith("bound by: learner (the learner waits 25%")
+    assert (
+        Bound.of(0.25, 0.75).text(1).endswith("25% of the time on collecting and 75% on learning")
+    )
 
 
 def evaluations(count: int) -> list[Evaluation]:
@@ -425,20 +582,44 @@ def test_the_picture_is_drawn_from_any_number_of_evaluations(tmp_path: Path, cou
 
 def test_a_monitor_goes_on_where_the_resumed_one_stopped(tmp_path: Path) -> None:
     first = Monitor(tmp_path, total_frames=100, title="t", threshold=10.0)
-    first.collected(30, [5.0], lag=0)
+    first.collected(Iteration(30, [5.0], lag=0))
     first.learned(3, {"train/loss": torch.tensor(0.5)})
     first.evaluated([9.0, 13.0])
     first.show(force=True)
     first.close()
     saved = first.state()
     second = Monitor(tmp_path, total_frames=100, title="t", threshold=10.0, history=saved)
-    second.collected(20, [], lag=1)
+    second.collected(Iteration(20, [], lag=1))
     second.close()
     assert (second.frames, second.updates) == (50, 3)
     assert second.seconds > saved["seconds"] > 0
     assert second.solved == first.evaluations[0]
     assert (tmp_path / "csv/scalars/eval/return.csv").read_text() == "30,11.0\n"
     assert (tmp_path / "csv/scalars/train/loss.csv").read_text() == "30,0.5\n"
+
+
+def test_a_curve_of_a_killed_run_is_that_of_the_run_that_continued_it(tmp_path: Path) -> None:
+    """The killed run logged evaluations after its last checkpoint."""
+    first = Monitor(tmp_path, total_frames=400, title="t", threshold=None)
+    first.collected(Iteration(100, [], lag=0))
+    first.evaluated([1.0])
+    saved = first.state()
+    for returns in (2.0, 3.0):
+        first.collected(Iteration(100, [], lag=0))
+        first.evaluated([returns])
+    first.close()
+    second = Monitor(tmp_path, total_frames=400, title="t", threshold=None, history=saved)
+    for frames, returns in ((50, 20.0), (150, 30.0)):
+        second.collected(Iteration(frames, [], lag=0))
+        second.evaluated([returns])
+    second.close()
+    log = tmp_path / "csv/scalars/eval/return.csv"
+    with log.open("a") as file:
+        file.write("500,1")  # of 12.0, cut by a kill
+    assert read_curve(log) == [(e.frames, e.mean) for e in second.evaluations]
+    assert read_curve(tmp_path / "nothing.csv") == []
+    log.write_text("".join(f"{frames},0.123456789\n" for frames in range(100_000)))
+    assert log.stat().st_size > 1 << 20 and len(read_curve(log)) == 100_000
 
 
 @pytest.mark.parametrize("watched", [True, False])
@@ -449,9 +630,10 @@ def test_a_progress_line_fits_80_columns(watched: bool, tmp_path: Path, monkeypa
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("LINES", "24")
     monitor = Monitor(tmp_path, total_frames=10**9, title="t", threshold=None)
-    monitor.collected(123_456_789, [-123456.78], lag=0, waited_s=1.0)
+    monitor.collected(Iteration(123_456_789, [-123456.78], lag=0, waited_s=1.0))
     monitor.learned(12345, {})
     monitor.evaluated([-98765.4])
+    monitor._window_started -= 10.0  # as if the frames had taken some time
     monitor.show(force=True)
     monitor.close()
     lines = re.split("[\r\n]", written.getvalue())
@@ -495,7 +677,7 @@ def test_of_equally_good_policies_the_one_after_a_good_one_ranks_higher(tmp_path
     monitor = Monitor(tmp_path, total_frames=100, title="t", threshold=None)
     seen = []
     for mean in (300.0, 500.0, 500.0, 388.0, 500.0, 450.0):
-        monitor.collected(10, [], lag=0)
+        monitor.collected(Iteration(10, [], lag=0))
         seen.append(monitor.evaluated([mean]))
     monitor.close()
     assert max(seen, key=monitor.rank) is seen[2]
@@ -503,16 +685,16 @@ def test_of_equally_good_policies_the_one_after_a_good_one_ranks_higher(tmp_path
 
 def test_an_evaluation_that_gives_nan_is_never_the_best(tmp_path: Path) -> None:
     monitor = Monitor(tmp_path, total_frames=100, title="t", threshold=None)
-    monitor.collected(30, [], lag=0)
+    monitor.collected(Iteration(30, [], lag=0))
     unknown = monitor.evaluated([float("nan")])
-    monitor.collected(30, [], lag=0)
+    monitor.collected(Iteration(30, [], lag=0))
     poor = monitor.evaluated([-1e9])
     monitor.close()
     assert monitor.rank(poor) > monitor.rank(unknown)
 
 
 def test_a_policys_sizes_are_whole_numbers() -> None:
-    plain = PolicySpec.of(look_at("CartPole-v1", discrete=True), "values", (8,)).as_plain()
+    plain = PolicySpec.of(look_at("CartPole-v1", continuous="none"), "values", (8,)).as_plain()
     assert PolicySpec.from_plain(plain).num_actions == 2
     for name, value in (
         ("num_actions", "2"),
@@ -531,14 +713,16 @@ def test_evaluation_plays_without_dropout(tmp_path: Path, monkeypatch: pytest.Mo
         "    return nn.Sequential(nn.Linear(inputs, outputs), nn.Dropout(0.9))\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    policy = PolicySpec.of(look_at("CartPole-v1", discrete=True), "values", (8,), "dropping:make")
+    policy = PolicySpec.of(
+        look_at("CartPole-v1", continuous="none"), "values", (8,), "dropping:make"
+    )
     weights = policy.network().state_dict()
     evaluator = Evaluator(EvaluatorConfig(policy, 3, 100), dump_registrations())
     assert evaluator.play((weights, 0), 60.0) == evaluator.play((weights, 0), 60.0)
 
 
 def test_a_policy_whose_module_is_gone_is_refused(tmp_path: Path) -> None:
-    policy = PolicySpec.of(look_at("CartPole-v1", discrete=True), "values", (8,))
+    policy = PolicySpec.of(look_at("CartPole-v1", continuous="none"), "values", (8,))
     info = {**policy.as_plain(), "env": "gone_module:make"}
     weights = policy.network().state_dict()
     save_checkpoint(tmp_path / "checkpoint.pt", Checkpoint("apex", {}, weights, policy_info=info))

@@ -250,7 +250,9 @@ def test_a_recurrent_policy_works_in_torchrls_environments() -> None:
     """The keys are those of TorchRL's LSTMModule, whose primer keeps the states."""
     from torchrl_dist.recipes.parts.trained import TrainedPolicy
 
-    spec = PolicySpec.of(look_at("CartPole-v1", discrete=True), "recurrent_values", (8,), None, 4)
+    spec = PolicySpec.of(
+        look_at("CartPole-v1", continuous="none"), "recurrent_values", (8,), None, 4
+    )
     again = PolicySpec.from_plain(spec.as_plain())
     assert again == spec and again.state_size == 4
     policy = TrainedPolicy(spec, spec.network())

@@ -53,6 +53,7 @@ def test_a_job_goes_on_without_a_lost_collector_stops_when_told_and_resumes(
     assert result["stopped_by"] == "SIGINT"
     assert len(result["lost_collectors"]) == 1
     assert "Traceback" not in job.stderr.read_text(), job.said()
+    assert f"kept run; resume: torchrl-dist train {recipe} --resume" in job.stderr.read_text()
     saved = load_checkpoint(tmp_path / "run/checkpoint.pt", recipe=recipe)
     assert saved.counters["updates"] == result["updates"] > 0
 
@@ -70,6 +71,21 @@ def test_a_job_goes_on_without_a_lost_collector_stops_when_told_and_resumes(
     expected |= {"train/replay_ratio"} if recipe in ("r2d2", "sac") else {"train/policy_lag_mean"}
     assert {f"{tag}.csv" for tag in expected} <= tags
     assert len(play(tmp_path / "run", episodes=2, seed=0)["returns"]) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_a_second_signal_ends_says_where_it_is_and_how_to_resume_it(
+    number: int, tmp_path: Path
+) -> None:
+    arguments = ["train", "impala", "--output-dir", "my run", "--collectors", "0"]
+    with started([*arguments, "--eval-episodes", "100000"], tmp_path) as job:
+        job.until((tmp_path / "my run/config.yaml").exists, "checkpoint")
+        job.process.send_signal(number)
+        job.until(lambda: "a second SIGINT" in job.stderr.read_text(), "notice of the signal")
+        job.process.send_signal(number)
+        assert job.wait(30) == 128 + number, job.said()
+    kept = "kept my run; resume: torchrl-dist train impala --resume --output-dir 'my run'\n"
+    assert job.stderr.read_text().count(kept) == 1, job.said()
 
 
 def test_learners_of_a_launcher_train_and_others_take_the_run_over(tmp_path, fork_server) -> None:

@@ -11,12 +11,18 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
+from torch import nn
 
 from torchrl_dist import RPCBatchedCollector, local_cluster
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.recipes.parts import environments
 from torchrl_dist.recipes.parts.environments import Task, look_at
-from torchrl_dist.recipes.parts.networks import PolicySpec
+from torchrl_dist.recipes.parts.moments import moments_of
+from torchrl_dist.recipes.parts.networks import (
+    PolicySpec,
+    SquashedGaussianNetwork,
+    saved_policy,
+)
 from torchrl_dist.recipes.parts.policies import squashed_gaussian_actor
 from torchrl_dist.recipes.sac.config import SACConfig
 from torchrl_dist.recipes.sac.loss import SACLoss
@@ -29,7 +35,7 @@ from torchrl_dist.recipes.sac.recipe import (
     target_entropy,
 )
 
-TASK = look_at("Pendulum-v1", discrete=False)
+TASK = look_at("Pendulum-v1", continuous="bounded")
 
 
 def loss_of(task: Task) -> SACLoss:
@@ -132,7 +138,7 @@ def test_actions_that_no_policy_can_learn_are_refused_at_once(
     space = gymnasium.spaces.Box(low, high, (1,), dtype)
     monkeypatch.setattr(environments, "make_env", lambda env: OtherActions(space))
     with pytest.raises(ConfigurationError, match=f"--env.*{what}"):
-        environments.look_at("other", discrete=False)
+        environments.look_at("other", continuous="bounded")
 
 
 def test_actions_in_double_precision_are_taken(tmp_path: Path) -> None:
@@ -148,6 +154,73 @@ def test_actions_in_double_precision_are_taken(tmp_path: Path) -> None:
         result = run(config, session)
     del gymnasium.registry["Doubled-v0"]
     assert result["updates"] > 0
+
+
+def test_discrete_actions_are_learned(tmp_path: Path) -> None:
+    """Of two actions the first pays, and observations are numbers."""
+    gymnasium.register("Paying-v0", lambda: Paying())
+    config = SACConfig(
+        env="Paying-v0", envs_per_collector=2, total_frames=600, batch_size=32, learning_starts=64,
+        hidden=(16,), gamma=0.5, eval_episodes=2, eval_interval_frames=300, learning_rate=1e-2,
+        output_dir=str(tmp_path), device="cpu",
+    )  # fmt: skip
+    with local_cluster({"learner": 1}) as session:
+        result = run(config, session)
+    del gymnasium.registry["Paying-v0"]
+    assert result["last_return"] == 10
+    assert target_entropy(look_at("CartPole-v1", continuous="none")) > 0
+
+
+class Paying(gymnasium.Env):
+    observation_space = gymnasium.spaces.Discrete(3)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, **_: Any) -> Any:
+        self.steps = 0
+        return 0, {}
+
+    def step(self, action: Any) -> Any:
+        assert self.action_space.contains(action), action
+        self.steps += 1
+        return self.steps % 3, 1.0 - float(action), False, self.steps == 10, {}
+
+
+def test_observations_are_normalized_for_the_policy_and_the_critics(tmp_path: Path) -> None:
+    """By the moments of sampled rows, which the checkpoint keeps."""
+    gymnasium.register("Far-v0", far)
+    config = SACConfig(
+        env="Far-v0", envs_per_collector=2, total_frames=1_600, batch_size=64, learning_starts=64,
+        hidden=(16,), eval_episodes=2, eval_interval_frames=800, normalize_observations=True,
+        output_dir=str(tmp_path), device="cpu", updates_per_frame=0.5,
+    )  # fmt: skip
+    with local_cluster({"learner": 1}) as session:
+        run(config, session)
+    spec, network = saved_policy(tmp_path)
+    del gymnasium.registry["Far-v0"]
+    moments = moments_of(network)
+    assert spec.normalized and moments is not None and moments.count > 500
+    torch.testing.assert_close(
+        moments.mean, torch.tensor([100.0, 100.0, 100.0]).double(), atol=1.5, rtol=0
+    )
+    task = look_at("Pendulum-v1", continuous="bounded")
+    assert isinstance(network, SquashedGaussianNetwork)
+    critics: list[nn.Module] = [ActionValue(task, (8,)) for _ in range(2)]
+    loss = SACLoss(network, critics, gamma=0.9, target_entropy=-1.0)
+    seen: list[torch.Tensor] = []
+    for critic in (*loss.critics, *loss.target):
+        critic.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    rows_ = torch.randn(8, 3) + 100
+    after = {"observation": rows_, "reward": torch.zeros(8, 1)}
+    after["terminated"] = torch.zeros(8, 1, dtype=torch.bool)
+    loss(TensorDict({"observation": rows_, "action": torch.zeros(8, 1), "next": after}, [8]))
+    assert len(seen) == 6 and all(inputs.abs().max() <= 10 for inputs in seen)
+
+
+def far() -> gymnasium.Env:
+    """Pendulum whose observations are far from 0."""
+    made = gymnasium.make("Pendulum-v1")
+    space = gymnasium.spaces.Box(-np.inf, np.inf, (3,), np.float32)
+    return gymnasium.wrappers.TransformObservation(made, lambda x: x + np.float32(100), space)
 
 
 def test_the_limiter_lets_in_the_batches_that_collectors_bring() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import subprocess
@@ -13,7 +14,10 @@ import pytest
 
 from tests.recipes.jobs import assert_gone
 from tests.spawn import wait_until
+from torchrl_dist.checkpoint import Checkpoint, save_checkpoint
 from torchrl_dist.cli import main
+from torchrl_dist.recipes.apex.config import ApexConfig
+from torchrl_dist.recipes.training import seeds
 
 TOY = ["train", "apex", "--env", "CartPole-v1", "--collectors", "0", "--envs-per-collector", "4"]
 TOY += ["--hidden", "8", "--learning-starts", "128", "--eval-episodes", "2"]
@@ -112,6 +116,47 @@ def test_a_seed_that_has_no_checkpoint_yet_begins_anew(tmp_path, capsys) -> None
     toy = [*TOY, "--total-frames", "256", "--output-dir", str(folder), "--seeds", "1", "--resume"]
     assert main(toy) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["seeds"] == [0]
-    (folder / "seeds.jsonl").write_text("{}")
-    assert main(toy) == 2
-    assert "is damaged" in capsys.readouterr().err
+    line = json.loads((folder / "seeds.jsonl").read_text())
+    for changed in ({}, line | {"seed": "0"}, line | {"mean_return": "x"}, {"seed": 0}):
+        (folder / "seeds.jsonl").write_text(json.dumps(changed))
+        assert main(toy) == 2
+        assert "is damaged" in capsys.readouterr().err
+
+
+def test_resumed_seeds_have_the_options_of_the_first_run(tmp_path, monkeypatch, capsys) -> None:
+    """A seed that has not begun must not get the defaults, or the result is of several jobs."""
+    folder, commands = tmp_path / "all", []
+    first = ApexConfig(
+        env="Acrobot-v1", hidden=(8, 9), total_frames=300_000, seed=3, gamma=0.9,
+        output_dir=str(folder / "seed3"), replay_dir="rows-seed3",
+    )  # fmt: skip
+    save_checkpoint(folder / "seed3/checkpoint.pt", Checkpoint("apex", first.as_plain(), {}))
+    line = {"seed": 3, "frames": 250_000, "mean_return": 1.0, "stopped_by": None}
+    (folder / "seeds.jsonl").write_text(json.dumps(line) + "\n")
+
+    def run(command: list[str]) -> tuple[int, str]:
+        options = command[command.index("--json") + 1 :]
+        commands.append(options)
+        seed = int(options[options.index("--seed") + 1])
+        return 0, json.dumps({**line, "seed": seed, "frames": 300_000})
+
+    monkeypatch.setattr(seeds, "_run", run)
+    resume = ["train", "apex", "--seeds", "2", "--resume", "--output-dir", str(folder)]
+    assert main([*resume, "--gamma", "0.9"]) == 0
+    continued, begun = commands
+    assert "--resume" in continued and "--env" not in continued  # its checkpoint has the options
+    assert "--resume" not in begun
+    given = dict(itertools.pairwise(begun))
+    assert (given["--env"], given["--seed"], given["--total-frames"]) == (
+        "Acrobot-v1", "4", "300000",
+    )  # fmt: skip
+    assert (given["--gamma"], given["--replay-dir"]) == ("0.9", "rows-seed4")
+    assert begun[begun.index("--hidden") :][1:3] == ["8", "9"]
+    capsys.readouterr()
+    for other, says in (
+        (["apex", "--env", "CartPole-v1"], "--env: got CartPole-v1, but the run to resume has"),
+        (["ddppo"], "was written by the recipe 'apex', expected 'ddppo'"),
+    ):
+        assert main(["train", *other, *resume[2:]]) == 2
+        assert says in capsys.readouterr().err
+    assert len(commands) == 2

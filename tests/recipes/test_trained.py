@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -16,9 +18,9 @@ from torchrl_dist import load_policy
 from torchrl_dist.checkpoint import Checkpoint, save_checkpoint
 from torchrl_dist.errors import CheckpointError, ConfigurationError
 from torchrl_dist.learn.ranks import Ranks
-from torchrl_dist.recipes.parts.environments import look_at
+from torchrl_dist.recipes.parts.environments import Images, look_at
 from torchrl_dist.recipes.parts.moments import moments_of
-from torchrl_dist.recipes.parts.networks import PolicySpec
+from torchrl_dist.recipes.parts.networks import CELL, HIDDEN, PolicySpec
 
 KINDS = {
     "values": "CartPole-v1",
@@ -29,7 +31,7 @@ KINDS = {
 
 
 def saved(folder: Path, kind: str) -> tuple[Path, PolicySpec, torch.nn.Module]:
-    task, normalized = look_at(KINDS[kind], discrete=None), kind in ("categorical", "gaussian")
+    task, normalized = look_at(KINDS[kind], continuous="any"), kind in ("categorical", "gaussian")
     spec = PolicySpec.of(task, kind, (8,), normalized=normalized)
     network = spec.network()
     if normalized:
@@ -60,6 +62,45 @@ def test_the_actions_are_those_of_the_saved_network(tmp_path: Path, kind: str) -
     for wrong in (observation[:-1], np.float32(0), many[..., None]):
         with pytest.raises(ConfigurationError, match="got observations of shape"):
             policy.predict(wrong)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("left", "of type <U4, expected an array of numbers"),
+        ({"position": 1.0}, "of type object, expected an array of numbers"),
+        ([[1.0, 2.0], [3.0]], "of different shapes, expected an array of numbers"),
+        (np.zeros(4, complex), "of type complex128, expected an array of numbers"),
+        ([0.0, 1.0, float("nan"), 0.0], "with NaN or infinity"),
+        (torch.tensor([0.0, 1.0, 2.0, float("inf")]), "with NaN or infinity"),
+    ],
+)
+def test_predict_refuses_other_things_than_observations(
+    given: Any, says: str, tmp_path: Path
+) -> None:
+    policy = load_policy(saved(tmp_path, "values")[0])
+    with pytest.raises(ConfigurationError, match=f"got observations {says}"):
+        policy.predict(given)
+    assert policy.predict(torch.zeros(4, requires_grad=True)) in (0, 1)
+
+
+@pytest.mark.parametrize("state_size", [0, 5])
+def test_images_that_are_scaled_already_are_refused(state_size: int, tmp_path: Path) -> None:
+    """The network divides by 255, so the policy would see nearly black images."""
+    kind = "recurrent_values" if state_size else "values"
+    spec = PolicySpec("x", 3 * 9 * 9, (8,), kind, 2, images=Images((3, 9, 9), 255.0))
+    spec = dataclasses.replace(spec, state_size=state_size)
+    checkpoint = Checkpoint("mine", {}, spec.network().state_dict(), policy_info=spec.as_plain())
+    policy = load_policy(save_checkpoint(tmp_path / "checkpoint.pt", checkpoint))
+    images = np.random.default_rng(0).integers(0, 256, (2, 3, 9, 9), np.uint8)
+    assert policy.predict(images).shape == (2,)
+    state = torch.zeros(2, 1, state_size)
+    scaled = TensorDict(
+        {"observation": torch.tensor(images / 255), HIDDEN: state, CELL: state}, batch_size=[2]
+    )
+    for call in (lambda: policy.predict(images / 255), lambda: policy(scaled)):
+        with pytest.raises(ConfigurationError, match="got images of type float64, expected uint8"):
+            call()
 
 
 def test_exploring_draws_from_the_policys_distribution(tmp_path: Path) -> None:

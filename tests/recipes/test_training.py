@@ -17,7 +17,7 @@ from tensordict import TensorDict
 
 from tests.recipes.learners import a_learner, recipe_of
 from torchrl_dist import SharedMemmapStorage, local_cluster
-from torchrl_dist.checkpoint import load_checkpoint
+from torchrl_dist.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from torchrl_dist.errors import (
     ConfigurationError,
     DeadlineError,
@@ -29,6 +29,10 @@ from torchrl_dist.recipes.apex.config import ApexConfig
 from torchrl_dist.recipes.ddppo.config import DDPPOConfig
 from torchrl_dist.recipes.impala import recipe as impala
 from torchrl_dist.recipes.impala.config import ImpalaConfig
+from torchrl_dist.recipes.parts.environments import look_at
+from torchrl_dist.recipes.parts.networks import PolicySpec
+from torchrl_dist.recipes.parts.play import play
+from torchrl_dist.recipes.sac import recipe as sac
 from torchrl_dist.recipes.sac.config import SACConfig
 from torchrl_dist.recipes.training.config import RecipeConfig, config_to_resume
 from torchrl_dist.recipes.training.loop import Start, choose_device, stream_seed, train
@@ -225,10 +229,12 @@ def test_all_learners_use_the_cpu_where_gpus_do_not_suffice(monkeypatch) -> None
     assert devices("auto", "a", "a", "b") == ["cuda:0", "cuda:1", "cuda:0"]
     assert devices("auto", "a", "a", "a", "b") == ["cpu"] * 4
     told = devices("cuda", "a", "a", "a", "b")  # of all learners, so that none waits for another
-    assert all("--device cuda: 3 learners on one host need as many GPUs" in text for text in told)
+    assert all("--device cuda: 3 learners on one host need that many GPUs" in text for text in told)
 
 
 MINE = """
+import numpy
+
 from torchrl_dist.recipes.training.callback import Callback
 
 class Mine(Callback):
@@ -240,7 +246,7 @@ class Mine(Callback):
 
     def on_batch(self, frames, metrics):
         self.batches.append((frames, "train/loss" in metrics))
-        return len(self.batches) == 4
+        return numpy.float64(len(self.batches)) == 4
 
     def on_evaluation(self, evaluation):
         self.returns.append(evaluation.mean)
@@ -248,6 +254,10 @@ class Mine(Callback):
     def on_checkpoint(self, path):
         self.paths.append(path)
         assert path.exists()
+
+class Counting(Mine):
+    def on_batch(self, frames, metrics):
+        return frames
 
 other = dict
 """
@@ -271,6 +281,18 @@ def test_a_callback_sees_the_run_and_ends_it(tmp_path: Path, monkeypatch) -> Non
         assert train(impala.build, resumed, session, resume=True)["stopped_by"] is None
 
 
+def test_a_callback_that_returns_another_value_than_true_ends_the_run_with_an_error(
+    tmp_path: Path, monkeypatch
+) -> None:
+    (tmp_path / "mine_of_test.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    given = SMALL | {"callback": "mine_of_test:Counting"}
+    config = ImpalaConfig(**given, output_dir=str(tmp_path / "run"))
+    with local_cluster({"learner": 1}) as session:
+        with pytest.raises(ConfigurationError, match=r"returned \d+, expected None, or True"):
+            train(impala.build, config, session)
+
+
 @pytest.mark.parametrize("name", ["mine", "no_such_module:x", "math:no", "mine_of_test:other"])
 def test_other_objects_than_callbacks_are_refused_before_anything_starts(
     name: str, tmp_path: Path, monkeypatch
@@ -281,3 +303,41 @@ def test_other_objects_than_callbacks_are_refused_before_anything_starts(
     session: Any = None
     with pytest.raises(ConfigurationError, match="--callback"):
         train(impala.build, config, session)
+
+
+def changing(**_: Any) -> gymnasium.Env:
+    return changing.made  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("now", "says"),
+    [
+        (gymnasium.spaces.Box(-1, 1.5, (1,)), r"action_high is \(1.5,\), expected \(1.0,\)"),
+        (gymnasium.spaces.Discrete(3), "num_actions is 3, expected 0"),
+    ],
+)
+def test_an_environment_that_has_changed_is_refused(
+    now: gymnasium.Space, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its policy would act with the scale or the number of the earlier actions."""
+    made = gymnasium.make("Pendulum-v1")
+    made.action_space = gymnasium.spaces.Box(-1, 1, (1,))
+    monkeypatch.setattr(changing, "made", made, raising=False)
+    env = f"{__name__}:changing"
+    spec = PolicySpec.of(look_at(env, continuous="any"), "squashed_gaussian", (8,))
+    extra = {"history": {"frames": 1}, "learner": {}, "lost_collectors": []}
+    config = SACConfig(env=env, hidden=(8,), output_dir=str(tmp_path))
+    checkpoint = Checkpoint(
+        "sac", config.as_plain(), spec.network().state_dict(), spec.as_plain(),
+        counters={"updates": 1, "resumes": 0}, extra=extra,
+    )  # fmt: skip
+    save_checkpoint(tmp_path / "checkpoint.pt", checkpoint)
+    assert len(play(tmp_path, episodes=1, seed=0)["returns"]) == 1
+    made.action_space = now
+    with pytest.raises(ConfigurationError, match=f"has changed since .*{says}"):
+        play(tmp_path, episodes=1, seed=0)
+    with (
+        local_cluster({"learner": 1}) as session,
+        pytest.raises(ConfigurationError, match=f"has changed since .*{says}"),
+    ):
+        train(sac.build, config, session, resume=True)

@@ -3,13 +3,13 @@
     torchrl-dist bench checkpoint --json checkpoint.jsonl
 
 A full buffer in /dev/shm is saved to a disk: 1,000,000 rows of 45 B (S), or 50,000 of 28 KB (L).
-Rounds go over all cases in turn, and the table shows medians. Each case ends when everything is
-synced to the disk.
+Each round measures all cases in turn, and the table shows medians. Each case ends when everything
+is synced to the disk.
 
 - ``cp``: ``cp -r`` of the files of a checkpoint in /dev/shm, then ``fsync`` of each.
-- ``ours``: the shared buffer of one node. ``ours, written``: another process extends it meanwhile
-  by batches of 256, at a rate that fills the ring once a minute. ``longest extend`` is the longest
-  call of that process.
+- ``ours``: the shared buffer of one node. ``ours, written``: meanwhile, another process extends the
+  buffer by batches of 256, at a rate that fills the ring once a minute. ``longest extend`` is the
+  longest call of that process.
 - ``ours by RPC``: another process has the rows, can access the disk, and writes the rows there.
   ``ours by RPC, sent``: that process cannot access the disk, and sends every row to the process
   that saves.
@@ -49,7 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's description and options to ``parser``."""
     command.describe(parser, __doc__, run)
     command.add_names(parser, "--kinds", KINDS)
-    command.add_number(parser, "--rows", int, None, "rows in the buffer (default: 1M or 50k)")
+    command.add_number(parser, "--rows", int, None, "rows (default: 1M for S, 50k for L)")
     text = "folder on the disk to write to (default: the one for temporary files)"
     here = Path(tempfile.gettempdir())
     parser.add_argument("--to", type=Path, default=here, metavar="FOLDER", help=text)
@@ -172,7 +172,7 @@ def _fill(buffer: Any, kind: str, rows: int) -> None:
 
 
 class Writer:
-    """In another process: extends the buffer from :meth:`run` until :meth:`end`."""
+    """Extends the buffer in another process, from :meth:`run` until :meth:`end`."""
 
     def __init__(self, buffer: Any, kind: str, pause_s: float) -> None:
         import torch

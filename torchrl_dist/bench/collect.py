@@ -3,16 +3,17 @@
     torchrl-dist bench collect --env sleep --json collect.jsonl --plot collect.png
 
 Workers step environments that sleep (``sleep``: 4, 8, 16 and 32 workers by default) or compute
-(``cartpole``, ``halfcheetah``: 2 workers). ``cartpole-native`` is gymnasium's own vector version
-of CartPole, for ours and the floor only. Their policy has two layers of 64 units. They count
-their steps, and send them to a learner, which ignores them. In each round, each peer starts in new
-processes with one torch thread each, and measures all step durations one after the other. Each
-round measures all peers, so that a slow minute of the machine affects all of them. The table shows
-medians over rounds.
+(``cartpole``, ``halfcheetah``: 2 workers). ``cartpole-native`` is gymnasium's own vector version of
+CartPole, and is measured only for ours and the floor. The policy has two layers of 64 units.
+Workers count their steps, and send the data to a learner, which ignores the data. In each round,
+each peer (a library that is compared) starts in new processes with one torch thread each, and
+measures all step durations one after the other. Each round measures all peers, so that a slow
+minute of the machine affects all of them. The table shows medians over rounds.
 
 - ``floor``: the same environments and policy in the same number of processes, which keep and send
   no data.
-- ``ideal_sps``: workers / step_s for environments that sleep, the rate of ``floor`` for others.
+- ``ideal_sps``: workers / step_s for environments that sleep. For other environments, this is the
+  rate of ``floor``.
 - ``efficiency``: sps / ideal_sps.
 """
 
@@ -66,19 +67,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=command.names(known),
         default=["all"],
         metavar="A,B",
-        help="other peers, in addition to ours and the floor: none, all, or some of "
+        help="peers to measure in addition to ours and the floor: none, all, or some of "
         f"{','.join(OTHERS)} (default: all)",
     )
     parser.add_argument(
         "--question",
         choices=QUESTIONS,
         default="busy",
-        help="busy: as described above; ingest: rows per second that one learner can receive; "
-        "deadlines: whether a receive timeout pays, with steps as long as HalfCheetah's that sleep "
-        "(--env sleep) or compute (--env cartpole); weights: delay of a batch by a new policy of "
-        "50 MB (default: busy)",
+        help="busy: as described above; ingest: how many rows per second one learner can receive; "
+        "deadlines: whether a deadline of a receive pays off, if steps take as long as "
+        "HalfCheetah's and sleep (--env sleep) or compute (--env cartpole); weights: how long a "
+        "new policy of 50 MB delays a batch (default: busy)",
     )
-    text = "deadlines of a receive, in seconds, or none"
+    text = "deadlines of a receive in seconds; none: no deadline"
     command.add_list(parser, "--deadlines", _deadline_s, "0.0001,0.01,0.1,none", text, "S,T")
     text = f"distributions of step times for --question deadlines: some of {','.join(DURATIONS)}"
     command.add_names(parser, "--durations", DURATIONS, text)
@@ -203,16 +204,17 @@ def _chosen(options: argparse.Namespace) -> list[str]:
 def plan(options: argparse.Namespace, peers: list[str]) -> list[list[tuple[Cell, ...]]]:
     """Return what one round measures: groups of starts that differ only in the peer.
 
-    A start is a tuple of cells, which a peer measures after it was started once. The cells differ
-    only in ``step_s``, which increases. A collector that chooses the length of its messages does so
-    once per start, so such a start has only one cell.
+    A start is a tuple of cells that a peer measures without a restart. The cells differ only in
+    ``step_s``, which increases. A collector that chooses the length of its messages does so once
+    per start, so such a start has only one cell.
     """
     from torchrl_dist.bench.collect_peers import PEERS
 
     sleeps = options.env == "sleep"
     if options.step_s and not sleeps:
         raise ConfigurationError(
-            "--step-s is for --env sleep, because other environments compute: leave it out"
+            "--step-s is only for --env sleep, because other environments compute; leave --step-s "
+            "out"
         )
     workers = options.workers or (_SLEEPERS if sleeps else _COMPUTERS)
     durations = sorted(options.step_s or _STEP_S) if sleeps else [0.0]
@@ -237,7 +239,7 @@ def plan(options: argparse.Namespace, peers: list[str]) -> list[list[tuple[Cell,
                     continue
                 reason = PEERS[name].refuses(start[0])
                 if PEERS[name].sends_single_steps and steps != options.steps_per_message[0]:
-                    reason = "it sends single steps, so one length suffices"
+                    reason = "it always sends single steps, and has already been measured"
                 if reason is None:
                     chosen.append(tuple(replace(cell, peer=name) for cell in start))
                 else:

@@ -95,7 +95,7 @@ class SleepEnv(gymnasium.Env):
 
 
 class _Pace:
-    """The duration that :func:`set_step_s` writes."""
+    """Reads the duration that :func:`set_step_s` writes."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder

@@ -1,6 +1,6 @@
 """Further questions about a collector.
 
-- ``ingest``: how many rows per second does one learner take in? Workers only send prepared
+- ``ingest``: how many rows per second can one learner receive? Workers only send prepared
   rollouts, with rows of CartPole's size or with observations of 84 x 84 x 4 bytes.
 - ``deadlines``: does it pay to leave out late workers? Measures the workers per receive and the
   time for a fixed number of frames, for several deadlines of a receive (``Quorum``). Step times are
@@ -29,6 +29,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 
 from torchrl_dist.bench.collect_cells import SleepEnv, make_policy
+from torchrl_dist.bench.collect_plan import Cell
 from torchrl_dist.bench.results import medians
 from torchrl_dist.collect import FirstReady, Quorum, RPCBatchedCollector, WaitAll
 from torchrl_dist.plan.measure import Blank, Heavy
@@ -44,33 +45,24 @@ _ROWS = {
 
 
 @dataclass(frozen=True)
-class Question:
+class Question(Cell):
     """One cell. Fields that a question does not use keep their defaults.
 
     Attributes:
-        deadline_s: deadline of a receive. If infinite, wait for all workers.
+        deadline_s: deadline of a receive. If it is infinite, the learner waits for all workers.
         durations: distribution of the step times.
     """
 
-    question: str
-    peer: str
-    env: str
-    workers: int
-    envs: int = 1
-    step_s: float = 0.0
-    steps: int = 1
-    seconds: float = 3.0
-    timeout_s: float = 150.0
+    question: str = "deadlines"
     deadline_s: float = math.inf
     durations: str = "normal"
     network: str = "small"
 
 
 def plan(options: argparse.Namespace) -> list[Question]:
-    """Return the cells of ``options.question``."""
-    base = Question(
-        options.question, "ours", "", 2, seconds=options.seconds, timeout_s=options.timeout_s
-    )
+    """Return the jobs to measure for ``options.question``."""
+    size = (2, 1, 0.0, 1)
+    base = Question("ours", "", *size, options.seconds, options.timeout_s, options.question)
     if options.question == "ingest":
         workers = options.workers or [2]
         return [
@@ -91,19 +83,19 @@ def plan(options: argparse.Namespace) -> list[Question]:
         for n, envs, law, network, deadline_s in itertools.product(
             options.workers or [8], options.envs, options.durations, options.networks,
             options.deadlines)
-        # HalfCheetah's own times vary
+        # HalfCheetah's own step times vary, so it needs only one of the distributions
         if options.env != "halfcheetah" or law == options.durations[0]
     ]  # fmt: skip
 
 
 def measure(cell: Question, server: ForkServer | None = None) -> dict[str, Any]:
-    """Measure one cell. Blocks. ``server`` starts the workers; by default, a new one."""
+    """Measure one cell. Blocks. ``server`` starts the workers; None: a new server does."""
     answers = {"ingest": _ingest, "deadlines": _deadlines, "weights": _weights}
     return answers[cell.question](cell, server)
 
 
 def measure_alone(cell: Question, folder: str) -> dict[str, Any]:
-    """Call ``measure`` in its own process, on one thread."""
+    """Call ``measure`` with one torch thread. The caller runs this in a process of its own."""
     torch.set_num_threads(1)
     return measure(cell)
 
@@ -236,7 +228,8 @@ def draw_durations(rng: np.random.Generator, law: str, mean_s: float, count: int
 
 
 class _Drawn(gymnasium.vector.VectorEnv):
-    """A step of all envs takes drawn durations, one after the other, asleep or computing."""
+    """A vector env whose envs step one after the other. Each step sleeps or computes for a random
+    time."""
 
     def __init__(self, envs: int, step_s: float, law: str, asleep: bool) -> None:
         self.num_envs = envs
@@ -290,7 +283,7 @@ def _weights(cell: Question, server: ForkServer | None) -> dict[str, Any]:
             sent.append(_written_bytes() - before - 2 * other)
             if collector.report.policy_lag:
                 raise AssertionError(
-                    "the bench expected a policy lag of 0 in every batch, and a batch had more"
+                    "a batch has a policy lag above 0, expected 0 in every batch of this bench"
                 )
         source = torch.zeros(_MEGABYTES << 20, dtype=torch.uint8)
         place = torch.empty_like(source)

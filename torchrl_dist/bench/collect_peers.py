@@ -29,16 +29,17 @@ from torchrl_dist.bench.collect_plan import AUTO, Cell, Result
 from torchrl_dist.bench.processes import ForkedWorker
 
 _GIB = 1 << 30
-_MANY = 10**12  # stands for endless frames, because some collectors take -1 as no frames
+_MANY = 10**12  # used instead of -1 (no limit), because some collectors take -1 as no frames
 
 
 @dataclass
 class Peer:
-    """A way to collect, which needs the installed modules ``requires``."""
+    """A way to collect. It needs the modules that ``requires`` names."""
 
     name: str
     requires: tuple[str, ...] = field(default=(), kw_only=True)
-    sends_single_steps: ClassVar[bool] = False  # no matter which length of a message is requested
+    sends_single_steps: ClassVar[bool] = False
+    """Whether each message has one step, regardless of the requested length."""
 
     def missing(self) -> str | None:
         """Return why this peer cannot be measured here, or None."""
@@ -79,7 +80,7 @@ class Floor(Peer):
 
 
 def bare_loop(_: Any, cell: Cell, folder: str) -> None:
-    """Observe, call the policy and step, keeping nothing, until a file named ``stop`` exists."""
+    """Observe, call the policy and step, without keeping data, until a file ``stop`` exists."""
     torch.set_num_threads(1)
     env = make_env(cell, folder)()
     torch.manual_seed(0)
@@ -118,10 +119,10 @@ class Ours(Peer):
     """``RPCBatchedCollector``. No worker waits for another.
 
     Attributes:
-        node: whether the processes are those of a single worker, which sends one message for all of
+        node: whether all processes belong to a single worker, which sends one message for all of
             them. Otherwise each process is a worker.
         groups: if not 0, the policy is at the learner. A process steps one of its groups of envs
-            while the others wait for their actions.
+            while the other groups wait for their actions.
     """
 
     node: bool = False
@@ -185,14 +186,14 @@ class TorchRL(Peer):
         from torchrl import collectors
         from torchrl.collectors import distributed
 
-        # Spawn, as a separate program would, because DistributedCollector's processes hang if
-        # forked.
+        # Use the spawn start method, as a separate program would, because DistributedCollector's
+        # processes hang if they are forked.
         torch.multiprocessing.set_start_method("spawn", force=True)
         name, options = self.class_name, self.options(cell, folder)
         made = getattr(collectors, name, None) or getattr(distributed, name)
         envs = [functools.partial(torchrl_env, cell, folder)] * cell.workers
         yield iter(made(envs, make_policy(cell.env), total_frames=_MANY, **options))
-        # The collector is not shut down, because some collectors hang then. The process group is
+        # The collector is not shut down, because some collectors would hang. The process group is
         # killed instead.
 
 
@@ -209,7 +210,7 @@ def _by_gloo(cell: Cell, folder: str) -> dict[str, Any]:
 
 
 def _in_lockstep(cell: Cell, folder: str) -> dict[str, Any]:
-    """By design: each batch needs a message of every worker."""
+    """By design, each batch of this collector needs a message from every worker."""
     return {"frames_per_batch": cell.steps * cell.envs * cell.workers}
 
 
@@ -219,7 +220,7 @@ def _by_ray(cell: Cell, folder: str) -> dict[str, Any]:
     return _asynchronous(
         cell,
         ray_init_config=DEFAULT_RAY_INIT_CONFIG | _ray_options(folder),
-        # If actors together ask for more cores than there are, most wait indefinitely.
+        # If all actors together request more cores than exist, most actors wait indefinitely.
         remote_configs={"num_cpus": 0, "num_gpus": 0, "memory": 0},
         num_collectors=cell.workers,
     )
@@ -239,11 +240,11 @@ def _ray_options(folder: str) -> dict[str, Any]:
 
 @dataclass
 class Vector(Peer):
-    """Envs in processes, the policy here, every step in lockstep.
+    """Envs that step in lockstep in other processes, with the policy in this process.
 
     Attributes:
         make: makes the vector env, and returns it with a function that closes it.
-        resets: whether the vector env resets its envs.
+        resets: whether the vector env itself resets its envs.
     """
 
     make: Callable[[list[Callable[[], Any]], str], tuple[Any, Callable[[], Any]]]
@@ -330,8 +331,7 @@ def measure(start: Sequence[Cell], folder: str) -> list[Result]:
     """Run one peer in this process. Blocks.
 
     The cells of ``start`` differ only in ``step_s``. They are measured one after the other, each
-    for its ``seconds``. The first measurement begins after the first batches, each later one after
-    two messages with its own ``step_s``.
+    for its ``seconds``. Each measurement begins after about two messages with its own ``step_s``.
     """
     torch.set_num_threads(1)
     set_step_s(folder, start[0].step_s)
@@ -352,7 +352,7 @@ def measure(start: Sequence[Cell], folder: str) -> list[Result]:
 
 
 def _take(batches: Iterator[Any], seconds: float) -> float:
-    """Take at least one batch, until ``seconds`` have passed, and return the time it took."""
+    """Take batches until ``seconds`` have passed, but at least one. Return the seconds it took."""
     begun = time.perf_counter()
     while True:
         next(batches)

@@ -1,10 +1,12 @@
-"""What the collection benchmark can measure. Imports no torch: the command line imports this."""
+"""The choices of the collection benchmark.
+
+This module does not import torch, because the command line imports it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-AUTO = 0  # as steps per message: the collector chooses
+AUTO = 0  # as the number of steps per message: the collector chooses the number
 ENVS = ("sleep", "cartpole", "cartpole-native", "halfcheetah")
 QUESTIONS = ("busy", "ingest", "deadlines", "weights")
 DURATIONS = ("normal", "lognormal", "slow")
@@ -21,7 +23,7 @@ OTHERS = (
     "tianshou-ray",
 )
 LINE = ("env", "workers", "envs", "step_s", "steps_per_message")
-"""Keys for which cells that differ only in the peer have the same values."""
+"""Cells that have the same values for these keys differ only in the peer."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Shared by all benchmark commands: options, temporary folders, rounds, handling of signals."""
+"""Helpers for all benchmark commands: options, temporary folders, rounds, handling of signals."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from torchrl_dist import own_files
 from torchrl_dist.errors import ConfigurationError, TorchRLDistError
+from torchrl_dist.stopping import handling
 from torchrl_dist.ui import above_zero
 
 MEMORY = Path("/dev/shm")
@@ -28,7 +29,7 @@ _Result = TypeVar("_Result")
 
 
 def describe(parser: argparse.ArgumentParser, text: str | None, run: Callable[..., int]) -> None:
-    """Set the command's function, and its description, whose line breaks ``--help`` keeps."""
+    """Set the command's function and description. ``--help`` keeps the text's line breaks."""
     parser.description = text
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.set_defaults(command=run)
@@ -112,7 +113,9 @@ def names(known: Collection[str]) -> Callable[[str], list[str]]:
         chosen = [name for name in text.split(",") if name]
         unknown = [name for name in chosen if name not in known]
         if unknown or not chosen:
-            raise argparse.ArgumentTypeError(f"got {text!r}, expected some of {','.join(known)}")
+            raise argparse.ArgumentTypeError(
+                f"got {text!r}, expected one or more of {','.join(known)}"
+            )
         return chosen
 
     return parse
@@ -167,8 +170,8 @@ class _Held:
 def folder_in(parent: Path) -> Iterator[Path]:
     """Yield a folder for one measurement, and remove it afterwards, even after Ctrl-C.
 
-    The folder's name is short, because Ray adds 63 characters to make the path of a socket, which
-    may have at most 107.
+    The folder's name is short, because Ray appends 63 characters to make the path of a socket, and
+    such a path may have at most 107 characters.
     """
     held = _Held()
     try:
@@ -256,39 +259,21 @@ class TerminatedError(BaseException):
     """SIGTERM arrived."""
 
 
-@contextlib.contextmanager
-def terminable() -> Iterator[None]:
-    """Let SIGTERM and SIGINT raise exceptions, so that processes and folders are cleaned up.
-
-    By default, only SIGINT raises. A process that a shell script started with ``&`` ignores even
-    SIGINT.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def terminate(*_: object) -> None:
-        raise TerminatedError
-
-    before = {
-        signal.SIGTERM: signal.signal(signal.SIGTERM, terminate),
-        signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def until_stopped(measure: Callable[[], int]) -> int:
     """Call ``measure``. Return after a signal, too, so that the caller can show the results so far.
+
+    Both signals raise exceptions, so that processes and folders are cleaned up. By default, only
+    SIGINT raises. A process that a shell script started with ``&`` ignores even SIGINT.
 
     Returns:
         The result of ``measure``, or 130 or 143 after SIGINT or SIGTERM.
     """
+
+    def terminate(*_: object) -> None:
+        raise TerminatedError
+
     try:
-        with terminable():
+        with handling({signal.SIGTERM: terminate, signal.SIGINT: signal.default_int_handler}):
             return measure()
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -299,8 +284,8 @@ def until_stopped(measure: Callable[[], int]) -> int:
 def check_folders(lines: Path | None, picture: Path | None = None) -> None:
     """Check, before anything is measured, that the output files can be written.
 
-    Their folders must exist. If ``lines`` exists, lines are appended to it. If ``picture`` exists,
-    it must be a picture.
+    Their folders must exist. If the file ``lines`` exists, lines are appended to it. If the file
+    ``picture`` exists, it must be empty or an image (PNG, PDF or SVG).
 
     Raises:
         ConfigurationError: a file cannot be written. The error names the first such file.
@@ -308,7 +293,8 @@ def check_folders(lines: Path | None, picture: Path | None = None) -> None:
     for path in (lines, picture):
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigurationError(
-                f"{path}: there is no folder {path.absolute().parent}: make it, or choose another"
+                f"{path}: there is no folder {path.absolute().parent}: make it, or choose another "
+                "folder"
             )
     if lines is not None and os.path.lexists(lines):
         try:
@@ -321,7 +307,8 @@ def check_folders(lines: Path | None, picture: Path | None = None) -> None:
         with picture.open("rb") as file:
             if not file.read(8).startswith((b"\x89PNG", b"%PDF", b"<?xml")):
                 raise ConfigurationError(
-                    f"{picture} exists and is not a picture: choose another file, or remove it"
+                    f"{picture} exists and is not an image (PNG, PDF or SVG): choose another file, "
+                    "or remove this one"
                 )
 
 

@@ -3,23 +3,25 @@
     torchrl-dist bench ddp --json ddp.jsonl --plot ddp.png
 
 Measures one update of TorchRL's DQN on a batch of B rows of 64 floats, with a network of two hidden
-layers of width W. The update is made by one process, by one process with as many threads as there
-are ranks, by ranks with B / ranks rows each whose gradients ``DistributedLoss`` averages
-(``ours``), and by the same ranks with torch's DistributedDataParallel. All ranks are processes of
-this machine.
+layers of width W. All ranks are processes of this machine. The update is made in four ways:
+
+- ``one process``: by one process with one thread.
+- ``threads``: by one process with as many threads as there are ranks.
+- ``ours``: by ranks with B / ranks rows each. ``DistributedLoss`` averages their gradients.
+- ``torch ddp``: by such ranks with torch's DistributedDataParallel.
 
 The time of an update has four parts: ``forward`` (the loss), ``backward`` (including the copies of
 gradients to and from the buffer that is sent), ``averaging`` (the collective, including the wait
 for the slowest rank; in torch, it runs within ``backward``), and ``step`` (optimizer and target
-network). The last column says whether ranks pay, and if not, why. ``saved`` is the time that one
-process saves with B / ranks rows instead of B, which is the most that ranks can gain.
+network). The last column says whether several ranks pay off, and if not, why. ``saved`` is the time
+that one process saves with B / ranks rows instead of B, which is the most that ranks can gain.
 
 With ``--device cuda`` each rank has a GPU of this machine, and NCCL averages. Each part then waits
 for its GPU, so that the time is attributed to the right part.
 
 The start has three parts: ``import`` (of TorchRL, in as many concurrent processes as there are
-ranks), ``join`` (torch.distributed, until all ranks are there), and ``wrap`` (comparing losses and
-copying rank 0's parameters).
+ranks), ``join`` (of torch.distributed, until all ranks have joined), and ``wrap`` (comparing losses
+and copying rank 0's parameters).
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ PEERS = {"threads": THREADS, "ours": OURS, "torch": TORCH}
 PARTS = ("forward", "backward", "averaging", "step")
 _OBSERVATION, _ACTIONS = 64, 8
 _WARM_UP, _UPDATES_AT_ONCE = 3, 5
-_LITTLE = 0.1  # a saving below this fraction of an update cannot pay for anything
+_LITTLE = 0.1  # a saving below this fraction of an update cannot make up for any cost
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, and print tables. Blocks for minutes. After Ctrl-C, prints what was found and ends.
+    """Measure, and print tables. Blocks for minutes. After Ctrl-C, prints the results so far.
 
     Returns:
         0; 1 if a measurement failed; 130 or 143 after SIGINT or SIGTERM.
@@ -111,8 +113,8 @@ def run(options: argparse.Namespace) -> int:
     for batch, ranks in itertools.product(options.batches, options.ranks):
         if batch % ranks or ranks < 2:
             raise ConfigurationError(
-                f"--batches {batch} and --ranks {ranks}: expected 2 ranks or more, and batches "
-                "that can be divided among them equally"
+                f"--batches {batch} and --ranks {ranks}: expected at least 2 ranks, and batches "
+                "that can be divided equally among the ranks"
             )
     _check_device(options)
     command.check_folders(options.json, options.plot)
@@ -163,8 +165,8 @@ def _check_device(options: argparse.Namespace) -> None:
         return
     if gpus < max(options.ranks):
         raise ConfigurationError(
-            f"--device cuda and --ranks {max(options.ranks)}: found {gpus} GPUs, expected one GPU "
-            "per rank: choose fewer --ranks"
+            f"--device cuda and --ranks {max(options.ranks)}: found {gpus} GPU(s), expected one "
+            "per rank; choose smaller --ranks"
         )
     if "threads" in options.peers:
         command.say("threads are not measured, because they do not compute on a GPU")
@@ -173,8 +175,10 @@ def _check_device(options: argparse.Namespace) -> None:
 def _import_seconds(processes: int) -> float:
     """Return the time until ``processes`` concurrent new processes have imported what a rank
     needs."""
+    from torchrl_dist.bench.processes import import_path
+
     program = [sys.executable, "-c", "import torchrl.objectives, torchrl_dist.learn"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    environment = os.environ | import_path()
     start = time.monotonic()
     started = [subprocess.Popen(program, env=environment) for _ in range(processes)]
     try:
@@ -191,7 +195,7 @@ def _import_seconds(processes: int) -> float:
 
 
 def measure(cell: Cell, folder: str) -> Result:
-    """Measure ``cell`` with this process as rank 0, and with forks of it."""
+    """Measure ``cell`` with this process as rank 0, and with forks of it as the other ranks."""
     import torchrl.objectives  # noqa: F401 (once, before the forks)
 
     from torchrl_dist.bench.processes import ForkedWorker
@@ -233,7 +237,7 @@ def _learn(_: Any, cell: Cell, folder: str, rank: int) -> Result:
             world_size=cell.ranks,
             timeout=timedelta(seconds=cell.timeout_s),
         )
-    try:  # a rank that fails leaves, so that the others fail, too, instead of waiting
+    try:  # a rank that fails leaves the group, so that the others also fail instead of waiting
         ranks = Ranks(timeout_s=cell.timeout_s)
         wrapped = time.monotonic()
         update = _Update(cell, rank)
@@ -245,9 +249,9 @@ def _learn(_: Any, cell: Cell, folder: str, rank: int) -> Result:
             for _ in range(_UPDATES_AT_ONCE):
                 update()
         times, wrap_s = update.times, update.wrap_s
-        # DistributedDataParallel keeps the process group alive. If it held the last
-        # reference, the group's threads would be joined under the GIL, for which one of them may
-        # wait (torch 2.13).
+        # DistributedDataParallel keeps the process group alive. If it held the last reference, this
+        # thread would join the group's threads while it holds the GIL, but one of those threads may
+        # be waiting for the GIL (torch 2.13).
         del update
         gc.collect()
     finally:
@@ -386,7 +390,7 @@ def to_lines(found: Mapping[Cell, list[Result]]) -> list[dict[str, Any]]:
 
 
 def verdict(line: dict[str, Any], cpus: int) -> str:
-    """Return whether ranks pay in this line, and the main reason if they do not."""
+    """Return whether several ranks pay off in this line, and if not, the main reason."""
     if line["peer"] not in (OURS, TORCH) or line["speed_up"] is None or line["saved_ms"] is None:
         return ""
     if line["speed_up"] > 1.05:
@@ -399,7 +403,7 @@ def verdict(line: dict[str, Any], cpus: int) -> str:
     if line["peer"] == OURS and computing - part > max(averaging, saved / 2):
         return f"work of {part:.2f} ms takes {computing:.2f} ms while other ranks compute"
     if averaging > saved:
-        return f"averaging ({averaging:.2f} ms) costs more than is saved ({saved:.2f})"
+        return f"averaging ({averaging:.2f} ms) costs more than the {saved:.2f} ms that ranks save"
     if line["device"] == "cpu" and line["ranks"] > cpus:
         return f"{line['ranks']} ranks share {cpus} cores"
     return f"ranks add more time than the {saved:.2f} ms that they save"
@@ -426,7 +430,7 @@ def _print(lines: list[dict[str, Any]], imports: dict[int, float]) -> None:
     for _, of_ranks in sorted(by(ours, "ranks").items()):
         console.print(_summary(of_ranks))
     if imports:
-        told = ", ".join(f"{n} at once {s:.1f} s" for n, s in imports.items())
+        told = ", ".join(f"{s:.1f} s with {n} at once" for n, s in imports.items())
         console.print(f"import of TorchRL in new processes: {told}")
     if ours:
         join, wrap = medians(ours, "join_ms", "wrap_ms").values()
@@ -434,7 +438,7 @@ def _print(lines: list[dict[str, Any]], imports: dict[int, float]) -> None:
 
 
 def _summary(lines: list[dict[str, Any]]) -> str:
-    """Return, for each width, from which batch on ranks pay."""
+    """Return, for each width, the smallest batch for which several ranks pay off."""
     told = []
     for (width,), of_width in sorted(by(lines, "width").items()):
         pays = {line["batch"]: line["verdict"] == "pays" for line in of_width}
@@ -446,7 +450,7 @@ def _summary(lines: list[dict[str, Any]]) -> str:
         else:
             point = "at batch " + ", ".join(map(str, paying))
         told.append(f"width {width}: {point}")
-    return f"{lines[0]['ranks']} ranks pay with " + "; ".join(told)
+    return f"{lines[0]['ranks']} ranks pay off with " + "; ".join(told)
 
 
 def _plot(path: Path, lines: list[dict[str, Any]]) -> None:

@@ -1,31 +1,34 @@
-"""Does a buffer that is spread over workers sample like a single one?
+"""Does a buffer that is spread over workers sample like a single buffer?
 
     torchrl-dist bench law --json law.jsonl --plot law.png
 
-The same rows are in one buffer, and split over 4 shards. Each way of drawing batches of 256 is
-compared with the distribution of the single buffer. The measure is the total variation distance of
-how often each row was drawn: 0 means the same distribution, 1 that no row is drawn by both. The
-column ``single`` is the distance of the single buffer itself, which is due to chance alone.
+The same rows are stored twice: in one buffer, and split over 4 shards. Each way of drawing batches
+of 256 is compared with the distribution of the single buffer. The measure is the total variation
+distance between this distribution and the frequencies with which the rows were drawn. It is 0 if
+both are equal, and 1 if they have no row in common. The column ``single`` is the distance for draws
+from the single buffer itself, which is due to chance alone.
 
 Ways:
 
 - ``per worker``: each worker draws its part of the batch from its own buffer, and the parts are
   joined, as with DDP and a buffer per rank (pytorch/rl#1397). All workers get the same weight, no
   matter which priorities their rows have.
-- ``stale``: shards are chosen by old masses, which are 10 times the present ones in every second
-  shard, and the draw is not corrected.
-- ``sharded``: ours (``replay/law/shard_law.py``). It starts from the same old masses, and corrects
-  the draw.
+- ``stale``: shards are chosen by outdated masses (sums of priority^alpha), and the draw is not
+  corrected. In every second shard, the outdated mass is 10 times the present one.
+- ``sharded``: ours (``replay/law/shard_law.py``). It starts from the same outdated masses, and
+  corrects the draw.
 
 Cases:
 
 - ``alike``: every shard has the same priorities.
-- ``equal``: equally many rows, with priorities from one distribution.
-- ``unequal rows``: 1 : 2 : 3 : ... rows, with priorities from one distribution.
-- ``unequal priorities``: equally many rows, with priorities of 1 : 3 : 9 : ...
+- ``equal``: all shards have equally many rows. Their priorities are from one distribution.
+- ``unequal rows``: the shards' numbers of rows are in the ratio 1 : 2 : 3 : ... Their priorities
+  are from one distribution.
+- ``unequal priorities``: all shards have equally many rows. Their mean priorities are in the ratio
+  1 : 3 : 9 : ...
 
-Each case is measured with priorities (alpha 0.6) and uniformly (alpha 0). ``exact`` is the distance
-of ``per worker``, computed without drawing.
+Each case is measured with prioritized (alpha 0.6) and with uniform sampling (alpha 0). ``exact`` is
+the distance of ``per worker``, computed without drawing.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ from torchrl_dist.ui import show_table
 WAYS = ("single", "per worker", "stale", "sharded")
 CASES = ("alike", "equal", "unequal rows", "unequal priorities")
 ALPHAS = {"prioritized": 0.6, "uniform": 0.0}
-_OLD_MASS = 10.0  # times the present mass
+_OLD_MASS = 10.0  # the outdated mass, divided by the present one
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -127,7 +130,9 @@ def variation(one: np.ndarray, other: np.ndarray) -> float:
 
 
 class Drawer:
-    """The ways of drawing a batch of global row numbers, int64 [batch], from the same leaves."""
+    """The ways of drawing a batch of global row numbers, int64 [batch], from the same leaves
+    (priorities^alpha).
+    """
 
     def __init__(self, leaves: list[np.ndarray], random: np.random.Generator) -> None:
         self._random = random

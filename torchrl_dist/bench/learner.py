@@ -8,11 +8,12 @@ with one thread. Each round measures all peers of a recipe in turn, and the tabl
 - ``ours``: the update of the recipe.
 - ``plain``: the same arithmetic in plain PyTorch, as one would write it for one algorithm.
 - ``torchrl``: TorchRL's loss and target updater, as its own examples use them.
-- ``compiled``: ``plain`` with ``torch.compile``. It needs a C++ compiler, and minutes.
+- ``compiled``: ``plain`` with ``torch.compile``. This needs a C++ compiler and takes minutes.
 
 Updates: ``dqn`` and ``pixels`` (uint8 [4, 84, 84], the convolutions of Mnih et al. 2015) are
-double Q-learning with priorities. ``sac`` has two critics. One update of ``ppo`` is a whole batch:
-advantages, then epochs times minibatches of gradient steps. ``vtrace`` is IMPALA's update.
+double Q-learning with priorities. ``sac`` has two critics. One update of ``ppo`` learns from a
+whole batch: it computes advantages, and then takes epochs times minibatches gradient steps.
+``vtrace`` is IMPALA's update.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ConfigurationError: a folder is missing.
     """
+    from torchrl_dist.collect.loop.one_thread import torch_threads
+
     command.check_folders(options.json)
     lines: list[dict[str, Any]] = []
 
@@ -67,12 +70,8 @@ def run(options: argparse.Namespace) -> int:
             lines.extend(measure(recipe, options.rounds, options.seconds, options.compiled))
         return 0
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with torch_threads(1):
         status = command.until_stopped(measure_all)
-    finally:
-        torch.set_num_threads(threads)
     _print(lines)
     append_json(options.json, "learner", lines, seconds=options.seconds, rounds=options.rounds)
     return status
@@ -99,11 +98,10 @@ def measure(recipe: str, rounds: int, seconds: float, compiled: bool) -> list[di
 
 
 def _time_of(update: Update, seconds: float) -> float:
-    count, start = 0, time.perf_counter()
-    while (passed := time.perf_counter() - start) < seconds or not count:
-        update()
-        count += 1
-    return passed / count
+    from torchrl_dist.plan.measure import often
+
+    start, count = time.perf_counter(), often(update, seconds)
+    return (time.perf_counter() - start) / count
 
 
 def _print(lines: list[dict[str, Any]]) -> None:
@@ -131,13 +129,30 @@ def _descend(optimizer: torch.optim.Optimizer, loss: Tensor, norm: float | None 
     optimizer.step()
 
 
+def _compared(
+    ours: Update, torchrl: Update, plain: Callable[[bool], Update], compiled: bool
+) -> dict[str, Update]:
+    """Return the peers' updates. ``plain`` makes its update, compiled or not."""
+    updates = {"ours": ours, "plain": plain(False), "torchrl": torchrl}
+    return updates | ({COMPILED: plain(True)} if compiled else {})
+
+
+def _transitions(rows: int, observation: Callable[[], Tensor], **more: Tensor) -> TensorDict:
+    """Return random rows with the entries ``more``, such as the actions."""
+    after = {
+        "observation": observation(),
+        "reward": torch.randn(rows, 1),
+        "terminated": torch.rand(rows, 1) < 0.1,
+        "done": torch.zeros(rows, 1, dtype=torch.bool),
+    }
+    return TensorDict({"observation": observation(), **more, "next": after}, [rows])
+
+
 # ---- double Q-learning
 
 
 def _dqn(compiled: bool, pixels: bool = False) -> dict[str, Update]:
-    from torchrl.modules import QValueActor
-    from torchrl.objectives import DQNLoss, SoftUpdate
-
+    from torchrl_dist.bench import train_torchrl
     from torchrl_dist.recipes.apex import ApexConfig, dqn_learner
     from torchrl_dist.recipes.parts.environments import Images
     from torchrl_dist.recipes.parts.networks import QNetwork
@@ -151,20 +166,12 @@ def _dqn(compiled: bool, pixels: bool = False) -> dict[str, Update]:
             return torch.randint(0, 256, (rows, 4, 84, 84), dtype=torch.uint8)
         return torch.randn(rows, 4)
 
-    batch = TensorDict(
-        {
-            "observation": observation(),
-            "action": torch.randint(2, (rows,)),
-            "priority_weight": torch.rand(rows),
-            "steps_to_next_obs": torch.randint(1, 4, (rows, 1)),
-            "next": {
-                "observation": observation(),
-                "reward": torch.randn(rows, 1),
-                "terminated": torch.rand(rows, 1) < 0.1,
-                "done": torch.zeros(rows, 1, dtype=torch.bool),
-            },
-        },
-        [rows],
+    batch = _transitions(
+        rows,
+        observation,
+        action=torch.randint(2, (rows,)),
+        priority_weight=torch.rand(rows),
+        steps_to_next_obs=torch.randint(1, 4, (rows, 1)),
     )
     rate, norm, tau = config.learning_rate, config.max_grad_norm, config.target_tau
     ours = dqn_learner.DQNLearner(
@@ -206,16 +213,8 @@ def _dqn(compiled: bool, pixels: bool = False) -> dict[str, Update]:
         return update
 
     def torchrl() -> Update:
-        actor = QValueActor(
-            copy.deepcopy(network), in_keys=["observation"], action_space="categorical"
-        )
-        loss = DQNLoss(
-            actor, double_dqn=True, delay_value=True, loss_function="smooth_l1",
-            action_space="categorical",
-        )  # fmt: skip
-        loss.make_value_estimator(gamma=config.gamma)
+        loss, target = train_torchrl.double_dqn(copy.deepcopy(network), config)
         optimizer = torch.optim.Adam(loss.parameters(), lr=rate)
-        target = SoftUpdate(loss, tau=tau)
 
         def update() -> None:
             _descend(optimizer, loss(batch)["loss"], norm)
@@ -223,10 +222,7 @@ def _dqn(compiled: bool, pixels: bool = False) -> dict[str, Update]:
 
         return update
 
-    updates: dict[str, Update] = {
-        "ours": lambda: ours.update(batch), "plain": plain(False), "torchrl": torchrl(),
-    }  # fmt: skip
-    return updates | ({COMPILED: plain(True)} if compiled else {})
+    return _compared(lambda: ours.update(batch), torchrl(), plain, compiled)
 
 
 # ---- soft actor-critic
@@ -241,24 +237,13 @@ def _sac(compiled: bool) -> dict[str, Update]:
     from torchrl_dist.recipes.sac.loss import SACLoss
 
     config = SACConfig()
-    task = look_at(config.env, discrete=False)
+    task = look_at(config.env, continuous="bounded")
     spec = PolicySpec.of(task, config.policy_kind, config.hidden)
     network: Any = spec.network()
     critics: list[nn.Module] = [sac.ActionValue(task, config.hidden) for _ in range(2)]
     rows, entropy = config.batch_size, sac.target_entropy(task)
-    batch = TensorDict(
-        {
-            "observation": torch.randn(rows, task.observation_size),
-            "action": torch.rand(rows, len(task.action_low)) * 4 - 2,
-            "next": {
-                "observation": torch.randn(rows, task.observation_size),
-                "reward": torch.randn(rows, 1),
-                "terminated": torch.rand(rows, 1) < 0.1,
-                "done": torch.zeros(rows, 1, dtype=torch.bool),
-            },
-        },
-        [rows],
-    )
+    action = torch.rand(rows, len(task.action_low)) * 4 - 2
+    batch = _transitions(rows, lambda: torch.randn(rows, task.observation_size), action=action)
     policy, own = copy.deepcopy(network), copy.deepcopy(critics)
     loss = SACLoss(policy, own, gamma=config.gamma, target_entropy=entropy)
     nothing: Any = SimpleNamespace()
@@ -313,11 +298,7 @@ def _sac(compiled: bool) -> dict[str, Update]:
         return update
 
     theirs = train_torchrl.SAC(config, task, spec)
-    updates: dict[str, Update] = {
-        "ours": lambda: ours._update(batch), "plain": plain(False),
-        "torchrl": lambda: theirs.update(batch),
-    }  # fmt: skip
-    return updates | ({COMPILED: plain(True)} if compiled else {})
+    return _compared(lambda: ours._update(batch), lambda: theirs.update(batch), plain, compiled)
 
 
 # ---- policy gradients
@@ -354,7 +335,7 @@ def _policy_gradient(recipe: str, compiled: bool) -> dict[str, Update]:
     from torchrl_dist.recipes.training.loop import Start
 
     config: Any = DDPPOConfig(learners=1) if recipe == "ppo" else ImpalaConfig()
-    task = look_at(config.env, discrete=True)
+    task = look_at(config.env, continuous="none")
     spec = PolicySpec.of(task, config.policy_kind, config.hidden)
     network: Any = spec.network()
     critic = ValueNetwork(task.inputs, config.hidden)
@@ -371,7 +352,7 @@ def _policy_gradient(recipe: str, compiled: bool) -> dict[str, Update]:
         from torchrl_dist.learn import DistributedLoss
 
         loss: Any = DistributedLoss(PPOLoss(own, value, clip=config.clip, **coefs))
-        ours: Any = ddppo.DDPPO(config, own, value, loss, stub, cpu, Start())
+        ours: Any = ddppo.DDPPO(config, own, value, loss, stub, cpu, Start(), loss.ranks)
     else:
         loss = A2CLoss(own, value, **coefs)
         ours = impala.Impala(config, own, value, loss, stub, cpu, Start())
@@ -433,17 +414,16 @@ def _policy_gradient(recipe: str, compiled: bool) -> dict[str, Update]:
             for _ in range(config.epochs):
                 for rows in torch.randperm(len(flat[0])).tensor_split(config.minibatches):
                     total, divergence = chosen(*(x[rows] for x in flat))
-                    float(divergence)  # as the recipe, which may stop early
+                    float(divergence)  # the recipe also reads it, to stop early
                     _descend(optimizer, total, config.max_grad_norm)
 
         return update
 
     theirs = train_torchrl.LEARNERS[config.recipe](config, task, spec)
-    updates: dict[str, Update] = {
-        "ours": lambda: ours.learn(data.clone(False), 0), "plain": plain(False),
-        "torchrl": lambda: theirs.learn(data.clone(False), 0),
-    }  # fmt: skip
-    return updates | ({COMPILED: plain(True)} if compiled else {})
+    return _compared(
+        lambda: ours.learn(data.clone(False), 0), lambda: theirs.learn(data.clone(False), 0),
+        plain, compiled,
+    )  # fmt: skip
 
 
 RECIPES: dict[str, Callable[[bool], dict[str, Update]]] = {

@@ -1,14 +1,14 @@
-"""How soon does a sample that waits for the rate limiter return once the rows are there?
+"""A sample waits for the rate limiter. How soon does the sample return once the rows are there?
 
     torchrl-dist bench limiter --json limiter.jsonl
 
-One process samples 64 rows at a time, and the limiter allows each sample only after 64 new rows
-were written. While the sample waits, another process extends the buffer by 64 rows. Figures are the
+One process samples 64 rows at a time. The limiter allows each sample only after 64 new rows have
+been written. While the sample waits, another process extends the buffer by 64 rows. Figures are the
 times from the call of ``extend`` to the return of ``sample``, including drawing and copying the
 rows.
 
-- ``futex``: a bare wake-up of one process by another, as the limiter of one node uses it.
-- ``one node``: both processes use the directory that one of them keeps.
+- ``futex``: only the wake-up of one process by another, which the limiter of one node uses.
+- ``one node``: both processes access the same rows in shared memory.
 - ``by RPC``, ``by RPC, 3 shards``: other processes keep the rows. The sampling process polls them,
   with pauses that grow to 50 ms.
 
@@ -32,13 +32,13 @@ from torchrl_dist.bench.workloads import make_rows
 from torchrl_dist.ui import show_table
 
 CASES = {"futex": 0, "one node": 0, "by RPC": 1, "by RPC, 3 shards": 3}
-"""By case, the number of processes that keep the rows."""
+"""Number of other processes that keep the rows, by case."""
 _BATCH = 64
-_PAUSE_S = 0.12  # then the other process surely waits, even with the longest pause between polls
+_PAUSE_S = 0.12  # longer than any pause between polls, so that the other process certainly waits
 _READY_S, _IDLE_S = 1.0, 1.0
 
 Wakes = list[tuple[int, float]]
-"""When a wait ended, in ``time.monotonic_ns``, and the seconds of CPU since the previous one."""
+"""For each wait: when it ended, in ``time.monotonic_ns``, and the CPU seconds that it used."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -95,7 +95,7 @@ def _measure(job: Any, case: str, name: str, folder: Path, wakes: int) -> dict[s
     begun = _wake_often(wake, wakes)
     found = calls.result(limit_s)
     delays = [1e-3 * (ended - at) for (ended, _), at in zip(found, begun, strict=True)]
-    # without the first, which finds cold caches, and the last, which follows a long pause
+    # Leave out the first, which finds cold caches, and the last, which follows a long pause.
     ordered = sorted(delays[1:-1])
     return {
         "case": case,
@@ -107,7 +107,7 @@ def _measure(job: Any, case: str, name: str, folder: Path, wakes: int) -> dict[s
 
 
 def _wake_often(wake: Callable[[], Any], wakes: int) -> list[int]:
-    """Wake ``wakes + 2`` times, and return when each wake-up began, in ``time.monotonic_ns``.
+    """Wake ``wakes + 2`` times. Return the ``time.monotonic_ns()`` before each wake-up.
 
     Before the first wake-up, the reader gets time to start. The last one follows a longer pause.
     """

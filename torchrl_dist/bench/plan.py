@@ -2,15 +2,17 @@
 
     torchrl-dist bench plan
 
-First, the planner measures its costs. Then come three parts. ``grid``: settings that the planner
-has not seen, measured by ``bench collect`` (workers, steps of 0 to 100 ms, 1 to 256 steps per
-message), and rounds that wait for all workers with normal and heavy-tailed step times.
-``verdicts``: one process compared with the processes that the planner would start, for learners
-that need more or less time per frame. ``bounds``: jobs that the planner calls bound by the learner,
-the environment or the messages. Only this part is then made easier, to see whether the job gets
-faster.
+The planner measures the costs from which it predicts. The benchmark has three parts:
 
-Needs a quiet machine and about five minutes.
+- ``grid``: settings to which the planner was not fitted. Some are measured as in ``bench collect``,
+  with several numbers of workers, steps of 0 to 100 ms, and 1 to 256 steps per message. In the
+  others, the learner waits for all workers, whose step times are normal or heavy-tailed.
+- ``verdicts``: compares one process with the processes that the planner would start, for learners
+  that need more or less time per frame.
+- ``bounds``: jobs that, according to the planner, are bound by the learner, the environment or the
+  messages. Then only this part of the job is made easier, to see whether the job gets faster.
+
+The benchmark needs a quiet machine and takes about five minutes.
 """
 
 from __future__ import annotations
@@ -67,12 +69,12 @@ class Job:
 
 
 def grid() -> list[Job]:
-    """Return settings to which no constant was fitted."""
+    """Return settings to which no constant of the planner was fitted."""
     jobs = []
     for processes, steps, node in itertools.product((2, 8, 32), (1, 16, 256), (False, True)):
         layout = Layout(1, processes, 1, steps, node, 1, False)
         for step_s in (0.0, 0.001, 0.01, 0.1):
-            # otherwise a measurement would count no message, or only two
+            # With longer messages, a measurement would count two messages at most.
             if steps * step_s <= 0.3:
                 jobs.append(Job("sleep", step_s, layout))
     waiting = Layout(1, 8, 1, 8)
@@ -82,7 +84,8 @@ def grid() -> list[Job]:
 
 
 def verdicts() -> list[tuple[Job, list[Job]]]:
-    """Return one-process jobs, each with several layouts, of which the planner takes the best."""
+    """Return one-process jobs. Each comes with several distributed jobs, from which the planner
+    chooses the best."""
     cases = [
         ("sleep", 0.001, 1, 0.0), ("sleep", 0.01, 1, 0.0), ("sleep", 0.05, 1, 0.0),
         ("sleep", 0.01, 1, 0.02), ("sleep", 0.001, 1, 0.002), ("cartpole", 0.0, 1, 0.0),
@@ -102,9 +105,9 @@ def verdicts() -> list[tuple[Job, list[Job]]]:
 
 
 def bounds() -> list[tuple[str, Job, Job]]:
-    """Return, for each bound, its name, a job with it, and that job with the bound made easier.
+    """Return, for each bound, its name, a job with this bound, and an easier form of this job.
 
-    Each job has exactly one bound.
+    Each job has exactly one bound. The easier form differs only in the work that causes it.
     """
     base = Layout(1, 8, 1, 16, True, 1, False)
     single = Layout(1, 8, 1, 1, False, 1, False)
@@ -150,7 +153,7 @@ def predicted(job: Job, seconds: float) -> float:
     """Return the frames per second that the model predicts."""
     costs = _costs(job.env, job.step_s, seconds)
     costs = replace(costs, update_s=job.learn_s, updates_per_frame=1.0)
-    if job.durations is not None:  # the measured step always takes the same time
+    if job.durations is not None:  # each measured step took the same time
         spreads = {"normal": 0.1, "lognormal": 1.31, "slow": 1.42}
         costs = replace(costs, spread=spreads[job.durations])
     return predict(costs, job.layout, os.cpu_count() or 1).frames_per_s
@@ -173,14 +176,14 @@ def _in_rounds(job: Job, folder: str, seconds: float) -> float:
 
     layout = job.layout
     question = collect_learner.Question(
-        "deadlines", "ours", "sleep", layout.processes, layout.envs, job.step_s, layout.steps,
-        seconds, durations=str(job.durations),
+        "ours", "sleep", layout.processes, layout.envs, job.step_s, layout.steps, seconds,
+        _TIMEOUT_S, durations=str(job.durations),
     )  # fmt: skip
     return collect_learner.measure_alone(question, folder)["sps"]
 
 
 def _stepped(job: Job, folder: str, seconds: float) -> float:
-    """Return the frames per second that the learner took and computed on.
+    """Return the number of frames per second that the learner received and processed.
 
     Measures at least six rollouts of each process, no matter how many processes share a core.
     """
@@ -232,7 +235,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     command.describe(parser, __doc__, run)
     command.add_names(parser, "--checks", CHECKS)
     command.add_number(parser, "--seconds", float, 1.0, "per measurement")
-    command.add_number(parser, "--every", int, 1, "measure only each Nth setting")
+    command.add_number(parser, "--every", int, 1, "measure only every Nth setting")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append one line per setting")
 
 
@@ -269,7 +272,7 @@ Both = Callable[[Job], tuple[float, float]]
 
 
 def check_grid(both: Both, every: int = 1) -> str:
-    """Return the errors of all settings, in a sentence."""
+    """Return a sentence about the errors of all settings."""
     errors = [abs(guess / found - 1) for guess, found in map(both, grid()[::every])]
     near = sum(error <= 0.2 for error in errors) / len(errors)
     return (
@@ -293,7 +296,7 @@ def check_verdicts(both: Both, every: int, guess_of: Callable[[Job], float]) -> 
         command.say(f"    {'distribute' if chosen else 'do not distribute'}: "
             f"{'right' if chosen == winner else f'wrong, costs {regret:.0%}'}")  # fmt: skip
     return (
-        f"verdicts: {agree} of {len(cases)} as measured; a wrong one costs at most "
+        f"verdicts: {agree} of {len(cases)} as measured; a wrong verdict costs at most "
         f"{max(regrets):.0%}"
     )
 

@@ -1,8 +1,8 @@
-"""Fresh processes for measurements: started fast, ended for certain.
+"""Fresh processes for measurements, which start fast and always end.
 
-A fork server forks a clean child for each measurement. The child is the leader of a process group;
-it forks workers of its own. Whatever happens to the caller (Ctrl-C, a deadline, kill -9), the group
-ends: the server kills it, and each process asks the kernel to be killed when its parent dies.
+A fork server forks a clean child for each measurement. The child leads a process group, and forks
+its own workers. Whatever happens to the caller (Ctrl-C, a deadline, kill -9), the server kills the
+group. In addition, the kernel kills each process when its parent dies.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -23,6 +24,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torchrl_dist.errors import DeadlineError, PeerLostError, TorchRLDistError
+from torchrl_dist.recipes.training.config import RecipeConfig
+from torchrl_dist.recipes.training.options import as_yaml
 from torchrl_dist.runtime import forkserver
 from torchrl_dist.runtime.forkserver import ForkServer
 from torchrl_dist.runtime.signals import STOP_SIGNALS
@@ -32,7 +35,8 @@ _END_S = 5.0
 
 
 class MeasurementError(TorchRLDistError):
-    """A measurement failed in its process; the message ends with what the process printed last."""
+    """A measurement failed in its process. The message ends with the last lines that the process
+    printed."""
 
 
 class Launcher:
@@ -61,8 +65,7 @@ class Launcher:
             DeadlineError: the process took longer than ``timeout_s``, and was killed.
             PeerLostError: the fork server has died.
         """
-        variables = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        variables |= environment or {}
+        variables = {**import_path(), **(environment or {})}
         call = (function.__module__, function.__qualname__, pickle.dumps(args))
         children = self._server.start(_Measurement(call, folder, variables), range(1))
         try:
@@ -87,6 +90,25 @@ class Launcher:
         self._server.close()
 
 
+def import_path() -> dict[str, str]:
+    """Return the variable by which a new process finds the modules that this one finds."""
+    return {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def start_training(
+    config: RecipeConfig, folder: Path, *options: str, **more: Any
+) -> subprocess.Popen:
+    """Start ``torchrl-dist train`` with this configuration, which is written to a file in
+    ``folder``."""
+    settings = folder / "config.yaml"
+    settings.write_text(as_yaml(config))
+    command = [sys.executable, "-m", "torchrl_dist", "train", config.recipe]
+    return subprocess.Popen(
+        [*command, "--config", str(settings), *options],
+        stdout=subprocess.PIPE, text=True, env=os.environ | import_path(), **more,
+    )  # fmt: skip
+
+
 def _tail(path: Path, lines: int = 15) -> str:
     text = path.read_text(errors="replace") if path.exists() else ""
     return "\n".join(text.splitlines()[-lines:])
@@ -94,8 +116,8 @@ def _tail(path: Path, lines: int = 15) -> str:
 
 @dataclass(frozen=True)
 class _Measurement:
-    """The measurement in the child. Unlike other children of a fork server, this one dies of
-    signals, and starts new fork servers of its own, as a program does."""
+    """The measurement in the child. Unlike other children of a fork server, this one is ended by
+    signals, and starts its own fork servers, as a program does."""
 
     call: tuple[str, str, bytes]
     folder: Path
@@ -154,8 +176,8 @@ class Worker(Protocol):
     """Another process of a measurement."""
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Pending:
-        """Start ``function(peer, *args)`` in that process, with its own peer; one call at a
-        time."""
+        """Start ``function(peer, *args)`` in that process, with the peer of that process. Only one
+        call may run at a time."""
 
 
 class ForkedWorker:

@@ -2,30 +2,29 @@
 
     torchrl-dist bench published --rows zoo-dqn-cartpole --seeds 5 --json published.jsonl
 
-Each row trains with the environment and the frames of the source. Two figures of each run count:
+Each row trains with the source's environment and number of frames. Two figures of each run count:
 
 - training: mean return of the last 100 episodes of training, with their exploration;
 - final: mean return of greedy episodes of the last policy, not of the best one.
 
 A row is "reproduced" if the 95 % interval of the mean over our seeds (bootstrap) overlaps the
 source's, for the figure that the source gives. If the source gives no spread, its interval is its
-mean alone. With fewer than three
-seeds, no verdict is given.
+mean alone. With fewer than three seeds, no verdict is given.
 
-Each run is one line of the file --json. Runs that are in the file are not repeated, so the command
-continues where it was stopped; a run that was stopped begins anew. Tables and --plot show all lines
-of the file. With several --processes, a second table shows what distribution changed: every job has
-the same number of frames and environments. --processes counts the learners of ddppo, and the
-collectors of other recipes; 0 means a single process.
+Each run is one line of the --json file. Runs that are in the file are not repeated, so the command
+continues where it was stopped; a run that was stopped starts over. A run does not count if its
+row's settings have changed since. The table and --plot show all other runs of the file.
+
+With several --processes, each number has its own lines, which show what distribution changes. All
+jobs of a row have the same number of frames and, except with impala, of environments. --processes
+counts the learners of ddppo, and the collectors of other recipes; 0 means a single process.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -36,17 +35,18 @@ from typing import Any
 from torchrl_dist import own_files
 from torchrl_dist.bench import command
 from torchrl_dist.bench.published_rows import FIGURES, LEAST, ROWS, SOURCES, interval, verdict
-from torchrl_dist.bench.results import append_json, by
+from torchrl_dist.bench.results import append_json, by, grid
 from torchrl_dist.bench.train_plan import spread
 from torchrl_dist.errors import ConfigurationError, TorchRLDistError
 from torchrl_dist.recipes.catalog import RECIPES
 from torchrl_dist.recipes.parts.plots import draw_band, read_curve, save_figure
 from torchrl_dist.recipes.training.config import RecipeConfig
-from torchrl_dist.recipes.training.options import as_yaml
-from torchrl_dist.ui import show_table
+from torchrl_dist.ui import at_least, show_table
 
 _EVALUATIONS, _EPISODES = 20, 20
 """Evaluations per run, and greedy episodes of each."""
+
+_MOST = 1 << 28  # largest file of results, in bytes; its lines contain curves
 
 Line = Mapping[str, Any]
 
@@ -56,28 +56,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     command.describe(parser, __doc__, run)
     command.add_names(parser, "--rows", ROWS)
     command.add_number(parser, "--seeds", int, 5, "runs of each row")
-    command.add_list(
-        parser, "--processes", _count, "0", "processes that collect (or, for ddppo, learn)"
-    )
+    text = "processes that collect (or, for ddppo, learn)"
+    command.add_list(parser, "--processes", at_least(0), "0", text)
     command.add_figures(
         parser, timeout_s=7200.0, timed="a run", line_per="run", plot="training returns"
     )
 
 
-def _count(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number, at least 0")
-    return int(text)
-
-
 def run(options: argparse.Namespace) -> int:
-    """Train what is missing, and print the tables. Blocks for minutes to hours.
+    """Train what is missing, and print the table. Blocks for minutes to hours.
 
     Returns:
         0; 1 if a run failed; 130 or 143 after SIGINT or SIGTERM.
 
     Raises:
-        ConfigurationError: an output file cannot be written, or holds something else.
+        ConfigurationError: an output file cannot be written, or has other contents.
     """
     command.check_folders(options.json, options.plot)
     lines = read_lines(options.json)
@@ -92,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
         return 1 if failed else 0
 
     def train_one(name: str, seed: int, processes: int) -> set[str]:
-        label = f"{name}, seed {seed}, {processes} processes"
+        label = f"{name}, seed {seed}, {_layout(name, processes)}"
         try:
             line = measure(name, seed, processes, options.timeout_s)
         except TorchRLDistError as error:
@@ -115,10 +108,10 @@ def read_lines(path: Path | None) -> list[Line]:
     """Return the complete lines of earlier calls.
 
     Raises:
-        ConfigurationError: a line is not of this command."""
+        ConfigurationError: this command did not write the file."""
     if path is None or not path.is_file():
         return []
-    text = own_files.read_plain(path)
+    text = own_files.read_plain(path, _MOST)
     if text and not text.endswith("\n"):  # a killed process wrote only a part
         raise ConfigurationError(
             f"{path}: the last line is incomplete; remove it, and run the command again"
@@ -126,15 +119,34 @@ def read_lines(path: Path | None) -> list[Line]:
     try:
         lines = [json.loads(line) for line in text.splitlines()]
         if all(line["bench"] == "published" for line in lines):
-            return [line for line in lines if line["row"] in ROWS]
+            known = [line for line in lines if line["row"] in ROWS]
+            fit = [line for line in known if line["settings"] == _settings(line["row"])]
+            if len(fit) < len(known):
+                command.say(
+                    f"{path}: {len(known) - len(fit)} runs do not count, because the settings of "
+                    "their rows have changed"
+                )
+            return fit
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigurationError(f"{path}: a line is not of this command: {error!r}") from error
+        raise ConfigurationError(
+            f"{path} has a line that this command did not write ({error!r}); choose another file"
+        ) from error
     raise ConfigurationError(f"{path} holds results of another benchmark; choose another file")
+
+
+def _settings(name: str) -> Any:
+    return json.loads(json.dumps(ROWS[name].settings))  # tuples become lists
 
 
 def _is_done(lines: Sequence[Line], name: str, seed: int, processes: int) -> bool:
     wanted = (name, seed, processes)
     return any((line["row"], line["seed"], line["processes"]) == wanted for line in lines)
+
+
+def _layout(name: str, processes: int) -> str:
+    if not processes:
+        return "one process"
+    return f"{processes} {'learner' if ROWS[name].recipe == 'ddppo' else 'collector'}(s)"
 
 
 def config_of(name: str, seed: int, processes: int) -> RecipeConfig:
@@ -156,16 +168,11 @@ def measure(name: str, seed: int, processes: int, timeout_s: float) -> dict[str,
     Raises:
         TorchRLDistError: the run failed, or took longer than ``timeout_s``.
     """
+    from torchrl_dist.bench.processes import start_training
+
     with command.folder_in(Path(tempfile.gettempdir())) as folder:
         config = replace(config_of(name, seed, processes), output_dir=str(folder / "run"))
-        (folder / "config.yaml").write_text(as_yaml(config))
-        arguments = [config.recipe, "--config", str(folder / "config.yaml"), "--json"]
-        path = os.pathsep.join(each for each in sys.path if each)
-        with subprocess.Popen(
-            [sys.executable, "-m", "torchrl_dist", "train", *arguments],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": path},
-        ) as process:  # fmt: skip
+        with start_training(config, folder, "--json", stderr=subprocess.PIPE) as process:
             try:
                 said, errors = process.communicate(timeout=timeout_s)
             except subprocess.TimeoutExpired as error:
@@ -173,14 +180,14 @@ def measure(name: str, seed: int, processes: int, timeout_s: float) -> dict[str,
             finally:
                 process.kill()
         if process.returncode != 0 or not said:
-            last = (errors.strip().splitlines() or ["it said nothing"])[-1]
+            last = (errors.strip().splitlines() or ["it printed nothing"])[-1]
             raise TorchRLDistError(f"exit code {process.returncode}: {last}")
         result = json.loads(said.splitlines()[-1])
         curve = read_curve(folder / "run/csv/scalars/train/return.csv")
     if result["stopped_by"] is not None or result["training_return"] is None:
         raise TorchRLDistError(f"the run was stopped early ({result['stopped_by']})")
     return {
-        "row": name, "seed": seed, "processes": processes,
+        "row": name, "seed": seed, "processes": processes, "settings": _settings(name),
         "training": result["training_return"], "final": result["last_return"],
         "best": result["mean_return"], "frames": result["frames"], "seconds": result["seconds"],
         "curve": curve,
@@ -191,7 +198,7 @@ def measure(name: str, seed: int, processes: int, timeout_s: float) -> dict[str,
 
 
 def show(lines: Sequence[Line]) -> None:
-    """Print how each row compares with its source, and what distribution changed."""
+    """Print how each row compares with its source, for each number of processes."""
     groups = by(lines, "row", "processes")
     table = []
     for (name, processes), runs in groups.items():
@@ -220,19 +227,16 @@ def show(lines: Sequence[Line]) -> None:
 
 def plot(path: Path, lines: Sequence[Line]) -> None:
     """Plot the training returns of each row over frames: mean and range over seeds."""
-    from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
     names = list(dict.fromkeys(line["row"] for line in lines))
-    columns = min(3, len(names))
-    figure = Figure(figsize=(4 * columns, 3 * -(-len(names) // columns)), layout="constrained")
-    axes = figure.subplots(-(-len(names) // columns), columns, squeeze=False).flat
-    for axis, name in zip(axes, names, strict=False):
+    figure = grid(len(names), most=3, height=3)
+    for axis, name in zip(figure.axes, names, strict=True):
         row = ROWS[name]
         for (_, processes), runs in by(lines, "row", "processes").items():
             curves = [run["curve"] for run in runs if run["curve"]]
             if runs[0]["row"] == name and curves:
-                draw_band(axis, curves, f"{processes} processes")
+                draw_band(axis, curves, _layout(name, processes))
         axis.axhspan(*row.interval, color="black", alpha=0.15)
         axis.axhline(row.mean, color="black", linewidth=0.8, linestyle=":")
         axis.set_title(name, fontsize=9)
@@ -240,7 +244,5 @@ def plot(path: Path, lines: Sequence[Line]) -> None:
         axis.tick_params(labelsize=7)
         if axis.lines[1:]:
             axis.legend(fontsize=6)
-    for axis in figure.axes[len(names) :]:
-        axis.set_visible(False)
     figure.suptitle("training return over frames, mean and range of seeds; dotted: published")
     save_figure(figure, path)

@@ -1,4 +1,4 @@
-"""Results that others published, and the jobs that repeat them. Pure: imports no torch."""
+"""Results that others published, and the jobs that repeat them. Does not import torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 LEAST = 3
-"""With fewer seeds, nothing is said about a row, because the interval would mean nothing."""
+"""With fewer seeds, a row gets no verdict, because its interval would be meaningless."""
 
 FIGURES = {
     "training": "mean return of the last 100 episodes of training",
@@ -21,7 +21,7 @@ class Source:
     """A published table.
 
     Attributes:
-        figure: a key of :data:`FIGURES`, the one of ours that is measured like theirs.
+        figure: a key of :data:`FIGURES`: the figure of ours that is measured like the source's.
         runs: number of runs in each mean.
     """
 
@@ -64,7 +64,7 @@ class Published:
         mean, spread: as published. The spread is a standard deviation; None: not published.
         settings: options of the recipe that differ from its defaults.
         differs: how the job differs from the source's, in words.
-        episodes: number of episodes of one run that the spread is over; 0: it is over runs.
+        episodes: if the spread is over the episodes of one run, their number; 0: it is over runs.
     """
 
     source: str
@@ -81,7 +81,8 @@ class Published:
     def interval(self) -> tuple[float, float]:
         """The 95 % interval of the source's mean; without a spread, only the mean.
 
-        A spread over episodes says nothing about other seeds, so this interval is too narrow."""
+        With a spread over episodes, the interval is too narrow, because such a spread leaves out
+        the differences between seeds."""
         half = 1.96 * (self.spread or 0.0) / math.sqrt(self.episodes or SOURCES[self.source].runs)
         return self.mean - half, self.mean + half
 
@@ -92,10 +93,23 @@ _SLM_DQN: dict[str, Any] = dict(
     frames_per_batch=128, updates_per_batch=32, envs_per_collector=4, epsilon=0.1,
     learning_starts=1_000,
 )  # fmt: skip
-_SLM_LUNAR: dict[str, Any] = dict(
-    envs_per_collector=8, frames_per_batch=2048, minibatches=32, learning_rate=3e-4, gamma=0.999,
-    gae_lambda=0.98,
+_SLM_PPO: dict[str, Any] = dict(learners=1, frames_per_batch=1024, anneal=False)
+_SLM_CARTPOLE = _SLM_PPO | dict(
+    minibatches=8, epochs=15, learning_rate=6e-4, gamma=0.9769, gae_lambda=0.9112, clip=0.1312,
+    entropy_coef=0.0074, critic_coef=0.6049,
 )  # fmt: skip
+_SLM_ACROBOT = _SLM_PPO | dict(minibatches=16, epochs=10, learning_rate=3e-4)
+_SLM_LUNAR = _SLM_PPO | dict(
+    envs_per_collector=8, frames_per_batch=4096, minibatches=16, epochs=15, learning_rate=5.65e-4,
+    gamma=0.9914, gae_lambda=0.9527, clip=0.22, entropy_coef=1e-5, critic_coef=1.1395,
+    max_grad_norm=1.0, hidden=(128, 128), normalize_observations=True, normalize_rewards=True,
+)  # fmt: skip
+_ONE_RATE = "the critic learns at the policy's rate"
+_SLM_SAC: dict[str, Any] = dict(
+    hidden=(256, 256), batch_size=256, learning_rate=3e-4, updates_per_frame=0.25,
+    learning_starts=1_000, frames_per_batch=64,
+)  # fmt: skip
+_HALF = "the temperature aims at half of the largest entropy"
 _ZOO_TARGETS = "double DQN; soft target updates and one constant epsilon per environment"
 _ZOO_DQN: dict[str, Any] = dict(
     hidden=(256, 256), batch_size=128, learning_rate=6.3e-4, learning_rate_end=6.3e-4, n_steps=1,
@@ -104,7 +118,8 @@ _ZOO_DQN: dict[str, Any] = dict(
 )  # fmt: skip
 _ZOO_CARTPOLE = _ZOO_DQN | dict(
     batch_size=64, learning_rate=2.3e-3, learning_rate_end=2.3e-3, frames_per_batch=256,
-    updates_per_batch=128, learning_starts=1_000, capacity=100_000, target_tau=0.05,
+    updates_per_batch=128, learning_starts=1_000, capacity=100_000, target_tau=0.005,
+    epsilon=0.1, epsilon_alpha=0.0,
 )  # fmt: skip
 # CleanRL halves squared errors, so its vf_coef is twice our critic_coef.
 _CLEANRL: dict[str, Any] = dict(
@@ -122,12 +137,21 @@ ROWS: dict[str, Published] = {
     "slm-dqn-cartpole": Published("slm", "apex", _CARTPOLE, 200_000, 451.5, None, _SLM_DQN, _DQN),
     "slm-dqn-acrobot": Published("slm", "apex", _ACROBOT, 300_000, -83.9, None, _SLM_DQN, _DQN),
     "slm-dqn-lunar": Published("slm", "apex", _LUNAR, 300_000, 265.9, None, _SLM_DQN, _DQN),
-    "slm-ppo-cartpole": Published("slm", "ddppo", _CARTPOLE, 200_000, 498.9, None, {}, _OWN),
-    "slm-ppo-acrobot": Published("slm", "ddppo", _ACROBOT, 300_000, -81.3, None, {}, _OWN),
+    "slm-ppo-cartpole": Published(
+        "slm", "ddppo", _CARTPOLE, 200_000, 498.9, None, _SLM_CARTPOLE, _ONE_RATE
+    ),
+    "slm-ppo-acrobot": Published(
+        "slm", "ddppo", _ACROBOT, 300_000, -81.3, None, _SLM_ACROBOT, _ONE_RATE
+    ),
     "slm-ppo-lunar": Published(
         "slm", "ddppo", _LUNAR, 300_000, 183.3, None, _SLM_LUNAR,
-        _OWN,
+        f"{_ONE_RATE}, and observations and rewards are normalized instead; the clip range is 0.22 "
+        "instead of falling from 0.236 to 0.2",
     ),
+    "slm-sac-cartpole": Published(
+        "slm", "sac", _CARTPOLE, 200_000, 406.1, None, _SLM_SAC, _HALF
+    ),
+    "slm-sac-acrobot": Published("slm", "sac", _ACROBOT, 300_000, -92.6, None, _SLM_SAC, _HALF),
     "slm-sac-pendulum": Published("slm", "sac", "Pendulum-v1", 300_000, -151.0, None, {}, _OWN),
     "zoo-dqn-cartpole": Published(
         "zoo", "apex", _CARTPOLE, 50_000, 500.0, 0.0, _ZOO_CARTPOLE, _ZOO_TARGETS, 300
@@ -163,7 +187,7 @@ ROWS: dict[str, Published] = {
     **{
         f"cleanrl-ppo-{name.lower()}": Published(
             "cleanrl", "ddppo", f"{name}-v4", 1_000_000, mean, spread, _CLEANRL,
-            "time limits bootstrap; advantages and observations are normalized by batch",
+            "values bootstrap at time limits; advantages and observations are normalized per batch",
         )
         for name, mean, spread in (
             ("HalfCheetah", 1442.6, 46.0), ("Hopper", 2382.9, 271.7), ("Walker2d", 2287.9, 571.8),
@@ -175,10 +199,10 @@ ROWS: dict[str, Published] = {
 
 
 def interval(values: Sequence[float], draws: int = 10_000) -> tuple[float, float]:
-    """Return the 95 % interval of the mean of ``values``, by the bootstrap's percentiles.
+    """Return the 95 % interval of the mean of ``values``, by the percentile bootstrap.
 
-    (Efron and Tibshirani 1993, An Introduction to the Bootstrap, section 13.3.) A single value
-    gives an interval of that value.
+    See Efron and Tibshirani 1993, An Introduction to the Bootstrap, section 13.3. With a single
+    value, both bounds are this value.
     """
     import numpy as np
 

@@ -3,16 +3,17 @@
     torchrl-dist bench remote --json remote.jsonl --plot remote.png
 
 The buffer has 1,000,000 rows of 45 B. Learners sample batches of 256 (alpha 0.6) and send new
-priorities back. Each measurement runs in new processes with one torch thread each, all on this
-machine but without the shortcut through its memory. Rounds go over all cases in turn, and the table
-shows medians.
+priorities back. Each measurement runs in new processes with one torch thread each. All of them run
+on this machine, but do not use the shortcut through its memory. Each round measures all cases in
+turn, and the table shows medians.
 
-- ``ours``: one host, two batches drawn ahead, which is the default. ``ours-4`` and ``ours-8``: at
-  least 4 or 8 batches per call.
+- ``ours``: one host, from which two batches are drawn ahead (the default). ``ours-4`` and
+  ``ours-8`` get at least 4 and 8 batches per call.
 - ``torchrl-rpc``: TorchRL's RemoteTensorDictReplayBuffer. ``ray``: its RayReplayBuffer.
 - ``shards``: ours over 1, 2, 4 and 8 hosts, with one learner that asks all of them for each batch.
-  ``cost`` is the time of an empty call, and ``bound`` is ``t(1) + (shards - 1) * cost``. The line
-  ``32 nodes`` extrapolates the measured times linearly.
+  ``bound`` is ``t(1) + (shards - 1) * cost``, where ``t(1)`` is the time of a batch with one host,
+  and ``cost`` the time of an empty call. The line ``32 nodes`` extrapolates the measured times
+  linearly.
 
 ``messages`` and ``KiB`` are calls and payload per batch, in both directions together.
 """
@@ -155,8 +156,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """``rate`` is batches/s of all learners. Milliseconds of one learner, and messages and bytes,
-    are per batch. Figures that the peer does not count or that cannot be measured are None."""
+    """``rate`` is batches/s of all learners. ``batch_ms`` is one learner's time per batch. Messages
+    and bytes are per batch, too. Figures that the peer does not count or that cannot be measured
+    are None."""
 
     rate: float
     batch_ms: float
@@ -166,7 +168,9 @@ class Result:
 
 
 def measure(case: Case, folder: str) -> Result:
-    """Measure one case, in a new process. Blocks for the filling and about ``seconds``."""
+    """Measure one case in this process. Blocks while it fills the buffer, and then for about
+    ``seconds``.
+    """
     import torch
 
     torch.set_num_threads(1)
@@ -202,8 +206,9 @@ def measure(case: Case, folder: str) -> Result:
 
 @dataclass(frozen=True)
 class Learned:
-    """What a learner counted: ``tally`` in its window, and the rest over all ``steps`` since its
-    start."""
+    """The counts of one learner. ``tally`` covers only the learner's measurement window. The other
+    figures cover all ``steps`` since its start.
+    """
 
     tally: Tally
     steps: int
@@ -250,7 +255,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, and print tables. Blocks for minutes. After Ctrl-C, prints what was found and ends.
+    """Measure, and print tables. Blocks for minutes. After Ctrl-C, prints the results so far.
 
     Returns:
         0; 1 if a measurement failed; 130 or 143 after SIGINT or SIGTERM.
@@ -296,7 +301,7 @@ def plan(options: argparse.Namespace) -> list[Case]:
 
 
 def shard_bound_ms(one: Mapping[str, Any], shards: int) -> float:
-    """Return ``t(1) + (shards - 1) * cost`` of one message, in milliseconds per batch."""
+    """Return ``t(1) + (shards - 1) * cost`` in milliseconds per batch, as defined above."""
     return one["batch_ms"] + (shards - 1) * one["empty_call_ms"]
 
 

@@ -12,17 +12,18 @@ Operations:
 - ``write``: rows/s that 1 and 4 processes write, in batches of 64 and 512.
 - ``sample``, ``sample+update``: batches/s of a learner, without writers.
 - ``mixed``: 2 writers (batches of 64), and a learner that samples and updates priorities.
-- ``sequences``: windows/s of a learner that samples uniformly, each of 80 rows and 40 of burn-in,
-  in batches of 32. For L, our buffers store each frame once, and TorchRL's buffer in every row.
+- ``sequences``: windows/s of a learner that samples batches of 32 windows uniformly. Each window
+  has 80 rows, after 40 rows of burn-in. For L, our buffers store each frame once. TorchRL's buffer
+  stores a frame again in each row that contains it.
 - ``patch``: rows/s that a learner changes by ``update_if_present``, in batches of 256.
-- ``lock``: how long a reader waits for our lock while a writer runs a tight loop (``lock-wait``).
-  For ``lock-wait-busy``, the writer's process also runs a busy Python thread.
+- ``lock``: how long a reader waits for our lock while a writer writes in a tight loop
+  (``lock-wait``). For ``lock-wait-busy``, the writer's process also runs a busy Python thread.
 - ``cursor``: how long it takes to reserve the slots of an ``extend`` (pytorch/rl#1397) in shared
-  memory, by a TCPStore's fetch-add, or by RPC. For comparison, also our lock, and a bare record
-  lock.
+  memory, by a TCPStore's fetch-add, or by RPC. For comparison, our lock and a bare record lock are
+  measured, too.
 
-The peer ``floor`` only copies between tensors, without lock, tree or TensorDict. The time that
-other peers take beyond that is the cost of a buffer.
+The peer ``floor`` only copies between tensors, without lock, tree or TensorDict. The additional
+time that other peers take is the cost of a buffer.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ def run(options: argparse.Namespace) -> int:
     least = 2 * max(SAMPLE_BATCH, *options.batches) * max(_MIXED_WRITERS, *options.writers)
     if options.capacity is not None and options.capacity < least:
         raise ConfigurationError(
-            f"--capacity: got {options.capacity}, expected at least {least} rows: two "
-            "batches per writer"
+            f"--capacity: got {options.capacity}, expected at least {least} rows (two batches per "
+            "writer)"
         )
     peers = command.available(options.peers, lambda name: PEERS[name].missing())
     found: dict[Cell, list[list[Result]]] = {}
@@ -126,7 +127,7 @@ def plan(options: argparse.Namespace, peers: list[str]) -> list[list[Cell]]:
 
 
 def _can(peer: str, cell: Cell) -> bool:
-    if cell.op in ("lock", "cursor"):  # these ops concern only our parts; kind S is enough
+    if cell.op in ("lock", "cursor"):  # these measure our own lock and cursor; kind S is enough
         return peer in ("ours-numpy", "ours-c") and cell.kind == "S"
     if cell.op in ("sequences", "patch"):
         return cell.op in PEERS[peer].extra_ops

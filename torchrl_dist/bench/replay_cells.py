@@ -12,7 +12,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,10 @@ from torchrl_dist.bench.replay_peers import PEERS, SAMPLE_BATCH, WINDOWS, Peer
 from torchrl_dist.bench.workloads import KINDS, make_rows
 
 _PREPARED_BATCHES = 4
-_LEAD_S = 0.5  # from starting the loops to counting, so that all loops are running by then
+_LEAD_S = 0.5  # between starting the loops and starting to count, so that all loops are running
 _LATE_S = 0.5
 _WARM_S = 2.0
-_WARM_LAPS = 8  # draws per row: with replacement, this leaves one row in 3,000 undrawn
+_WARM_LAPS = 8  # draws per row; drawing with replacement then misses one row in 3,000
 _PRIORITIES = 16
 _PAUSE_S = 2e-4  # between two attempts of the reader to acquire the lock
 
@@ -48,7 +48,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Result:
-    """Figures of one operation. ``rate`` is in ``unit``. Percentiles are of the times of calls."""
+    """Figures of one operation. ``rate`` is in ``unit``. Percentiles are of calls' durations."""
 
     op: str
     batch: int
@@ -101,7 +101,7 @@ def fill(peer: Peer, kind: str, rows: int, capacity: int, batch: int, seed: int)
     for done in range(0, capacity, size):
         if done >= rows and time.monotonic() - begin > _WARM_S:
             break
-        if peer.op == "sequences":  # whose frames must differ, because equal ones are stored once
+        if peer.op == "sequences":  # frames must differ, because equal frames are stored once
             several = peer.prepare(make_rows(kind, size, seed + done))
         peer.extend(several)
     first = seed * _PREPARED_BATCHES
@@ -115,7 +115,7 @@ def fill(peer: Peer, kind: str, rows: int, capacity: int, batch: int, seed: int)
 
 @dataclass(frozen=True)
 class Tally:
-    """What one loop counted during its window."""
+    """The counts of one loop during its window."""
 
     calls: int
     seconds: float
@@ -139,7 +139,7 @@ class Window:
         """Call ``call`` until the window closes, and time the calls in the window, at least one.
 
         Raises:
-            MeasurementError: counting began too late, when half of the window or more was over.
+            MeasurementError: counting began too late, when half of the window was already over.
         """
         import numpy as np
 
@@ -252,16 +252,15 @@ def _percentiles(durations_s: Any) -> dict[str, float]:
     return {"p50_ms": float(p50), "p99_ms": float(p99)}
 
 
+def _called(tally: Tally, op: str, batch: int, unit: str, per_call: int = 1) -> Result:
+    """Return the figures of the learner's calls, each of which counts ``per_call`` times."""
+    rate = per_call * tally.calls / tally.seconds
+    return Result(op, batch, 1, rate, unit, **_percentiles(tally.durations_s))
+
+
 def _learned(tally: Tally, op: str) -> Result:
-    return Result(
-        op=op,
-        batch=SAMPLE_BATCH,
-        processes=1,
-        rate=tally.calls / tally.seconds,
-        unit="batches/s",
-        **_percentiles(tally.durations_s),
-        page_faults_per_call=tally.page_faults / tally.calls,
-    )
+    faults = tally.page_faults / tally.calls
+    return replace(_called(tally, op, SAMPLE_BATCH, "batches/s"), page_faults_per_call=faults)
 
 
 def _sample(peer: Peer, cell: Cell) -> list[Result]:
@@ -284,21 +283,17 @@ def _mixed(peer: Peer, cell: Cell) -> list[Result]:
 def _sequences(peer: Peer, cell: Cell) -> list[Result]:
     _warm_learner(peer, cell)
     tally = learn(peer, Window.soon(cell.seconds), update=False)
-    rate = tally.calls * WINDOWS / tally.seconds
-    times = _percentiles(tally.durations_s)
-    return [Result(cell.op, WINDOWS, 1, rate, "windows/s", **times)]
+    return [_called(tally, cell.op, WINDOWS, "windows/s", WINDOWS)]
 
 
 def _patch(peer: Peer, cell: Cell) -> list[Result]:
-    """Patch the rows of batches that were sampled before, in turn."""
+    """Patch the rows of batches that were sampled in advance, one batch per call."""
     import torch
 
     actions = torch.zeros(SAMPLE_BATCH, dtype=torch.int64)
     batches = itertools.cycle([peer.sample() for _ in range(_PRIORITIES)])
     tally = Window.soon(cell.seconds).count(lambda: peer.patch(next(batches), actions))
-    rate = tally.calls * SAMPLE_BATCH / tally.seconds
-    times = _percentiles(tally.durations_s)
-    return [Result(cell.op, SAMPLE_BATCH, 1, rate, "rows/s", **times)]
+    return [_called(tally, cell.op, SAMPLE_BATCH, "rows/s", SAMPLE_BATCH)]
 
 
 def _lock(peer: Peer, cell: Cell) -> list[Result]:
@@ -343,7 +338,7 @@ _OPERATIONS: dict[str, Callable[[Peer, Cell], list[Result]]] = {
 
 
 def _cursors(cell: Cell, folder: str) -> list[Result]:
-    """Time a reservation of slots in shared memory, by fetch-add over TCP, and by RPC."""
+    """Time the reservation of slots: in shared memory, by fetch-add over TCP, and by RPC."""
     from torchrl_dist.replay.node.cursor import SharedCursor
 
     peer: Any = PEERS[cell.peer](cell.kind, cell.capacity, folder)

@@ -21,7 +21,7 @@ from torchrl_dist.bench.workloads import make_rows
 
 ALPHA, BETA = 0.6, 0.4
 SAMPLE_BATCH = 256
-WINDOWS, WINDOW, BURN_IN = 32, 80, 40  # windows per batch, and their rows without the burn-in
+WINDOWS, WINDOW, BURN_IN = 32, 80, 40  # windows per batch, rows of each without burn-in
 _CALL_S = 60.0
 _QUEUED_CALLS = 16
 
@@ -35,7 +35,7 @@ class Peer:
         capacity: maximum number of rows.
         folder: an empty folder in memory, which is removed after the measurement.
         op: the operation to measure; ``"sequences"`` needs a buffer that samples windows, and
-            ``"patch"`` one that knows the generations of its rows.
+            ``"patch"`` one that tracks the generations of its rows.
     """
 
     name: ClassVar[str]
@@ -49,7 +49,7 @@ class Peer:
     needs_trees: ClassVar[bool] = False
     """Whether the peer needs TorchRL's compiled segment trees."""
     extra_ops: ClassVar[tuple[str, ...]] = ()
-    """Which of ``"sequences"`` and ``"patch"`` the peer can do."""
+    """Which of ``"sequences"`` and ``"patch"`` the peer supports."""
 
     kind: str
     capacity: int
@@ -130,7 +130,7 @@ class TorchRLBuffer(Peer):
 
 
 class Ours(TorchRLBuffer):
-    """Our shared buffer, without the C kernel. Each process opens it and inherits no handle."""
+    """Our shared buffer, without the C kernel. Each process opens the buffer itself."""
 
     name = "ours-numpy"
     environment: ClassVar[Mapping[str, str]] = {"TORCHRL_DIST_KERNEL": "numpy"}
@@ -241,7 +241,7 @@ class TorchRL(TorchRLBuffer):
 
 
 class TorchRLUniform(TorchRLBuffer):
-    """TensorDictReplayBuffer in the learner's process, which samples uniformly."""
+    """A TensorDictReplayBuffer that samples uniformly, in the learner's process."""
 
     name = "torchrl-uniform"
     in_one_process = True

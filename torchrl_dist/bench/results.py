@@ -67,26 +67,31 @@ def append_json(
         file.writelines(json.dumps({"bench": bench, **line, **more}) + "\n" for line in lines)
 
 
+def grid(count: int, *, most: int, height: float) -> Any:
+    """Return a figure with ``count`` panels, ``height`` inches high and up to ``most`` in a row."""
+    from matplotlib.figure import Figure
+
+    columns = min(most, count)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(4 * columns, height * rows), layout="constrained")
+    for place in range(count):
+        figure.add_subplot(rows, columns, place + 1)
+    return figure
+
+
 def plot_bars(
     path: Path, title: str, panels: Sequence[tuple[str, str, Mapping[str, float]]]
 ) -> None:
     """Plot bars as a PNG. Each panel has a title, a unit, and figures by peer."""
-    from matplotlib.figure import Figure
-
     if not panels:
         return
-    columns = min(4, len(panels))
-    rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(4 * columns, 2.5 * rows), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False).flat
-    for axis, (name, unit, bars) in zip(axes, panels, strict=False):
+    figure = grid(len(panels), most=4, height=2.5)
+    for axis, (name, unit, bars) in zip(figure.axes, panels, strict=True):
         colors = ["tab:blue" if peer.startswith("ours") else "tab:gray" for peer in bars]
         axis.barh(list(bars), list(bars.values()), color=colors)
         axis.invert_yaxis()
         axis.set_title(name, fontsize=8)
         axis.set_xlabel(unit, fontsize=8)
         axis.tick_params(labelsize=7)
-    for axis in figure.axes[len(panels) :]:
-        axis.set_visible(False)
     figure.suptitle(title, fontsize=10)
     save_figure(figure, path)

@@ -1,23 +1,23 @@
-"""How soon is a policy good, and what do more processes bring?
+"""How soon does a policy become good, and how much do more processes help?
 
     torchrl-dist bench train --env CartPole-v1 --json train.jsonl --plot train.png
 
 Each peer trains until the mean return of 20 new greedy episodes reaches the environment's threshold
 (CartPole-v1 475, Acrobot-v1 -100, LunarLander-v3 200, Pendulum-v1 -200). Each run has its own
-processes. All peers run with one seed before the next seed.
+processes. All peers run with one seed before any peer runs with the next seed.
 
-- ``ours-N``: ``torchrl-dist train`` with N processes that collect. 0: the learner steps the
-  environments. Evaluations run in another process or, with 0, in the learner's process next to the
-  training.
+- ``ours-N``: ``torchrl-dist train`` with N processes that collect. Evaluations run in another
+  process at the same time. With ``ours-0``, the learner steps the environments itself, and
+  evaluations run in its process, concurrently with the training.
 - ``torchrl``: the same algorithm, network, settings and number of environments in one process, with
   TorchRL's collector, replay buffer and losses (``bench/train_torchrl.py``).
 - ``sb3``: stable-baselines3 with the settings of rl-baselines3-zoo. DQN is compared with apex, PPO
   with ddppo, A2C with impala, SAC with sac.
 
-Only seconds of training count. The start is excluded. Evaluations of ``torchrl`` and ``sb3`` are
-excluded, too, because these peers do not train meanwhile. Ours trains during evaluations, so their
-cost is included. A run that does not reach the threshold within its frames or its time limit counts
-as infinitely long, in the medians, too.
+Only seconds of training count. The start of the processes is excluded. Evaluations of ``torchrl``
+and ``sb3`` are excluded, too, because these peers do not train meanwhile. Ours trains during
+evaluations, so the cost of evaluations is included. A run that does not reach the threshold within
+its frames or its time limit counts as infinitely long, also in the medians.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from torchrl_dist.bench import command, train_plan
 from torchrl_dist.bench.results import append_json
 from torchrl_dist.bench.train_plan import OTHERS, PEERS, SB3, TORCHRL, Case, Gain, Row, Run
 from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.recipes.catalog import RECIPES
 from torchrl_dist.recipes.parts.plots import save_figure
 from torchrl_dist.ui import show_table
 
@@ -52,12 +51,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     known = command.names(train_plan.REASONS)
     parser.add_argument("--algorithms", type=known, metavar="A,B", help=text)
     command.add_names(parser, "--peers", PEERS)
-    command.add_number(parser, "--seeds", int, 3, "runs of each")
+    command.add_number(parser, "--seeds", int, 3, "runs of each peer")
     text = "mean return that ends a run (default: the environment's)"
     parser.add_argument("--threshold", type=float, metavar="RETURN", help=text)
-    text = "frames of the longest run (default: the recipe's; for sb3 the zoo's)"
+    text = "maximum frames of a run (default: the recipe's; for sb3 the zoo's)"
     command.add_number(parser, "--frames", int, None, text)
-    text = "torch threads of torchrl and sb3; our processes have one each"
+    text = "torch threads of torchrl and sb3; our processes have one thread each"
     command.add_number(parser, "--threads", int, 1, text)
     command.add_figures(
         parser,
@@ -71,8 +70,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure, and print tables. Blocks for minutes.
 
-    After Ctrl-C, this drops the current run, prints what was found and ends. Each line is written
-    when its run ends.
+    After Ctrl-C, this drops the current run and prints the results so far. Each line of the
+    ``--json`` file is written when its run ends.
 
     Returns:
         0; 1 if a run failed; 130 or 143 after SIGINT or SIGTERM.
@@ -104,7 +103,7 @@ def plan(options: argparse.Namespace) -> list[list[Case]]:
         threshold = train_plan.THRESHOLDS.get(options.env, own)
     if threshold is None:
         raise ConfigurationError(
-            f"{options.env} has no known threshold: expected --threshold RETURN"
+            f"{options.env} has no known threshold; pass one as --threshold RETURN"
         )
     cases = {algorithm: list[Case]() for algorithm in tasks}
     for algorithm in tasks:
@@ -125,14 +124,20 @@ def plan(options: argparse.Namespace) -> list[list[Case]]:
 def _fitting(env: str, algorithms: Sequence[str] | None) -> dict[str, Task]:
     """Return the task of each named algorithm or, without names, of each algorithm that can learn
     ``env``."""
-    from torchrl_dist.recipes.parts.environments import look_at
+    from torchrl_dist.recipes.parts.environments import Continuous, look_at
 
     tasks, refused = {}, None
     for algorithm in algorithms or train_plan.REASONS:
         try:
-            # The peers of ddppo have numbered actions only.
-            discrete = RECIPES[algorithm].config.discrete is not False
-            tasks[algorithm] = look_at(env, discrete=discrete)
+            # The other peers support only one kind of actions for each algorithm.
+            continuous: Continuous = "bounded" if algorithm == "sac" else "none"
+            task = look_at(env, continuous=continuous)
+            if continuous != "none" and task.num_actions:
+                raise ConfigurationError(
+                    f"--env: {env} has discrete actions, which the peers of {algorithm} do not "
+                    "take; choose an environment with continuous actions"
+                )
+            tasks[algorithm] = task
         except ConfigurationError as error:
             refused = error
             if algorithms:
@@ -144,8 +149,8 @@ def _fitting(env: str, algorithms: Sequence[str] | None) -> dict[str, Task]:
 
 def missing(algorithm: str, env: str, peer: str) -> str | None:
     """Return why the peer cannot be measured here, or None."""
-    if train_plan.same_as_another(algorithm, peer):
-        return "with 0 processes its learner steps environments itself, which ours-1 does, too"
+    if algorithm == "ddppo" and peer == "ours-0":
+        return "it is the same as ours-1, whose only learner steps the environments itself"
     if peer == TORCHRL and algorithm == "apex":
         from torchrl_dist.bench.replay_peers import PEERS as BUFFERS
 
@@ -198,7 +203,7 @@ def _print(table: list[Row]) -> None:
     ]
     left = ("algorithm", "env", "peer")
     figures = ("reached", "frames", "seconds", "frames/s", *(f"x {name}" for name in OTHERS))
-    title = "to the threshold: medians, and ratio of our seconds to a peer's"
+    title = "until the threshold: medians, and our seconds divided by another peer's"
     show_table(title, (*left, *figures, "start, s"), rows, left=left, width=120)
     if found := train_plan.gains(table):
         _print_gains(found)
@@ -228,7 +233,7 @@ def _print_gains(found: list[Gain]) -> None:
     ]
     left = ("algorithm", "env", "of")
     columns = (*left, "speed-up", "frames", "frames/s", "learner waits", "because")
-    title = "gain from more processes: our fastest compared with our smallest"
+    title = "gain from more processes: our fastest row against our row with the fewest processes"
     show_table(title, columns, rows, left=(*left, "because"), width=120)
 
 
@@ -249,7 +254,7 @@ def _plot(path: Path, results: Mapping[Case, list[Run]]) -> None:
 
     groups: dict[tuple[str, str], list[Case]] = {}
     for case in results:
-        groups.setdefault(case.group, []).append(case)
+        groups.setdefault((case.algorithm, case.env), []).append(case)
     figure = Figure(figsize=(11, 3.6 * len(groups)), layout="constrained")
     panels = figure.subplots(len(groups), 2, squeeze=False)
     for ((algorithm, env), cases), pair in zip(groups.items(), panels, strict=True):

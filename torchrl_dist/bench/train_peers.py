@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import asdict, replace
 from functools import partial
@@ -17,9 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 
-from torchrl_dist.bench.processes import MeasurementError
+from torchrl_dist.bench.processes import MeasurementError, start_training
 from torchrl_dist.bench.train_plan import (
     EPISODES,
     OURS,
@@ -32,6 +29,7 @@ from torchrl_dist.bench.train_plan import (
     up_to,
 )
 from torchrl_dist.checkpoint import load_checkpoint
+from torchrl_dist.collect.loop.one_thread import torch_threads
 from torchrl_dist.recipes.parts.environments import look_at, make_env
 from torchrl_dist.recipes.parts.evaluate import Act, evaluate
 from torchrl_dist.recipes.parts.networks import PolicySpec
@@ -50,12 +48,8 @@ def measure(case: Case, seed: int, folder: str) -> Run:
     """
     if case.peer in OURS:
         return _ours(case, seed, Path(folder))
-    before = torch.get_num_threads()
-    torch.set_num_threads(case.threads)
-    try:
+    with torch_threads(case.threads):
         return (_torchrl if case.peer == TORCHRL else _sb3)(case, seed)
-    finally:
-        torch.set_num_threads(before)
 
 
 # ---- ours
@@ -64,24 +58,12 @@ def measure(case: Case, seed: int, folder: str) -> Run:
 def _ours(case: Case, seed: int, folder: Path) -> Run:
     """Run ``torchrl-dist train``, and stop it when one of its evaluations reaches the threshold.
 
-    It is stopped with a signal, as a user would stop it.
+    The run is stopped by a signal, as a user would stop it.
     """
-    output, settings = folder / "run", folder / "config.yaml"
-    config = replace(config_of(case, seed), output_dir=str(output))
-    plain = config.as_plain()
-    settings.write_text(
-        yaml.safe_dump({k: list(v) if isinstance(v, tuple) else v for k, v in plain.items()})
-    )
-    command = [sys.executable, "-m", "torchrl_dist", "train", case.algorithm]
-    process = subprocess.Popen(
-        [*command, "--config", str(settings)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-    )
-    with process:
+    config = replace(config_of(case, seed), output_dir=str(folder / "run"))
+    with start_training(config, folder) as process:
         try:
-            start_s = _stop_in_time(process, output / "csv", case)
+            start_s = _stop_in_time(process, config.output_path / "csv", case)
             said, _ = process.communicate(timeout=GRACE_S)
         finally:
             process.kill()
@@ -95,7 +77,8 @@ def _ours(case: Case, seed: int, folder: Path) -> Run:
     if points and points[-1].mean >= case.threshold:
         ended = "threshold"
     bound = result["bound_by"]
-    return Run(seed, points, ended, start_s, None, plain, bound["learner_waits"] if bound else None)
+    waits = bound["learner_waits"] if bound else None
+    return Run(seed, points, ended, start_s, None, config.as_plain(), waits)
 
 
 def _stop_in_time(process: subprocess.Popen, logs: Path, case: Case) -> float:
@@ -117,7 +100,7 @@ def _stop_in_time(process: subprocess.Popen, logs: Path, case: Case) -> float:
 
 
 def _best(means: Path) -> float:
-    """Return the best of the ``frames,mean`` lines. The last line may be incomplete."""
+    """Return the highest mean of the ``frames,mean`` lines. An incomplete last line is ignored."""
     if not means.exists():
         return -math.inf
     *lines, _ = means.read_text().split("\n")
@@ -128,12 +111,12 @@ def _best(means: Path) -> float:
 
 
 class Watch:
-    """Ends a run, and measures its time. The clock stands still while the policy is evaluated.
+    """Ends a run, and measures its time. The clock stops while the policy is evaluated.
 
     Args:
         every: frames between two evaluations.
         act: the greedy policy.
-        begun: when the run's process began, in ``time.monotonic``.
+        begun: the ``time.monotonic()`` at which the run's process began.
     """
 
     def __init__(self, case: Case, seed: int, every: int, act: Act, begun: float) -> None:
@@ -181,7 +164,7 @@ def _torchrl(case: Case, seed: int) -> Run:
     config = config_of(case, seed)
     torch.manual_seed(seed)
     np.random.seed(seed)
-    task = look_at(config.env, discrete=config.discrete)
+    task = look_at(config.env, continuous=config.continuous)
     policy = PolicySpec.of(task, config.policy_kind, config.hidden, config.network)
     learner = LEARNERS[case.algorithm](config, task, policy)
     frames = 0
@@ -236,7 +219,9 @@ def _sb3(case: Case, seed: int) -> Run:
 
 
 def _schedule(value: Any) -> Any:
-    """Convert the zoo's ``"lin_X"`` to a function of the remaining share, as sb3 takes it."""
+    """Convert the zoo's ``"lin_X"`` to a function of the remaining fraction of the run, which sb3
+    expects.
+    """
     if not (isinstance(value, str) and value.startswith("lin_")):
         return value
     start = float(value.removeprefix("lin_"))

@@ -1,4 +1,4 @@
-"""What the training benchmark can compare, and how it evaluates runs. Pure: imports no torch."""
+"""The cases of the training benchmark, and the evaluation of its runs. Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torchrl_dist.recipes.impala.config import ImpalaConfig
 from torchrl_dist.recipes.training.config import RecipeConfig
 
 OURS = {f"ours-{n}": n for n in (0, 1, 2, 4)}
-"""Numbers of processes that collect."""
+"""Number of collecting processes, by peer."""
 TORCHRL, SB3 = "torchrl", "sb3"
 OTHERS = (TORCHRL, SB3)
 PEERS = (*OURS, *OTHERS)
 
 EPISODES = 20
-"""New greedy episodes of each evaluation."""
+"""Greedy episodes per evaluation; each evaluation plays new ones."""
 
 THRESHOLDS = {
     "CartPole-v1": 475.0, "Pendulum-v1": -200.0, "LunarLander-v3": 200.0, "Acrobot-v1": -100.0
@@ -34,14 +34,14 @@ _Config = TypeVar("_Config", bound=RecipeConfig)
 
 @dataclass(frozen=True)
 class Case:
-    """What one peer must learn.
+    """A task for one peer.
 
     Attributes:
         algorithm: the recipe's name.
         threshold: the mean return of an evaluation at which a run stops.
         frames: a run's length. None: the recipe's, or the zoo's.
         limit_s: the time after which a run ends.
-        threads: torch threads of the other peers. Our processes have one each.
+        threads: torch threads of the other peers. Our processes have one thread each.
     """
 
     algorithm: str
@@ -54,11 +54,6 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.algorithm} {self.env} {self.peer}"
-
-    @property
-    def group(self) -> tuple[str, str]:
-        """What cases that are compared have in common."""
-        return self.algorithm, self.env
 
 
 @dataclass(frozen=True)
@@ -76,11 +71,12 @@ class Run:
 
     Attributes:
         points: all evaluations, up to the one that reached the threshold.
-        ended: why it ended: ``"threshold"``, ``"frames"`` or ``"time"``.
-        start_s: time from the start of its process to the first frame, not included in the points.
-        evaluating_s: time of evaluations, not included in the points. None: they ran next to the
-            training.
-        settings: plain values.
+        ended: why the run ended: ``"threshold"``, ``"frames"`` or ``"time"``.
+        start_s: time from the start of the run's process to its first frame. The points do not
+            include this time.
+        evaluating_s: time of evaluations. The points do not include this time. None: evaluations
+            ran at the same time as the training.
+        settings: the peer's settings, as plain values.
         learner_waits: share of the time that the learner waited for data. None: unknown.
     """
 
@@ -98,13 +94,10 @@ class Run:
 
 
 def up_to(points: Iterable[Point], threshold: float) -> tuple[Point, ...]:
-    """Return the points of a run that stops at the first one to reach ``threshold``."""
-    kept: list[Point] = []
-    for point in points:
-        kept.append(point)
-        if point.mean >= threshold:
-            break
-    return tuple(kept)
+    """Return the points up to the first one that reaches ``threshold``."""
+    every = tuple(points)
+    end = next((i for i, point in enumerate(every) if point.mean >= threshold), len(every))
+    return every[: end + 1]
 
 
 # ---- settings
@@ -122,11 +115,11 @@ def config_of(case: Case, seed: int) -> RecipeConfig:
 
 
 def spread(config: _Config, processes: int) -> _Config:
-    """Return the same job with ``processes`` processes that collect. 0: only the learner's own.
+    """Return the same job with ``processes`` collecting processes. 0: the learner collects.
 
-    The job keeps its number of environments, and so the length of its rollouts. IMPALA, whose batch
-    is one collector's rollout, keeps the number per collector. DD-PPO's processes are learners,
-    each with its own environments.
+    The job keeps its number of environments, and therefore the length of its rollouts. An IMPALA
+    job keeps the number of environments per collector instead, because its batch is one collector's
+    rollout. DD-PPO's processes are learners, each with its own environments.
     """
     if isinstance(config, ImpalaConfig):
         return replace(config, collectors=processes)
@@ -136,11 +129,6 @@ def spread(config: _Config, processes: int) -> _Config:
         return replace(config, learners=each, collectors=0, envs_per_collector=max(1, envs // each))
     envs = max(1, config.collectors) * config.envs_per_collector
     return replace(config, collectors=processes, envs_per_collector=max(1, envs // each))
-
-
-def same_as_another(algorithm: str, peer: str) -> bool:
-    """Whether the peer is the same as ours-1, because a single DD-PPO learner collects itself."""
-    return algorithm == "ddppo" and peer == "ours-0"
 
 
 @dataclass(frozen=True)
@@ -206,12 +194,13 @@ class Row:
     Attributes:
         runs: number of runs.
         reached: number of runs that reached the threshold.
-        frames, seconds: until the threshold, median over the runs. A run that never reaches it
-            counts as infinity.
-        frames_per_s: median.
+        frames, seconds: frames and seconds until the threshold, as medians over the runs. A run
+            that never reaches the threshold counts as infinity.
+        frames_per_s: median over the runs.
         learner_waits: median of the runs for which it is known.
-        ratios: for ours, seconds divided by those of each of :data:`OTHERS`. 0.5 is twice as fast.
-            None: there is nothing to divide, or neither reaches the threshold. 0: only ours does.
+        ratios: for our peers, their seconds divided by the seconds of each of :data:`OTHERS`. At
+            0.5, ours is twice as fast. None: the other peer was not measured, or neither of the
+            two reaches the threshold. 0: only ours reaches the threshold.
     """
 
     algorithm: str
@@ -278,21 +267,21 @@ def as_line(case: Case, run: Run) -> dict[str, Any]:
 
 
 REASONS = {
-    "apex": "collectors add frames, and updates per frame stay as set: more collectors pay if "
-    "steps of the environment are expensive, until the learner is the limit",
+    "apex": "collectors add frames, and the updates per frame stay fixed: more collectors pay off "
+    "if steps of the environment are expensive, until the learner is the bottleneck",
     "ddppo": "synchronous: learners share the steps and gradients of the same batch, so the number "
-    "of frames stays the same (cleanrl's multi-GPU PPO: 30 % faster on the same curve)",
-    "impala": "no process waits for another, but with older data, more frames are needed (RLlib's "
+    "of frames stays the same (cleanrl's multi-GPU PPO: 30 % faster with the same learning curve)",
+    "impala": "no process waits for another, but older data make more frames necessary (RLlib's "
     "examples reach 450 on CartPole after 300k frames of PPO and 2M of IMPALA)",
     "sac": "at one update per frame, the learner takes nearly all of the time: collectors only "
     "take over the steps, which are cheap here",
 }
-"""What several collectors gain or cost, for each algorithm that is compared."""
+"""Why several collectors help or do not help, for each algorithm that is compared."""
 
 
 @dataclass(frozen=True)
 class Gain:
-    """What more processes brought to one algorithm.
+    """How much one algorithm gained from more processes.
 
     Attributes:
         fewest: our row with the fewest processes that reached the threshold.
@@ -304,22 +293,22 @@ class Gain:
 
     @property
     def speed_up(self) -> float:
-        """How many times faster the best reaches the threshold."""
+        """How many times as fast ``best`` reaches the threshold as ``fewest``."""
         return self.fewest.seconds / self.best.seconds
 
     @property
     def frames(self) -> float:
-        """How many times as many frames the best needs."""
+        """The frames that ``best`` needs, divided by those that ``fewest`` needs."""
         return self.best.frames / self.fewest.frames
 
     @property
     def pace(self) -> float:
-        """How many times as many frames per second the best makes."""
+        """The frames per second of ``best``, divided by those of ``fewest``."""
         return self.best.frames_per_s / self.fewest.frames_per_s
 
 
 def gains(table: Iterable[Row]) -> list[Gain]:
-    """Return a gain for each algorithm and environment with several rows of ours."""
+    """Return a gain for each algorithm and environment with several of our rows."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in table:
         if row.peer in OURS and math.isfinite(row.seconds):
@@ -334,8 +323,8 @@ def gains(table: Iterable[Row]) -> list[Gain]:
 def band(curves: Sequence[Sequence[tuple[float, float]]]) -> tuple[Any, Any, Any, Any] | None:
     """Return places, and the lowest, median and highest value of several curves at each place.
 
-    Curves are linear between two points, and constant after their last point. The band begins where
-    all curves have begun. Return None if there are no curves.
+    Each curve is linear between its points, and constant after its last point. The places begin
+    where all curves have begun. Return None if there are no curves.
     """
     import numpy as np
 

@@ -1,10 +1,10 @@
-"""The recipes' algorithms as a user of TorchRL writes them for one process.
+"""The recipes' algorithms, as a user of TorchRL would write them for one process.
 
 Network, hyper-parameters, exploration and number of environments are those of the recipe's
 configuration, for a job with all environments in one process. Collector, replay buffer, sampler,
 losses and optimizer are TorchRL's and torch's, combined as in TorchRL's ``sota-implementations``.
-The environments form one vector of gymnasium, which TorchRL wraps. Among TorchRL's ways to step
-several environments in one process, this is the fastest.
+The environments form one vector environment of gymnasium, which TorchRL wraps. Among TorchRL's ways
+to step several environments in one process, this is the fastest.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Alone(ABC):
 
     Attributes:
         network: the policy's network.
-        collector: yields ``[N, T]``.
+        collector: yields batches ``[N, T]``.
     """
 
     network: Any
@@ -80,7 +80,7 @@ def _collector(config: Any, policy: Callable[..., Any], **options: Any) -> Colle
     # Categorical, because the recipes' policies write discrete actions as numbers, not one-hot.
     wrapped: EnvBase = GymWrapper(envs, categorical_action_encoding=True)
     if envs.single_observation_space.dtype == np.float64:
-        wrapped = TransformedEnv(wrapped, DoubleToFloat())  # the recipes' networks do this
+        wrapped = TransformedEnv(wrapped, DoubleToFloat())  # as the recipes' networks do
     wrapped.set_seed(config.seed)
     return Collector(
         wrapped,
@@ -92,22 +92,24 @@ def _collector(config: Any, policy: Callable[..., Any], **options: Any) -> Colle
     )
 
 
+def double_dqn(network: nn.Module, config: ApexConfig) -> tuple[DQNLoss, SoftUpdate]:
+    """Return the loss of Ape-X's algorithm, and the updater of its target network."""
+    kind = "categorical"
+    actor = QValueActor(network, in_keys=["observation"], action_space=kind)
+    loss = DQNLoss(
+        actor, double_dqn=True, delay_value=True, loss_function="smooth_l1", action_space=kind
+    )
+    loss.make_value_estimator(gamma=config.gamma)
+    return loss, SoftUpdate(loss, tau=config.target_tau)
+
+
 class DQN(Alone):
     """Ape-X's algorithm without its actors."""
 
     def __init__(self, config: ApexConfig, task: Task, policy: PolicySpec) -> None:
         self.config = config
         self.network = policy.network()
-        actor = QValueActor(self.network, in_keys=["observation"], action_space="categorical")
-        self.loss = DQNLoss(
-            actor,
-            double_dqn=True,
-            delay_value=True,
-            loss_function="smooth_l1",
-            action_space="categorical",
-        )
-        self.loss.make_value_estimator(gamma=config.gamma)
-        self.target = SoftUpdate(self.loss, tau=config.target_tau)
+        self.loss, self.target = double_dqn(self.network, config)
         self.optimizer = torch.optim.Adam(self.loss.parameters(), lr=config.learning_rate)
         self.buffer = TensorDictReplayBuffer(
             storage=LazyTensorStorage(config.capacity),
@@ -135,7 +137,7 @@ class DQN(Alone):
             batch = self.buffer.sample()
             self._step(self.loss(batch)["loss"], config.max_grad_norm)
             self.target.step()
-            batch["td_error"] = batch["td_error"].sqrt()  # the loss writes its square
+            batch["td_error"] = batch["td_error"].sqrt()  # the loss writes squared errors
             self.buffer.update_tensordict_priority(batch)
 
 
@@ -179,11 +181,11 @@ class SAC(Alone):
 
 
 class _OnPolicy(Alone):
-    """What PPO and A2C have in common.
+    """The common base of PPO and A2C.
 
     Args:
         make_loss: makes the loss of actor and critic.
-        estimate: arguments of the advantage's estimate.
+        estimate: arguments of the advantage estimator.
     """
 
     def __init__(
@@ -206,7 +208,8 @@ class _OnPolicy(Alone):
         self._frames = 0
 
     def _prepare(self, data: TensorDictBase, frames: int) -> float:
-        """Write the advantages, and set the learning rate. Return the share that is left of it."""
+        """Write the advantages, and set the learning rate. Return the rate divided by the initial
+        rate."""
         share = 1 - self._frames / self.config.total_frames if self.config.anneal else 1.0
         self._frames = frames
         self._set_learning_rate(share * self.config.learning_rate)
@@ -244,8 +247,8 @@ class PPO(_OnPolicy):
 
 
 class A2C(_OnPolicy):
-    """IMPALA's algorithm for data that always come from the current policy, with which V-trace is
-    the advantage estimate of GAE with lambda = 1."""
+    """IMPALA's algorithm for data that always come from the current policy. For such data, V-trace
+    is the same as GAE with lambda = 1."""
 
     def __init__(self, config: ImpalaConfig, task: Task, policy: PolicySpec) -> None:
         super().__init__(config, task, policy, A2CLoss, lmbda=1.0)
@@ -257,4 +260,4 @@ class A2C(_OnPolicy):
 
 LEARNERS: dict[str, Callable[[Any, Task, PolicySpec], Alone]]
 LEARNERS = {"apex": DQN, "ddppo": PPO, "impala": A2C, "sac": SAC}
-"""The classes above, by the recipe whose settings they take."""
+"""The learner for the settings of each recipe."""

@@ -27,8 +27,10 @@ KINDS = {
 
 
 def make_rows(kind: str, count: int, seed: int = 0) -> TensorDict:
-    """Return rows of kind S, a CartPole transition, or L, four stacked 84 x 84 frames with action,
-    reward and done. Each row of L has three frames of the row before.
+    """Return ``count`` rows of a kind.
+
+    A row of kind S is a CartPole transition. A row of kind L has four stacked 84 x 84 frames, an
+    action, a reward and a ``done`` flag. It shares three of its frames with the previous row.
 
     Returns:
         A TensorDict [count], in the layout of TorchRL's collectors.

@@ -1,1 +1,2 @@
-"""Tools for before, during and after a job: check the machine, write its script, watch it."""
+"""Tools to use before, during and after a job: check the machine, write the job's script, watch the
+job."""

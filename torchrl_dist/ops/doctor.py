@@ -1,8 +1,9 @@
-"""``torchrl-dist doctor``: checks whether this machine, or this allocation, is fit for a job.
+"""``torchrl-dist doctor``: check whether this machine, or this allocation of machines, is fit for a
+job.
 
-``examine`` is pure. It judges what ``probe`` found on machines and what ``rounds`` measured between
-ranks, and makes one finding per check. A check never raises. If a check cannot determine its
-result, its finding is a warning.
+``examine`` is pure. This function judges the results of ``probe`` on machines and of ``rounds``
+between ranks, and returns one finding per check. A check never raises. If a check cannot determine
+its result, its finding is a warning.
 """
 
 from __future__ import annotations
@@ -35,14 +36,15 @@ TESTED = {
     "tensordict": ("0.14.3", "0.15"),
     "gymnasium": ("1.1", "1.5"),
 }
-"""The first version of each package that works, and the first that has not been tested."""
+"""For each package, the first version that works, and the first version that has not been
+tested."""
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _CONTAINERS_SHM = 64 * _MIB  # Docker's default without --shm-size
 _FEW_FILES, _MANY_FILES = 256, 4096
-_FEW_PROCESSES = 1024  # the limit includes threads, and torch starts one per core
+_FEW_PROCESSES = 1024  # the limit also counts threads, of which torch starts one per core
 _SLOW_S = {"store": 0.02, "rpc": 0.05, "all-reduce": 0.05}
-_SLOWEST_PAIR = 10  # a slow pair takes this many times the median of all pairs
+_SLOWEST_PAIR = 10  # a pair is slow if it takes this many times the median of all pairs
 _SKEW_S, _BAD_SKEW_S = 1.0, 60.0
 _KILL_WAIT_S = 30
 _MARKS = {OK: "[green]ok[/]", WARN: "[yellow]warn[/]", FAIL: "[bold red]fail[/]"}
@@ -74,8 +76,8 @@ def examine(probe: Probe, rounds: Rounds | TorchRLDistError | None = None) -> li
         findings.append(
             Finding(
                 "round trips", FAIL, str(rounds),
-                "check the interfaces above, a firewall between the nodes, and what the named "
-                "process printed",
+                "check the interfaces above, the firewall between the nodes, and the output of "
+                "the process named above",
             )
         )  # fmt: skip
     elif rounds is not None:
@@ -100,7 +102,7 @@ def _machine(probe: Probe) -> list[Finding]:
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
-    """Return 0 if all is well, 1 if there are warnings, 2 if something will fail."""
+    """Return the exit code: 0 if all is well, 1 if there are warnings, 2 if something will fail."""
     states = {finding.state for finding in findings}
     return 2 if FAIL in states else 1 if WARN in states else 0
 
@@ -134,8 +136,8 @@ def _software(probe: Probe) -> Iterator[Finding]:
     if probe.torchrl_trees is None:
         yield Finding("TorchRL's trees", OK, "they load")
         return
-    # Not a warning, because this package does not need the trees. The check is here because many
-    # users ask about them.
+    # Not a warning, because this package does not need TorchRL's trees. The check is here because
+    # many users ask about them.
     yield Finding(
         "TorchRL's trees", OK,
         f"not loaded; only TorchRL's own prioritized sampler needs them ({probe.torchrl_trees})",
@@ -163,14 +165,16 @@ def _memory(probe: Probe) -> Iterator[Finding]:
         found += f", {_size(probe.planned_bytes)} planned" if probe.planned_bytes else ""
     elif folder.total_bytes <= _CONTAINERS_SHM:
         state, found = WARN, f"{found}, the default size in containers"
-    cure = "torchrl-dist clean --remove, docker run --shm-size=8g or --ipc=host, or a larger mount"
+    cure = (
+        "use torchrl-dist clean --remove, docker run --shm-size=8g or --ipc=host, or a larger mount"
+    )
     yield _judge("space", state, found, cure)
     limit, planned = probe.memory_limit, probe.planned_bytes
     if limit is not None and limit < planned:
         state, found = FAIL, f"the cgroup allows {_size(limit)}, but {_size(planned)} are planned"
     else:
         state, found = OK, "no limit" if limit is None else f"limit {_size(limit)}"
-    cure = "raise sbatch --mem or docker run --memory; files in /dev/shm count, too"
+    cure = "raise sbatch --mem or docker run --memory; files in /dev/shm count as memory, too"
     yield _judge("memory", state, found, cure)
     for check, error, well, danger in (
         ("fallocate", folder.fallocate_error, "space can be reserved",
@@ -207,8 +211,8 @@ def _cpus(probe: Probe) -> Finding:
     if probe.cpu_quota is not None and probe.cpu_quota < cores:
         cores = probe.cpu_quota
         found += f", the cgroup allows time for {cores:g}"
-    # torchrun sets OMP_NUM_THREADS to 1, and so does this package in processes that it starts.
-    # Under srun, torch starts a thread per core.
+    # torchrun sets OMP_NUM_THREADS to 1, and this package does the same in processes that it
+    # starts. Under srun, torch starts a thread per core.
     threads = probe.omp_threads or (probe.usable_cores if probe.launcher == "slurm" else 1)
     found += f"; {probe.processes} processes with {threads} threads each"
     cures = []
@@ -235,10 +239,9 @@ def _network(probe: Probe) -> Iterator[Finding]:
     if absent:
         state, found = FAIL, f"{named}, but this machine has {there}"
     else:
-        state, found = OK, named or f"no variable names one; available: {there}"
+        state, found = OK, named or f"no variable names an interface; available: {there}"
     yield _judge("interfaces", state, found, "name an interface of this machine")
-    # Our own sessions ask the kernel which address leads to other nodes. Only gloo uses the host
-    # name.
+    # A session asks the kernel which address leads to other nodes. Only gloo uses the host name.
     state, found = OK, f"{probe.host} is {probe.address}"
     if probe.address is None:
         state = FAIL if probe.several_nodes else WARN
@@ -332,7 +335,7 @@ def _rounds(rounds: Rounds) -> Iterator[Finding]:
     rank = max(range(len(rounds.names)), key=lambda k: abs(rounds.skew_s[k]))
     skew = rounds.skew_s[rank]
     state = FAIL if abs(skew) > _BAD_SKEW_S else WARN if abs(skew) > _SKEW_S else OK
-    found = f"{rounds.names[rank]} is {skew:+.3f} s off {rounds.names[0]}"
+    found = f"the clock of {rounds.names[rank]} is {skew:+.3f} s off that of {rounds.names[0]}"
     yield _judge("clocks", state, found, "run NTP (chronyd) on the nodes")
     differing = [
         f"{name} has {', '.join(f'{k} {v}' for k, v in sorted(set(own) - set(rounds.software[0])))}"
@@ -358,7 +361,7 @@ def as_json(probe: Probe, findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def report(probe: Probe, findings: Sequence[Finding]) -> str:
-    """Return Markdown to paste into an issue. It contains host names and paths."""
+    """Return Markdown to paste into an issue. The Markdown contains host names and paths."""
     from .. import __version__
 
     def cell(text: str) -> str:
@@ -438,7 +441,7 @@ def run(options: argparse.Namespace) -> int:
 
         try:
             answer = measure(_versions, look, timeout_s=options.timeout_s)
-            if isinstance(answer, Served):  # rank 0 prints
+            if isinstance(answer, Served):  # rank 0 prints the findings
                 return 0
             measured = answer
         except TorchRLDistError as error:
@@ -454,7 +457,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def clean(folder: Path) -> list[Path]:
-    """Remove this user's replay directories that no job can use any more."""
+    """Remove those replay directories of this user that no job can use any more."""
     from ..replay.node import leftovers
 
     removed = []

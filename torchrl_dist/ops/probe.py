@@ -1,4 +1,4 @@
-"""Examines a machine for ``torchrl-dist doctor``. The module ``doctor`` interprets the result."""
+"""Examine a machine for ``torchrl-dist doctor``. The module ``doctor`` interprets the result."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ PACKAGES = ("torch", "torchrl", "tensordict", "gymnasium", "numpy")
 INTERFACE_VARIABLES = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _PROBED_BYTES = 1 << 20
 _ASK_S = 10.0
-# Program that exits with 0 if another process holds the lock on a file. It does not import the
-# package, because the import takes seconds.
+# Program that exits with 0 if another process holds the lock on a file. The program does not import
+# the package, because the import takes seconds.
 _IS_LOCKED = """
 import importlib.util, os, sys
 sys.path[:0] = [sys.argv[2]]
@@ -45,7 +45,7 @@ sys.exit(not lock.is_held(os.open(sys.argv[3], os.O_RDWR), 0))
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder for replay directories. ``error`` says why it cannot be used at all."""
+    """A folder for replay directories. ``error`` says why the folder cannot be used at all."""
 
     path: str
     file_system: str = ""
@@ -58,7 +58,8 @@ class Folder:
 
 @dataclass(frozen=True)
 class Cuda:
-    """``built`` is the CUDA version that torch was built for, None for a CPU build."""
+    """``built`` is the CUDA version for which torch was built, or None if torch was built for the
+    CPU."""
 
     built: str | None = None
     devices: int = 0
@@ -73,17 +74,17 @@ class Probe:
     python: str
     gil: bool
     versions: Mapping[str, str | None]
-    kernel: str  # "c", "numpy", or the reason why there is neither
-    torchrl_trees: str | None  # why TorchRL's trees do not load, None if they do
+    kernel: str  # "c", "numpy", or why neither kernel can be used
+    torchrl_trees: str | None  # the error if TorchRL's trees cannot be loaded
     folder: Folder
     open_files: int | None
     user_processes: int | None
-    cores: int  # of the machine
+    cores: int  # cores of the machine
     usable_cores: int  # cores on which this process may be scheduled
     cpu_quota: float | None  # how many cores' worth of time the cgroup allows
     memory_limit: int | None  # bytes that the cgroup allows
     omp_threads: int | None  # the value of OMP_NUM_THREADS
-    processes: int  # expected on this machine
+    processes: int  # processes expected on this machine
     world_size: int  # processes expected in the job
     planned_bytes: int  # size of the replay buffer here
     launcher: str
@@ -91,9 +92,10 @@ class Probe:
     world_error: str | None  # what is wrong with the launcher's variables
     lone: str | None  # the launcher, if it started this process as a task but not as a rank
     interfaces: tuple[str, ...]
-    wanted_interfaces: Mapping[str, str]  # interfaces that the environment asks for, by variable
+    # network interfaces that environment variables name, by variable
+    wanted_interfaces: Mapping[str, str]
     address: str | None  # address of the host name
-    master: tuple[str, str | None] | None  # MASTER_ADDR and its address
+    master: tuple[str, str | None] | None  # the name in MASTER_ADDR, and its address
     ignored_signals: tuple[str, ...]
     kill_wait_s: int | None  # Slurm's KillWait, None without Slurm
     leftovers: tuple[leftovers.Found, ...]
@@ -115,9 +117,10 @@ def probe(
 
     Args:
         folder: where replay directories will be.
-        processes: processes on this machine. Default: as many as the launcher started here, or 4.
+        processes: processes on this machine. By default, as many as the launcher started here, or
+            4.
         planned_bytes: size of the replay buffer.
-        env, proc, cgroups: sources other than those of this process.
+        env, proc, cgroups: used instead of this process's environment, /proc and /sys/fs/cgroup.
     """
     env = os.environ if env is None else env
     world, world_error = None, None
@@ -200,7 +203,8 @@ def _fallocate_error(fd: int) -> str | None:
 
 
 def _lock_error(fd: int, name: str) -> str | None:
-    """Test locks of open file descriptions, which buffers use. Return what is wrong, or None."""
+    """Test the kind of locks that buffers use (locks of open file descriptions). Return what is
+    wrong, or None."""
     try:
         lock.lock_byte(fd, 0)
     except OSError as error:
@@ -229,7 +233,8 @@ def cpu_quota(own: Path, root: Path) -> float | None:
 
 
 def memory_limit(own: Path, root: Path) -> int | None:
-    """Return how many bytes the cgroup allows this process. Files in /dev/shm count towards it."""
+    """Return how many bytes the cgroup allows this process. Files in /dev/shm count towards this
+    limit."""
     limits = []
     for group in _groups(own, root, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -251,8 +256,8 @@ def _groups(own: Path, root: Path, controller: str) -> list[Path]:
                 continue
             top = root if number == "0" else root / controller
             inner = top / path.lstrip("/")
-            # The path may be valid only outside of this process's container. Inside, only the top
-            # folder exists then.
+            # The path may exist only outside this process's container. In that case, only the
+            # top folder exists inside.
             found += [inner, *(up for up in inner.parents if up == top or top in up.parents)]
     return found
 
@@ -275,7 +280,8 @@ def _torchrl_trees() -> str | None:
     try:
         import torchrl._torchrl  # noqa: F401
     except ImportError as error:
-        return str(error).split(": ", 1)[-1][:60]  # drops the path before "undefined symbol: ..."
+        # leaves out the path that precedes "undefined symbol: ..."
+        return str(error).split(": ", 1)[-1][:60]
     return None
 
 
@@ -288,7 +294,8 @@ def _cuda() -> Cuda:
 
 
 def _limit(kind: int) -> int | None:
-    hard = resource.getrlimit(kind)[1]  # a session raises the soft limit to the hard limit
+    # the hard limit, because a session raises the soft limit to it
+    hard = resource.getrlimit(kind)[1]
     return None if hard == resource.RLIM_INFINITY else hard
 
 

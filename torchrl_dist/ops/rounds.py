@@ -1,4 +1,4 @@
-"""Measures how fast the ranks of a job reach each other, and how far their clocks differ."""
+"""Measure how fast the ranks of a job reach each other, and how far their clocks differ."""
 
 from __future__ import annotations
 
@@ -42,18 +42,21 @@ class Rounds:
 
 
 class Served:
-    """What :func:`measure` returns on ranks other than the driver, which alone has the figures."""
+    """What :func:`measure` returns on all ranks except the driver. Only the driver has the
+    figures."""
 
 
 def measure(
     software: Callable[[], Mapping[str, Any]], look: Callable[[], Any], *, timeout_s: float
 ) -> Rounds | Served:
-    """Meet the other ranks and measure. A process without a launcher starts a second process.
+    """Wait until all ranks have joined, and measure. A process without a launcher starts a second
+    process as its partner.
 
-    Both functions are called in other ranks, too. Blocks; each wait ends after ``timeout_s``.
+    ``software`` and ``look`` are called in other ranks, too. Blocks. Each wait ends after at most
+    ``timeout_s``.
 
     Raises:
-        TorchRLDistError: ranks do not meet or do not answer.
+        TorchRLDistError: some ranks do not join, or do not answer.
     """
     with _job(timeout_s) as me:
         if not me.is_driver:
@@ -75,7 +78,8 @@ def _job(timeout_s: float) -> Iterator[Session]:
 def _measure(me: Session, software: Callable, look: Callable) -> Rounds:
     peers = me.peers
     rpc_s: dict[tuple[int, int], float] = {}
-    for peer in peers[:-1]:  # one caller at a time, because concurrent calls slow each other down
+    # one rank calls at a time, because concurrent calls slow each other down
+    for peer in peers[:-1]:
         answers = me.call(peer, _call_those_above)
         rpc_s |= {(peer.global_rank, rank): seconds for rank, seconds in answers.items()}
     skew_s = [0.0]
@@ -97,7 +101,7 @@ def _measure(me: Session, software: Callable, look: Callable) -> Rounds:
 
 
 def _call_those_above() -> dict[int, float]:
-    """Return, by rank, how long each higher rank takes to answer this one."""
+    """Return, by rank, how long each higher rank takes to answer this rank."""
     me = current_session()
     times = {}
     for peer in me.peers[me.me.global_rank + 1 :]:

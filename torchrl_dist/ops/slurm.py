@@ -1,8 +1,8 @@
 """``torchrl-dist slurm -- COMMAND``: a batch script that starts the command's ranks under Slurm.
 
-The script spells out everything that Slurm does not do by itself, and explains it in comments.
-``script`` is pure. A single ``srun`` starts all ranks, so that ``session`` sees one job even if a
-heterogeneous job has two components.
+The script does everything that a job needs and that Slurm does not do by itself. Comments in the
+script explain each part. ``script`` is pure. A single ``srun`` starts all ranks, so that
+``session`` sees one job even if a heterogeneous job has two components.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from ..recipes.training.options import given_options, read_options
 from ..ui import at_least
 
 STOPPED_BY_USR1, STOPPED_BY_TERM = 138, 143
-"""Exit codes of ``torchrl-dist train`` after these signals, once its checkpoint is written."""
+"""Exit codes of ``torchrl-dist train`` if one of these signals stopped it and its checkpoint is
+written."""
 
 _SBATCH_S = 60.0
 _MOST_SIGNAL_S = 65535  # the limit of sbatch --signal
@@ -70,16 +71,16 @@ class Job:
     Attributes:
         command: the command of each rank. ``train ...`` stands for ``torchrl-dist train ...``.
         first: nodes of rank 0, the learner; without ``collectors``, nodes of all ranks.
-        collectors: nodes of the other ranks, if these nodes are of another kind (a heterogeneous
-            job).
+        collectors: nodes of the other ranks, if they are of another kind (a heterogeneous job).
         time: the time limit in one of Slurm's forms.
         requeues: how often the job is queued again after it was stopped with a checkpoint.
         signal_s: how many seconds before the limit Slurm signals the job to stop.
-        seeds: seeds in the notation of Slurm's ``--array``. Each one gets its own job.
-        interface: network interface between the nodes, if the kernel would choose wrongly.
+        seeds: seeds in the notation of Slurm's ``--array``. Each seed gets its own job.
+        interface: network interface between the nodes, if the kernel would choose the wrong
+            interface.
         container: words that run a command in a container, such as ``("apptainer", "exec",
             "image.sif")``.
-        torchrun: ranks per node that torchrun starts. None: srun starts the ranks.
+        torchrun: ranks per node that torchrun starts. With None, srun starts the ranks.
         python: the interpreter for ``torchrl-dist train``.
         setup: lines of shell that run first.
         sbatch: further options of sbatch.
@@ -112,7 +113,8 @@ _ENDLESS = ("infinite", "unlimited")
 
 
 def seconds_of(time: str) -> float:
-    """Return the seconds of a time limit in one of Slurm's forms, infinity for ``UNLIMITED``.
+    """Return the seconds of a time limit in one of Slurm's forms. The result for ``UNLIMITED`` is
+    infinity.
 
     Raises:
         ConfigurationError: ``time`` has none of these forms.
@@ -128,7 +130,7 @@ def seconds_of(time: str) -> float:
         )
     days, *rest = match.groups()
     numbers = [int(each) for each in rest if each is not None]
-    if days is not None or len(numbers) == 3:  # the first number is hours
+    if days is not None or len(numbers) == 3:  # here, the first number (after the days) is hours
         hours, minutes, seconds = [*numbers, 0, 0][:3]
     else:
         hours, minutes, seconds = 0, *[*numbers, 0][:2]
@@ -161,8 +163,8 @@ def _problem(job: Job, limit_s: float) -> str | None:
     if job.signal_s >= limit_s:
         return (
             f"--signal-s: the job would be stopped {job.signal_s} s before its limit, but --time "
-            f"{job.time} is only {limit_s:g} s, so it would be stopped at once. Expected fewer "
-            "seconds than the limit; note that --time without a colon is in minutes"
+            f"{job.time} is only {limit_s:g} s, so the job would be stopped as soon as it starts. "
+            "Expected fewer seconds than the limit; note that --time without a colon is in minutes"
         )
     if job.signal_s > _MOST_SIGNAL_S:
         return f"--signal-s: got {job.signal_s}, expected at most {_MOST_SIGNAL_S}, Slurm's limit"
@@ -185,15 +187,19 @@ def _problem(job: Job, limit_s: float) -> str | None:
     if job.torchrun is not None and job.collectors is not None:
         return (
             "--torchrun starts the same number of ranks on each node, which does not fit a "
-            "heterogeneous job; leave --torchrun out, and srun starts the ranks"
+            "heterogeneous job; leave --torchrun out, so that srun starts the ranks"
         )
     if job.torchrun is not None and job.recipe:
-        return "--torchrun is for your own scripts; leave it out, because srun starts a recipe"
+        return (
+            "--torchrun is only for your own scripts; leave it out here, because srun starts "
+            "the ranks of a recipe"
+        )
     return None
 
 
 def recipe_of(command: Sequence[str]) -> tuple[RecipeConfig, dict[str, Any]]:
-    """Return the configuration for ``train RECIPE ...``, and the fields that the command sets."""
+    """Return the configuration for ``train RECIPE ...``, and the names of the fields that the
+    command sets."""
     parser = _Parser(prog="torchrl-dist train", allow_abbrev=False, add_help=False)
     parser.add_argument("recipe", choices=sorted(RECIPES))
     recipe = RECIPES[parser.parse_known_args(command[1:2])[0].recipe]
@@ -232,8 +238,8 @@ def script(job: Job) -> str:
 
 
 def _header(job: Job) -> list[str]:
-    # With torchrun, "B:" sends the signal to the batch shell, which remembers it, because
-    # torchrun's exit code does not say that its ranks were stopped.
+    # With torchrun, "B:" sends the signal to the batch shell. The shell remembers the signal,
+    # because torchrun's exit code does not tell that its ranks were stopped.
     shell = "B:" if job.torchrun else ""
     both = [f"--time={job.time}", f"--signal={shell}USR1@{job.signal_s}"]
     output = "%x-%A_%a.out" if job.seeds else "%x-%j.out"
@@ -252,8 +258,8 @@ def _environment(job: Job) -> list[str]:
         lines += ["# shellcheck disable=SC1090,SC1091", line]
     lines += [
         "set -u",
-        "# A host name, because a node may know only a loopback address of itself. Rank 0 is in "
-        "component 0.",
+        "# This is a host name, because a node may know only a loopback address of itself. Rank 0 "
+        "is in component 0.",
         'nodes=$(scontrol show hostnames "${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}")',
         "MASTER_ADDR=${nodes%%$'\\n'*}",
         "MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000))",
@@ -268,8 +274,8 @@ def _environment(job: Job) -> list[str]:
     if _own_replay_dir(job):
         cleaner = shlex.join([*job.container, job.python, "-m", "torchrl_dist"])
         lines += [
-            "# The buffer is in memory, because it cannot be on the network, as home folders are.",
-            "# Its memory is freed at the end, because the next start may be on another node.",
+            "# The buffer is in memory. A buffer cannot be on the network, where home folders are.",
+            "# The memory is freed at the end, because the next start may be on another node.",
             'replay=$(mktemp -d "/dev/shm/torchrl_dist-$SLURM_JOB_ID-XXXXXX")',
             "# shellcheck disable=SC2317",
             "clean() {",
@@ -283,14 +289,14 @@ def _environment(job: Job) -> list[str]:
 
 
 _OUTCOME = (
-    "# The learner writes its exit code here, because srun's may be a collector's.",
+    "# The learner writes its exit code here, because srun may return a collector's exit code.",
     "TORCHRL_DIST_EXIT_FILE=$(mktemp)",
     "export TORCHRL_DIST_EXIT_FILE",
 )
 _READ_OUTCOME = (
     'if [ -s "$TORCHRL_DIST_EXIT_FILE" ]; then code=$(cat "$TORCHRL_DIST_EXIT_FILE"); fi'
 )
-"""Needed because srun's own exit code is the highest one of its tasks."""
+"""The script reads this file because srun returns the highest exit code of its tasks."""
 
 
 def _at_exit(job: Job) -> list[str]:
@@ -300,8 +306,8 @@ def _at_exit(job: Job) -> list[str]:
 
 
 def _own_replay_dir(job: Job) -> bool:
-    """Whether the script makes a replay directory: on one node, for a recipe with a buffer but
-    without --replay-dir.
+    """Whether the script makes a replay directory. The script makes one only on a single node, for
+    a recipe that has a buffer but no --replay-dir.
 
     On several nodes, each node has a shard in memory, which the job itself frees at its end.
     """
@@ -320,7 +326,8 @@ def _command(job: Job) -> str:
     text += ' --replay-dir "$replay"' if _own_replay_dir(job) else ""
     if job.torchrun is None:
         return text
-    # is_host is set, because a node may not recognize its own name in the endpoint (pytorch#73656).
+    # is_host is set, because a node may fail to recognize its own name in the endpoint
+    # (pytorch#73656).
     torchrun = (
         f"exec torchrun --nnodes={job.first.nodes} --nproc-per-node={job.torchrun} "
         '--rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" '
@@ -340,13 +347,14 @@ def _is_python(word: str) -> bool:
 
 
 def _run(job: Job) -> list[str]:
-    # Without the first two options, one lost collector would end the step and thus all other ranks.
+    # Without the first two options, one lost collector would end the step, and the step would end
+    # all other ranks.
     common = "srun --kill-on-bad-exit=0 --wait=0 --unbuffered --label"
     command = _command(job)
     if job.collectors is None:
         step = [f"{common} {job.first.step()} \\", f"  {command}"]
     else:
-        # Slurm places rank 0 in the first group, whatever the names of the nodes.
+        # Slurm places rank 0 in the first group, no matter how the nodes are named.
         threads = f"env OMP_NUM_THREADS={job.first.cpus_per_task} "
         step = [
             f"{common} \\",
@@ -366,7 +374,7 @@ def _run(job: Job) -> list[str]:
         f"{step[-1]} &",
         "step=$!",
         "interrupted=1",
-        'while [ "$interrupted" = 1 ]; do # the trap ends a wait early',
+        'while [ "$interrupted" = 1 ]; do # the trap interrupts wait',
         "  interrupted=0",
         '  wait "$step"',
         "  code=$?",
@@ -400,7 +408,7 @@ def submit(text: str) -> str:
     """Submit the script with sbatch, and return the job's id.
 
     Raises:
-        ConfigurationError: there is no sbatch, or it refuses the script.
+        ConfigurationError: sbatch is not installed, or refuses the script.
     """
     if shutil.which("sbatch") is None:
         raise ConfigurationError(
@@ -422,8 +430,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Print a batch script for Slurm that starts COMMAND in every task. COMMAND is a recipe "
         "(train apex ...), or your own script that enters session(...). Before the time limit, "
-        "the job is stopped and writes a checkpoint. It continues from there when Slurm starts it "
-        "again."
+        "the job is stopped and writes a checkpoint. When Slurm starts the job again, it "
+        "continues from this checkpoint."
     )
     parser.epilog = (
         "Example, a learner with a GPU and two nodes of collectors: torchrl-dist slurm --gpus 1 "
@@ -438,9 +446,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     job = parser.add_argument_group("job")
     tasks = "ranks on each node (default: 1; for a recipe on one node, its processes)"
     time = "time limit in Slurm's notation: minutes, 08:00:00, 2-12 (default: 04:00:00)"
-    requeues = "how often the job is queued again after the limit or a preemption (default: 3)"
-    signal_s = "seconds before the limit at which the job is stopped (default: 120)"
-    container = "command that runs others in a container, such as 'apptainer exec --nv image.sif'"
+    requeues = "how often the job is queued again after the time limit or a preemption (default: 3)"
+    signal_s = "how many seconds before the time limit the job is stopped (default: 120)"
+    container = (
+        "command that runs other commands in a container, such as 'apptainer exec --nv image.sif'"
+    )
     setup = "shell command to run first, such as 'source .venv/bin/activate'; may be repeated"
     for group, option, kind, default, metavar, text in (
         (first, "--nodes", at_least(1), 1, "N", "(default: 1)"),
@@ -458,17 +468,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         (job, "--time", str, "04:00:00", "TIME", time),
         (job, "--requeues", at_least(0), 3, "N", requeues),
         (job, "--signal-s", at_least(1), 120, "S", signal_s),
-        (job, "--seeds", str, None, "LIST", "start one job per seed, with --seed, such as 0-4"),
+        (job, "--seeds", str, None, "LIST", "start one job per seed of this list, such as 0-4; "
+            "each job gets its seed by --seed"),
         (job, "--interface", str, None, "NAME", "network interface between the nodes"),
         (job, "--container", str, "", "WORDS", container),
         (job, "--torchrun", at_least(1), None, "N", "start N ranks on each node with torchrun"),
         (job, "--python", str, None, "PYTHON",
-         "interpreter for a recipe (default: this one; with --container: python)"),
+         "interpreter for a recipe (default: the interpreter of this command; with --container: "
+         "python)"),
     ):  # fmt: skip
         group.add_argument(option, type=kind, default=default, metavar=metavar, help=text)
     for option, metavar, text in (
         ("--setup", "LINE", setup),
-        ("--sbatch", "OPTION", "further option, such as --sbatch=--qos=low; may be repeated"),
+        (
+            "--sbatch",
+            "OPTION",
+            "further option of sbatch, such as --sbatch=--qos=low; may be repeated",
+        ),
     ):
         job.add_argument(option, action="append", default=[], metavar=metavar, help=text)
     parser.add_argument(
@@ -488,7 +504,7 @@ def job_of(options: argparse.Namespace) -> Job:
             roles = recipe_of(words)[0].roles(None)
             tasks = (
                 roles["learner"] + roles["collector"]
-            )  # under srun, the last collector evaluates
+            )  # no evaluator, because under srun the last collector evaluates
     first = Component(
         options.nodes, tasks, options.cpus_per_task, options.gpus, options.partition, options.mem
     )
@@ -503,7 +519,7 @@ def job_of(options: argparse.Namespace) -> Job:
         )
     elif any(value for name, value in vars(options).items() if name.startswith("collector_")):
         raise ConfigurationError(
-            "--collector-nodes is missing; the other --collector- options need it"
+            "--collector-nodes is missing; add it, because the other --collector- options need it"
         )
     if options.torchrun:
         first = replace(first, tasks_per_node=1)

@@ -1,8 +1,8 @@
-"""The state of a job at one instant, for ``torchrl-dist top``, and how two instants differ.
+"""The state of a job at one instant, for ``torchrl-dist top``, and the rates between two states.
 
 This module only reads files of this user: the job's pulse (counts that its learner writes, see
-``runtime.pulse``), /proc, tables of replay directories, and the run's CSV files. It does not attach
-to buffers, take locks, call processes or write.
+``runtime.pulse``), /proc, tables of replay directories, and the run's CSV files. The module does
+not attach to buffers, take locks, call processes or write.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ _STATES = {
     "R": "running", "S": "waiting", "D": "disk wait", "T": "stopped", "t": "traced", "Z": DEAD,
 }  # fmt: skip
 _TAIL_BYTES = 4096
-_WAITS = 0.5  # if the learner waits for a larger share of the time, the collectors limit it
+# the collectors limit the job's speed if the learner waits for more than this fraction of the time
+_WAITS = 0.5
 _IDLE = 0.7
 _FULL = 0.95
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process of the job. ``cpu_s`` is its CPU time so far, None if it is on another node."""
+    """A process of the job. ``cpu_s`` is its CPU time so far, or None if the process is on another
+    node."""
 
     name: str
     role: str
@@ -56,8 +58,9 @@ class Process:
 class Buffer:
     """A replay directory. ``written`` and ``sampled`` count rows.
 
-    With a limiter, ``sampled`` is exact. Without one, the count may miss a few rows if processes
-    count at the same instant. A draw for another node counts on the node with the rows.
+    With a limiter, ``sampled`` is exact. Without a limiter, ``sampled`` may miss a few rows if
+    processes count at the same instant. Rows that are drawn for another node are counted on the
+    node that stores them.
     """
 
     path: str
@@ -83,9 +86,9 @@ class Snapshot:
         host: the learner's node.
         figures: the contents of the job's pulse file; empty if there is none.
         scalars: the last values in the run's CSV files, by tag.
-        run_frames: frames of the whole run, including those before a restart, at the last point in
-            these files.
-        resumed_at: frames of the run when this job resumed it; None: the job began the run.
+        run_frames: frames of the whole run at the last point in these files, including frames
+            before a restart.
+        resumed_at: frames of the run when this job resumed it; None if the job began the run.
         slurm: Slurm's state of the job, such as "PENDING (Resources)", if its learner is not here.
     """
 
@@ -179,7 +182,7 @@ def find(name: str | None) -> Target:
             f"several jobs run on this machine; name one of them: {listed}"
             if jobs
             else "no job of yours collects on this machine; name a run's folder, a replay "
-            "directory or a job, or run this command on the machine of its learner"
+            "directory or a job, or run this command on the machine of the job's learner"
         )
     place = Path(name)
     job_id = _job_of(place) if place.is_dir() else None
@@ -207,7 +210,7 @@ def _target(
     job_id: str, path: Path | None, content: Mapping[str, Any], place: Path | None = None
 ) -> Target:
     run = place if place is not None and (place / "run.json").exists() else None
-    if run is None and content:  # the folder in which the job was started contains its runs
+    if run is None and content:  # The job's runs are in the folder in which the job was started.
         for note in sorted(Path(content["directory"]).glob("runs/*/run.json")):
             run = note.parent if _job_of(note.parent) == job_id else run
     places = {Path("/dev/shm")} | set(own_files.user_folders())
@@ -222,7 +225,7 @@ def _target(
 
 
 def look(target: Target) -> Snapshot | None:
-    """Return the job's current state, None if its learner is gone."""
+    """Return the job's current state, or None if its learner is gone."""
     figures: dict[str, Any] = {}
     if target.pulse is not None:
         read = _read_pulse(target.pulse)
@@ -264,7 +267,7 @@ def _stat(pid: int) -> tuple[str, float | None]:
 
 
 def read_buffer(folder: Path) -> Buffer | None:
-    """Read a buffer's counters from the first table alone. Touches no row, priority or lock."""
+    """Read a buffer's counters from its first table only. Touches no row, priority or lock."""
     try:
         header = files.read_header(folder)
         words, _, members = files.read_control(folder)
@@ -289,7 +292,7 @@ def read_points(run: Path) -> dict[str, tuple[int, float]]:
         with contextlib.suppress(OSError, ValueError, IndexError):
             with open(own_files.open_ours(path), "rb") as file:
                 file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-                last = file.read().decode().split("\n")[-2]  # the last line that is complete
+                last = file.read().decode().split("\n")[-2]  # the last complete line
             tag = str(path.relative_to(run / "csv" / "scalars").with_suffix(""))
             found[tag] = (int(float(last.split(",")[0])), float(last.split(",")[1]))
     return found
@@ -299,7 +302,7 @@ def read_points(run: Path) -> dict[str, tuple[int, float]]:
 
 
 def rates(before: Snapshot, now: Snapshot) -> Rates:
-    """Return the rates between two snapshots of a job. The rate of a count that fell is 0."""
+    """Return the rates between two snapshots of a job. If a count has decreased, its rate is 0."""
     a, b = before.figures, now.figures
     told_at = [each.get("unix_time_s", each_at.unix_time_s) for each, each_at in
                ((a, before), (b, now))]  # fmt: skip
@@ -352,8 +355,8 @@ def _over(difference: float, seconds: float) -> float:
 
 
 def who_waits(buffer: Buffer, batch_size: int = 1) -> str | None:
-    """Say which side the buffer's limiter holds back now. Return None if it holds back neither
-    side, or if there is no limiter."""
+    """Return which side (sampling or writing) the buffer's rate limiter holds back now. The result
+    is None if the limiter holds back neither side, or if there is no limiter."""
     told = buffer.limiter
     if told is None:
         return None
@@ -390,7 +393,7 @@ def bound_by(now: Snapshot, per: Rates) -> str:
         if full:
             return f"the {now.cores} cores: all are busy"
         return (
-            "neither side: rollouts come in the background"
+            "neither side: rollouts are collected in the background"
             + ("" if busy is None else f", collectors work {busy:.0%} of the time")
             + ("" if own is None else f", the learner's process runs {own:.0%}")
         )

@@ -1,4 +1,4 @@
-"""``torchrl-dist top``: shows live which processes of a running job work and which wait."""
+"""``torchrl-dist top``: show live which processes of a running job work and which wait."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ _HELP = "q: quit, 0-9: show the stack of that process (py-spy)"
 def render(
     now: Snapshot, per: Rates | None, note: str = "", *, keys: bool = False
 ) -> RenderableType:
-    """Return the whole screen, with ``note`` (such as a stack) and, with ``keys``, help below."""
+    """Return the whole screen, with ``note`` (such as a stack) below. With ``keys``, also show help
+    about keys."""
     from rich.console import Group
     from rich.text import Text
 
@@ -81,10 +82,11 @@ def _headline(now: Snapshot, per: Rates | None) -> str:
     text = f"job {now.job_id}"
     if not figures:
         slurm = "" if now.slurm is None else f"; Slurm says {now.slurm}"
-        return f"{text}: its learner does not run on this machine{slurm}"
+        return f"{text}: no learner of a session of this job runs on this machine{slurm}"
     text += f" on {now.host}, {_duration(now.unix_time_s - figures['started_unix_s'])}"
     frames, of_run = figures["frames"], now.run_frames or 0
-    if now.resumed_at is None:  # the run's files are newer, or count the other learners as well
+    # The run's files may be newer, and they may count the frames of other learners, too.
+    if now.resumed_at is None:
         frames = max(frames, of_run)
     text += f": {frames:,} frames"
     share = frames / figures["total_frames"] if figures["total_frames"] > 0 else None
@@ -144,7 +146,7 @@ def _processes(now: Snapshot, per: Rates | None) -> Any:
 
 def _traffic(per: Rates) -> str:
     busy = "" if per.workers_busy is None else f"; collectors work {per.workers_busy:.0%}"
-    waits = "rollouts come in the background"
+    waits = "rollouts are collected in the background"
     if per.learner_waits is not None:
         waits = f"the learner waits for rollouts {per.learner_waits:.0%} of the time"
     return f"{waits}{busy}; {per.messages:.1f} messages/s, {_bytes(per.data_bytes)}/s"
@@ -337,7 +339,8 @@ def _live(target: Target, interval_s: float) -> int:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Any]:
-    """Yield a function that returns the next key, or "" if there is none in ``timeout_s``."""
+    """Yield a function that returns the next key, or "" if no key is pressed within
+    ``timeout_s``."""
     import termios
     import tty
 
@@ -377,10 +380,11 @@ def slurm_state(job: str | None) -> str | None:
 
 
 def _go_to_its_node(job: str | None) -> None:
-    """If the learner of a Slurm job is on another node, replace this process by one there."""
+    """If the learner of a Slurm job is on another node, replace this process by a process on that
+    node."""
     if job is None or not job.isdigit() or shutil.which("squeue") is None:
         return
-    if os.environ.get("SLURM_JOB_ID") == job:  # this is the job's node
+    if os.environ.get("SLURM_JOB_ID") == job:  # this process is already on the job's node
         return
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         asked = ["squeue", "-h", "-j", job, "-t", "R", "-o", "%B"]

@@ -20,12 +20,12 @@ from torchrl_dist.ui import above_zero, at_least, show_table
 if TYPE_CHECKING:
     from .measure import Measured, Subject
 
-# The collector's defaults: a message has half a second of steps (more if more than this many
-# processes share a core), but at most this many bytes.
+# The collector's defaults: a message has half a second of steps, or more if more than
+# _PROCESSES_PER_CORE processes share a core. It never has more than _MESSAGE_BYTES.
 _MESSAGE_S, _MESSAGE_BYTES, _PROCESSES_PER_CORE = 0.5, 8 << 20, 4
 _MOST_PER_CORE, _MOST = 32, 256  # limits on the number of env processes that are considered
-_DRAWS = 100  # how often measurements are resampled for an interval
-NEARLY = 0.9  # a layout with this fraction of the best rate is nearly as fast
+_DRAWS = 100  # how often measurements are resampled, to find the interval of a prediction
+NEARLY = 0.9  # a layout with this fraction of the best rate counts as nearly as fast
 _BUSY = 0.5  # a node with at least this load average per core counts as busy
 
 
@@ -58,8 +58,8 @@ def updates_of(config: Any) -> tuple[float, int, int]:
     return _LEARNING[config.recipe](config)
 
 
-# By recipe: updates per batch, rows of an update, and networks that it trains. Not r2d2, because
-# only layers are measured, and no LSTM.
+# By recipe: updates per batch, rows of an update, and networks that it trains. r2d2 is missing,
+# because only networks of plain layers are measured, and it has an LSTM.
 _LEARNING: dict[str, Callable[[Any], tuple[float, int, int]]] = {
     "apex": lambda config: (config.updates_per_batch, config.batch_size, 1),
     "ddppo": lambda config: (
@@ -89,14 +89,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("--env", str, None, "ID|PACKAGE:MAKE",
          "gymnasium id, or a function that makes an env (default: the recipe's)"),
         ("--policy", str, None, "PACKAGE:MAKE",
-         "a function that returns the policy's module (default: the recipe's layers, or two of 64 "
-         "units; random actions if observations are not vectors)"),
+         "a function that returns the policy's module (default: the recipe's layers, or two layers "
+         "of 64 units; if observations are not vectors, random actions)"),
         ("--cores", at_least(1), None, "N", "cores per node (default: those of this machine)"),
         ("--nodes", at_least(1), 1, "N", "maximum number of nodes (default: 1)"),
         ("--frames", above_zero(float), 1e6, "N", "frames of the whole job (default: 1e6)"),
         ("--updates-per-frame", at_least(0, float), None, "X",
-         "the learner's updates per frame (default: the recipe's, or 1/32: four epochs of "
-         "minibatches of 128)"),
+         "the learner's updates per frame (default: the recipe's, or 1/32, as with four epochs of "
+         "minibatches of 128 rows)"),
         ("--update-s", at_least(0, float), None, "S",
          "seconds of one update (default: measured with the recipe's networks, or with a network "
          "of two layers of 64 units)"),
@@ -123,13 +123,16 @@ def run(options: argparse.Namespace) -> int:
     learning = Learning() if options.recipe is None else learning_of(options.recipe)
     env = options.env or learning.env
     if env is None:
-        raise ConfigurationError("--env: expected a gymnasium id or package:make, or a --recipe")
+        raise ConfigurationError(
+            "got neither --env nor --recipe; pass a gymnasium id or package:make as --env, or pass "
+            "--recipe"
+        )
     from .measure import Subject, envs_of, measure, named, small_policy, usable_cores
 
     if options.recipe is not None:  # refuse at once what `train` would refuse
         from torchrl_dist.recipes.parts.environments import look_at
 
-        look_at(env, discrete=RECIPES[options.recipe].config.discrete)
+        look_at(env, continuous=RECIPES[options.recipe].config.continuous)
     make_env, native = envs_of(env)
     if options.policy:
         policy = named(options.policy)()
@@ -207,14 +210,14 @@ def plan(
 
     Args:
         frames: frames of the job, to predict its duration.
-        env: the env as the user named it, for the printed commands.
+        env: the user's name for the env, for the printed commands.
         recipe: the recipe to plan for.
     """
     costs = measured.costs(subject)
     layouts = candidates(costs, cores, nodes)
     if recipe:  # keep only layouts that the recipe's options can express
         layouts = [each for each in layouts if not each.node_workers and not each.groups]
-    if recipe == "ddppo":  # each learner steps its envs itself, so none runs ahead
+    if recipe == "ddppo":  # each learner steps its envs itself, so no process runs ahead
         layouts = [each for each in layouts if each.alone or (each.stepping > 1 and not each.lag)]
     ranked = rank(costs, layouts, cores)
     verdict = decide(ranked)
@@ -264,8 +267,8 @@ def thriftiest(
     """Return the layout with the fewest env processes that is nearly as fast as the fastest one.
 
     Considers only layouts of the same kind as ``best``: one process, one node or several nodes.
-    The planner recommends the result, because more processes bring little. Unless it is one
-    process, it has as many processes as :func:`processes_that_pay` returns.
+    The planner recommends this layout, because more processes would bring little more speed. Unless
+    it is a single process, its number of processes is that of :func:`processes_that_pay`.
     """
     kind = (best.alone, best.nodes > 1)
     alike = [each for each in ranked if (each[0].alone, each[0].nodes > 1) == kind]
@@ -300,9 +303,10 @@ def processes_that_pay(ranked: Sequence[tuple[Layout, Prediction]], several: boo
 
 def deadline_of(costs: Costs, ranked: Sequence[tuple[Layout, Prediction]]) -> dict[str, Any] | None:
     """Return the effect of a receive deadline on the best layout that waits for all workers and has
-    no policy lag. Return None if there is no such layout.
+    no policy lag, or None if there is no such layout.
 
-    ``gain`` is the factor by which frames per second grow, and ``spread`` the spread of a rollout.
+    ``gain`` is the factor by which frames per second grow. ``spread`` is the standard deviation of
+    a rollout's time over its mean.
     ``deadline_s`` is None if no deadline pays.
     """
     from .regimes import best_deadline
@@ -401,8 +405,8 @@ def show(found: dict[str, Any]) -> None:
     if deadline := found["deadline"]:
         pays = "would make" if deadline["gain"] >= MIN_GAIN else "does not pay: it would make"
         console.print(
-            f"a receive deadline {pays} {deadline['gain']:.2f} times as many frames with "
-            f"{deadline['layout']} (the time of a rollout varies by {deadline['spread']:.1%})",
+            f"a receive deadline {pays} {deadline['gain']:.2f} times as many frames per second "
+            f"with {deadline['layout']} (the time of a rollout varies by {deadline['spread']:.1%})",
             highlight=False,
         )
     length = f"{found['settings']['frames']:,.0f} frames"

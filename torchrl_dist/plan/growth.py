@@ -1,12 +1,13 @@
-"""How does the speed grow with nodes? The planner's model, up to 32 nodes.
+"""How does the speed grow with the number of nodes? The planner's model predicts up to 32 nodes.
 
     torchrl-dist plan --env CartPole-v1 --json > plan.json
     python -m torchrl_dist.plan.growth plan.json
 
 Prints the efficiencies that tianshou#1172 measured with Ray on nodes of 48 cores, for steps that
-sleep 1, 0.1, 0.01 and 0.001 s. Next to them are predictions from the cost of messages in plan.json,
-for one rank per core and for one node worker per node, with the first limit of each. Below the
-table is the number of nodes beyond which one learner takes in no more frames.
+sleep 1, 0.1, 0.01 and 0.001 s. Next to these figures are the planner's predictions, for one rank
+per core and for one node worker per node. The predictions use the costs of messages in plan.json,
+and each prediction names what limits the speed. The lines below the table say with how many nodes
+one learner is saturated.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ RAY = {
     16: (0.86, 0.41, 0.05, 0.01), 32: (0.78, 0.26, 0.03, 0.0),
 }  # fmt: skip
 """Published efficiencies by number of nodes, one for each of ``STEPS_S``."""
-# seconds of stepping per message (at least one step), as by the collector's default
+# A message has this many seconds of steps, and at least one step, like the collector's default.
 _MESSAGE_S = 0.5
 
 
@@ -52,14 +53,14 @@ def costs_of(plan: dict[str, Any]) -> Costs:
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigurationError(
-            f"expected the output of torchrl-dist plan --json, but reading gives {error!r}: run "
-            "that command again and pass its output"
+            "expected the output of torchrl-dist plan --json, but reading the file raised "
+            f"{error!r}: run that command again and pass its output"
         ) from error
 
 
 def sleeping(costs: Costs, step_s: float) -> Costs:
-    """Return ``costs`` with an env that sleeps and without learning. The costs of messages and of
-    the loop stay the same."""
+    """Return ``costs`` for an env that only sleeps and a learner that makes no updates. The costs
+    of messages and of the loop stay the same."""
     return replace(costs, idle_s=step_s, spread=0.0, update_s=0.0)
 
 
@@ -95,7 +96,7 @@ def growth(costs: Costs) -> list[dict[str, Any]]:
 
 
 def full_at(costs: Costs, step_s: float, node_workers: bool) -> float:
-    """Return the number of nodes beyond which one learner takes in no more frames."""
+    """Return the number of nodes that saturate one learner. More nodes bring no more frames."""
     one = predict(sleeping(costs, step_s), layout_of(1, step_s, node_workers), CORES)
     busy = one.learner_busy
     return math.inf if busy <= 0 else 1 / busy

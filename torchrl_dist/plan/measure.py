@@ -2,7 +2,8 @@
 
 The kernel counts how long a process waits for a core, and wall-clock times exclude this wait. Other
 work on the node therefore changes the results little. Each figure is measured several times.
-``Measured.costs`` takes the medians, or the medians of resampled repeats, to find an interval.
+``Measured.costs`` takes the medians. To find an interval, it takes medians of resampled repeats of
+the measurements.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from torchrl_dist.collect import FirstReady, RPCBatchedCollector
+from torchrl_dist.collect.loop.one_thread import torch_threads
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.planner import Costs
 from torchrl_dist.recipes.parts.environments import image_factory
@@ -39,7 +41,7 @@ _STAMP = "worker_cpu_s"
 
 @dataclass(frozen=True)
 class Subject:
-    """What to plan for.
+    """The job to plan for.
 
     Attributes:
         make_env: called with a number of envs. Returns a function that makes one env, or a vector
@@ -117,25 +119,23 @@ def measure(
     Raises:
         RemoteError, ConfigurationError: the env or the policy cannot be used.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in a worker
-    try:
-        found = Measured()
+    found = Measured()
+    with torch_threads(1):  # as in a worker
         _measure_env(subject, found, seconds)
         rows = _measure_steps(subject, found, seconds)
         _measure_policy(subject, rows, found, seconds)
         _measure_update(subject, rows, found, seconds)
         _measure_messages(subject, rows, found, seconds, timeout_s, fork_server)
-        return found
-    finally:
-        torch.set_num_threads(threads)
+    return found
 
 
 # ---- clocks
 
 
 def _waited_s() -> float:
-    """Return how long this thread has waited for a core, 0 if the kernel does not count it."""
+    """Return how long this thread has waited for a core, or 0 if the kernel does not count such
+    waits.
+    """
     try:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
@@ -143,7 +143,7 @@ def _waited_s() -> float:
 
 
 class Clock:
-    """Measures two times from its creation on: the CPU time of this process, and the wall-clock
+    """Measures two durations since its creation: the CPU time of this process, and the wall-clock
     time without this thread's waits for a core."""
 
     def __init__(self) -> None:
@@ -155,15 +155,21 @@ class Clock:
         return cpu, max(cpu, passed - (_waited_s() - self._waited))
 
 
+def often(call: Callable[[], Any], seconds: float, least: int = 1) -> int:
+    """Call ``call`` for ``seconds``, and at least ``least`` times. Return the number of calls."""
+    until, calls = time.perf_counter() + seconds, 0
+    while calls < least or time.perf_counter() < until:
+        call()
+        calls += 1
+    return calls
+
+
 def repeat(call: Callable[[], Any], seconds: float) -> Iterator[tuple[float, float]]:
-    """Yield a call's mean CPU time and clock time, each for one of ``_REPEATS`` equal parts of
-    ``seconds``."""
+    """Divide ``seconds`` into ``_REPEATS`` equal parts, and for each part yield the mean CPU time
+    and the mean clock time of a call."""
     call()
     for _ in range(_REPEATS):
-        clock, until, calls = Clock(), time.perf_counter() + seconds / _REPEATS, 0
-        while calls == 0 or time.perf_counter() < until:
-            call()
-            calls += 1
+        clock, calls = Clock(), often(call, seconds / _REPEATS)
         cpu, passed = clock.read()
         yield cpu / calls, passed / calls
 
@@ -204,7 +210,7 @@ def _measure_env(subject: Subject, found: Measured, seconds: float) -> None:
 
 
 def _is_idle(act: Callable[[], Any], step: Callable[[Any], Any]) -> bool:
-    """Whether a step does anything other than compute in this thread."""
+    """Whether a step takes longer than this process computes, for example because it sleeps."""
     clock = Clock()
     for _ in range(3):
         step(act())
@@ -235,7 +241,7 @@ def _actions(env: Any) -> tuple[Callable[[], Any], Callable[[Any], bool]]:
 def _measure_steps(subject: Subject, found: Measured, seconds: float) -> TensorDict:
     """Measure one process with more and more envs, and return a rollout ``[1, T]``.
 
-    Stops at a number of envs of which a step takes too long to repeat.
+    Stops at the first number of envs whose step takes too long to be repeated.
     """
     step_s = statistics.median(found.figures["step_s"])
     rows: TensorDict | None = None
@@ -288,8 +294,8 @@ def _measure_update(subject: Subject, rows: TensorDict, found: Measured, seconds
     networks = nn.ModuleList(
         nn.Sequential(*_layers(inputs, subject.hidden, 8)) for _ in range(subject.networks)
     )
-    optimizer = torch.optim.Adam(networks.parameters())
     batch = torch.randn(subject.batch_size, inputs)
+    optimizer = torch.optim.Adam(networks.parameters())
 
     def update() -> None:
         optimizer.zero_grad()
@@ -328,7 +334,7 @@ class Blank(gymnasium.Env):
 
 
 class Stamped:
-    """A postproc that sends the same rows each time, with the CPU time of its process so far."""
+    """A postproc that sends the same rows each time, with its process's CPU time so far."""
 
     def __init__(self, rows: TensorDict) -> None:
         self._rows = rows
@@ -422,9 +428,9 @@ class Heavy(nn.Module):
 def _measure_rounds(
     collector: RPCBatchedCollector, few: dict[str, list[float]], found: Measured, seconds: float
 ) -> None:
-    """Measure a round without policy lag, and what new weights add to it.
+    """Measure a round without policy lag, and the CPU time that new weights add to it.
 
-    The latency is the time of a round minus the CPU time of both sides.
+    The latency is the time of a round minus the CPU time of worker and learner.
     """
     plain = list(repeat(collector.next, seconds))
     both = [sum(parts) for parts in zip(few["learner"], few["worker"], strict=True)]
@@ -443,16 +449,13 @@ def _measure_rounds(
 
 
 def _measure_processes(collector: RPCBatchedCollector, found: Measured, seconds: float) -> None:
-    """Measure the CPU time that each env process adds to a message of single steps."""
+    """Measure the CPU time that each env process adds to a message with one step per process."""
     sides = [found.figures[f"message_{side}_s"] for side in ("worker", "learner")]
     own = sum(statistics.median(side) for side in sides)
     found.figures["process_s"] = []
     collector.next()
     for _ in range(_REPEATS):
-        begun, until, messages = _family_cpu_s(), time.perf_counter() + seconds / _REPEATS, 0
-        while messages < 3 or time.perf_counter() < until:
-            collector.next()
-            messages += 1
+        begun, messages = _family_cpu_s(), often(collector.next, seconds / _REPEATS, least=3)
         each = ((_family_cpu_s() - begun) / messages - own) / _ASKING
         found.figures["process_s"].append(max(0.0, each))
 
@@ -474,10 +477,10 @@ def _family_cpu_s() -> float:
 
 
 def _measure_requests(subject: Subject, collect: Any, found: Measured, seconds: float) -> None:
-    """Measure requests to a policy at the learner, one per step of an env that takes no time.
+    """Measure requests to a policy at the learner. Each step of an env without delay sends one.
 
     A single process shows the latency of a request. Several env processes, whose requests the
-    learner joins, show its CPU time.
+    learner joins, show the CPU time of a request.
     """
     found.figures["request_s"] = found.figures["request_latency_s"] = [0.0]
     spaces = _spaces(subject.make_env(1))
@@ -565,7 +568,7 @@ def named(text: str) -> Any:
 
 
 def envs_of(text: str) -> tuple[Callable[[int], Callable[[], Any]], bool]:
-    """Return ``make_env`` and ``native`` of a :class:`Subject`.
+    """Return ``make_env`` and ``native`` for a :class:`Subject`.
 
     A gymnasium id that has its own vectorized form (such as CartPole) is used in that form.
 
@@ -577,7 +580,9 @@ def envs_of(text: str) -> tuple[Callable[[int], Callable[[], Any]], bool]:
         try:
             images().close()
         except Exception as error:
-            raise ConfigurationError(f"--env: got {text!r}: {error}") from error
+            raise ConfigurationError(
+                f"--env: got {text!r}, which cannot be built here: {error}"
+            ) from error
         return lambda envs: images, False
     spec, reason = None, ""
     try:
@@ -589,8 +594,8 @@ def envs_of(text: str) -> tuple[Callable[[int], Callable[[], Any]], bool]:
         with contextlib.closing(make()) as env:
             if isinstance(env, gymnasium.vector.VectorEnv) and env.num_envs > 1:
                 raise ConfigurationError(
-                    f"--env {text}: got a vector env of {env.num_envs}, expected a single env: "
-                    "let the function make one env"
+                    f"--env {text}: the function returned a vector env of {env.num_envs} envs, "
+                    "expected a single env: let the function make one env"
                 )
         return lambda envs: make, False
     if spec is None:

@@ -1,8 +1,8 @@
-"""How many processes ``train`` starts if the user gives no number: as many as pay.
+"""Chooses how many processes ``train`` starts if the user gives no number.
 
 A child process steps the environment and takes gradient steps for about a second. The costs of
-messages are not measured, but known from ``torchrl-dist plan``. The planner's model then predicts
-the speed of each number of processes.
+messages are not measured. In their place, typical values are used that ``torchrl-dist plan`` has
+found. From all these costs, the planner's model predicts the speed for each number of processes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import json
 import math
 import os
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
@@ -26,20 +25,21 @@ from torchrl_dist.runtime.surroundings import Surroundings
 
 from .command import NEARLY, shown_time, updates_of
 
-_MEASURE_S = 0.3  # for the steps of training, those of evaluations, and updates
+_MEASURE_S = 0.3  # for each of three measurements: steps of training, steps of evaluations, updates
 _SLOW_S = 1e-3
-_FEW_ROWS = 16  # of images, because an update with many takes a second
-_WAIT_S = 15.0  # some environments take seconds for a reset
-_PER_CORE = 4  # more processes per core are not considered, even if they sleep
+_FEW_ROWS = 16  # rows of an update with images, because many rows would take a second
+_WAIT_S = 15.0  # wait for the child's answer; some environments take seconds for a reset
+_PER_CORE = 4  # more processes per core are not considered, even if they mostly sleep
 # A rollout loop's CPU per step, in addition to that of policy and environment.
 _LOOP_S = 50e-6
 # Two learners or more also average gradients after each update.
 _AVERAGE_S = 2e-3
-_PLAYED = 0.5  # part of the longest episode that the episodes of an evaluation are assumed to take
-# CPU of a recipe's update, divided by that of a gradient step of its policy's network on as many
-# rows. Measured by `torchrl-dist bench learner` and the measurement below.
+_PLAYED = 0.5  # assumed length of an episode in an evaluation, divided by the maximum length
+# CPU of a recipe's update, divided by the CPU of a gradient step of the policy's network on the
+# same number of rows. `torchrl-dist bench learner` measured the former, `measure` the latter.
 _UPDATE = {"apex": 2.0, "ddppo": 3.3, "impala": 4.2, "sac": 4.5}
-# Medians of `torchrl-dist plan` on CPUs of 2026, for messages of a few hundred small rows.
+# Medians of the costs that `torchrl-dist plan` measured on CPUs of 2026, with messages of a few
+# hundred small rows.
 _MESSAGES: dict[str, Any] = {
     "spread": 0.3,
     "frame_bytes": 100.0,
@@ -59,7 +59,7 @@ _MESSAGES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Measured:
-    """What one process needs, without waiting for a core.
+    """Times of one process, without its waits for a core.
 
     Attributes:
         step_cpu_s, step_idle_s: CPU and idle time of a step of ``envs_per_collector`` environments.
@@ -83,8 +83,8 @@ def choose(config: Any, server: ForkServer) -> tuple[dict[str, int], str]:
         server: starts the process that measures.
 
     Returns:
-        ``{}`` if the number of ``config`` stays, because this recipe or environment could not be
-        measured.
+        ``{}`` instead of the option if this recipe or environment could not be measured. The number
+        in ``config`` is then used.
     """
     name = "learners" if config.recipe == "ddppo" else "collectors"
     if config.recipe not in _UPDATE:
@@ -101,10 +101,11 @@ def choose(config: Any, server: ForkServer) -> tuple[dict[str, int], str]:
 
 
 def speeds(config: Any, measured: Measured, cores: int) -> dict[int, float]:
-    """Return predicted frames/s by the value of ``collectors``, or of ddppo's ``learners``.
+    """Return the predicted frames/s for each value of ``collectors``, or of ddppo's ``learners``.
 
-    The smallest value stands for a single process. Evaluations are part of the job: the single
-    process plays them itself, and a process of several plays them on the same cores.
+    The smallest value stands for a single process. Evaluations are part of the job. A single
+    process plays them itself. In a job of several processes, one of them plays the evaluations,
+    and takes time from the cores that all of them share.
     """
     envs = config.envs_per_collector
     costs = Costs(
@@ -137,7 +138,7 @@ def speeds(config: Any, measured: Measured, cores: int) -> dict[int, float]:
 
 
 def _alone(config: Any) -> Any:
-    """Return ``config`` for one learner, which has all rows of an update."""
+    """Return ``config`` for one learner, which learns from all rows of an update."""
     return replace(config, learners=1) if config.recipe == "ddppo" else config
 
 
@@ -173,7 +174,7 @@ def _reason(
         f"a frame takes {shown_time(collect_s)} to collect and {shown_time(learn_s)} to learn from"
     )
     if number == alone:
-        return f"one process, because {frame}: more would be {gain:.2f} times as fast"
+        return f"one process, because {frame}: several would be {gain:.2f} times as fast"
     gain = rates[number] / rates[alone]
     what = name if number > 1 else name[:-1]
     return f"{number} {what}, because {frame}: {gain:.2f} times as fast as one process"
@@ -196,7 +197,9 @@ def _in_a_child(config: Any, server: ForkServer) -> Measured:
             ready = wait([ours], _WAIT_S)
             text = os.read(ours, 4096) if ready else b""
             if not ready:
-                raise PeerLostError(f"no answer after {_WAIT_S:g} s")
+                raise PeerLostError(
+                    f"the process that measures the environment did not answer within {_WAIT_S:g} s"
+                )
             if not text:
                 children.wait_gone(1.0)
                 state = children.states[0]
@@ -210,7 +213,7 @@ def _in_a_child(config: Any, server: ForkServer) -> Measured:
 
 @dataclass(frozen=True)
 class _Job:
-    """What the child runs; sent to it as a pickle."""
+    """The work of the child process, which receives this object as a pickle."""
 
     config: RecipeConfig
     surroundings: Surroundings
@@ -231,7 +234,7 @@ def measure(config: Any) -> Measured:
     from .measure import repeat
 
     torch.set_num_threads(1)
-    task = look_at(config.env, discrete=config.discrete)
+    task = look_at(config.env, continuous=config.continuous)
     spec = PolicySpec.of(task, config.policy_kind, config.hidden, config.network)
     network = spec.network()
     cpu_s, idle_s = _step(network, config.env, config.envs_per_collector)
@@ -265,7 +268,7 @@ def measure(config: Any) -> Measured:
 def _step(network: Any, env: str, envs: int) -> tuple[float, float]:
     """Return CPU and idle time of a step of ``envs`` environments with ``network``."""
     one = _timed(network, env, 1, 0.0)
-    if sum(one) > _SLOW_S:  # too slow to build many
+    if sum(one) > _SLOW_S:  # many such environments would take too long
         cpu_s, idle_s = _timed(network, env, 1, _MEASURE_S)
         return envs * cpu_s, envs * idle_s
     return _timed(network, env, envs, _MEASURE_S)
@@ -274,16 +277,11 @@ def _step(network: Any, env: str, envs: int) -> tuple[float, float]:
 def _timed(network: Any, env: str, envs: int, seconds: float) -> tuple[float, float]:
     from torchrl_dist.recipes.parts.evaluate import GreedyEpisodes
 
-    from .measure import Clock
+    from .measure import Clock, often
 
-    playing = GreedyEpisodes(network.player(), env, episodes=envs, seed=0)
-    try:
+    episodes = GreedyEpisodes(network.player(), env, episodes=envs, seed=0)
+    with contextlib.closing(episodes) as playing:
         playing.step()
-        clock, until, steps = Clock(), time.perf_counter() + seconds, 0
-        while steps == 0 or time.perf_counter() < until:
-            playing.step()
-            steps += 1
+        clock, steps = Clock(), often(playing.step, seconds)
         cpu_s, passed_s = clock.read()
-    finally:
-        playing.close()
     return cpu_s / steps, (passed_s - cpu_s) / steps

@@ -1,4 +1,5 @@
-"""When does a receive deadline pay? Simulates a learner that takes the rollouts that have arrived.
+"""When does a receive deadline pay? Simulates a learner that takes only the rollouts that have
+arrived by a deadline.
 
     python -m torchrl_dist.plan.regimes --plot regimes.png
 
@@ -7,17 +8,18 @@ deadline has passed and at least one has delivered (``Quorum(1, timeout_s)``). T
 from these rollouts. Their workers then start new rollouts, while the other workers continue theirs.
 Two conditions decide whether a deadline brings more frames per second:
 
-- the spread of a *rollout*. If a step takes 1 +- s, a rollout of n envs and K steps takes
-  1 +- s / sqrt(n K). With more envs, rollouts differ by more seconds, but by a smaller fraction of
-  their length.
-- whether the learner's work depends on the number of batches (a small network, one call for any
-  number of rows) or on the number of rows (a large network). In the second case, smaller batches
-  cost no extra time.
+- how much the times of *rollouts* vary. If the time of a step varies by a fraction s (its standard
+  deviation over its mean), the time of a rollout of n envs and K steps varies by the fraction
+  s / sqrt(n K). With more envs, rollouts differ by more seconds, but by a smaller fraction of their
+  length.
+- whether the learner's time grows with the number of batches or with the number of rows. With a
+  small network, a batch takes the same time for any number of rows. With a large network, the time
+  grows with the rows, so smaller batches cost no extra time.
 
 All times are in units of a mean rollout. The map shows the gain of the best deadline over no
-deadline. If any deadline pays, the shortest one pays most, because workers then wait least. A
-deadline also makes some rows one update older, and gives fewer rows per update. The user must weigh
-these effects.
+deadline. If any deadline pays, the shortest deadline pays most, because workers then wait least. A
+deadline also makes some rows one update older, and leaves fewer rows for each update. The user must
+weigh these effects against the gain.
 """
 
 from __future__ import annotations
@@ -47,14 +49,15 @@ NETWORKS = {
     "half a rollout, by row": (0.0, 0.5),
     "as long as a rollout, by row": (0.0, 1.0),
 }
-"""The learner's work on a batch of all workers. The first number does not depend on the number of
-rows. The second is proportional to the rows."""
+"""The learner's time for a batch with a rollout of each worker, as two numbers. The first part of
+this time does not depend on the number of rows. The second part is proportional to it."""
 _ROUNDS, _REPLICAS = 60, 24
 
 
 @dataclass(frozen=True)
 class Received:
-    """A simulated run: rollouts per mean rollout time, and workers per receive."""
+    """The result of a simulated run: rollouts received per mean rollout time, and workers per
+    receive."""
 
     rate: float
     workers: float
@@ -74,11 +77,12 @@ def simulate(
     """Simulate collecting with a deadline. A rollout's time is lognormal with mean 1.
 
     Args:
-        spread: standard deviation of a rollout.
-        batch_s: the learner's work on any batch.
-        rows_s: the learner's additional work on a batch of all workers. It is proportional to the
-            number of rows.
-        deadline_s: time from the beginning of a receive. If infinite, wait for all workers.
+        spread: standard deviation of a rollout's time.
+        batch_s: the learner's time for a batch, whatever its number of rows.
+        rows_s: the learner's additional time for a batch with a rollout of each worker. For a
+            smaller batch, this time is shorter in proportion.
+        deadline_s: the deadline, counted from the beginning of a receive. If it is infinite, the
+            learner waits for all workers.
         rounds: receives in each run.
         replicas: independent runs.
     """
@@ -105,7 +109,7 @@ def simulate(
 
 @dataclass(frozen=True)
 class Gain:
-    """The best deadline, compared with waiting for all.
+    """The best deadline, and its gain over waiting for all workers.
 
     ``gain`` is a factor. If no deadline pays, ``deadline_s`` is infinite and ``gain`` is 1.
     ``workers_per_receive`` is the mean number of rollouts in a batch of the learner.
@@ -119,7 +123,7 @@ class Gain:
 def best_deadline(
     workers: int, spread: float, *, batch_s: float = 0.0, rows_s: float = 0.0
 ) -> Gain:
-    """Return the deadline, in mean rollouts, with the most frames per second."""
+    """Return the deadline, in units of a mean rollout, that gives the most frames per second."""
     work: dict[str, Any] = {"batch_s": batch_s, "rows_s": rows_s}
     patient = simulate(workers, spread, **work)
     best = Gain(1.0, math.inf, patient.workers)
@@ -164,7 +168,7 @@ def _cell(line: dict[str, Any]) -> str:
 
 
 def plot(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    """Plot one panel per network: gain over spread and workers, with the line of ``MIN_GAIN``."""
+    """Plot one panel per network: gain over spread and workers, with a line at ``MIN_GAIN``."""
     from matplotlib.figure import Figure
 
     rows = -(-len(NETWORKS) // 2)

@@ -22,7 +22,7 @@ class Recipe:
     Attributes:
         config: its configuration.
         summary: half a line, for the list of recipes.
-        description: some lines, for ``--help``.
+        description: a few lines, for ``--help``.
         ranks: the roles of a launcher's ranks, in words.
     """
 
@@ -47,17 +47,17 @@ RECIPES: dict[str, Recipe] = {
     ),
     "ddppo": Recipe(
         DDPPOConfig,
-        "PPO by several learners that average their gradients",
-        "Train with PPO by several learners, each with environments of its own, that average "
-        "their gradients (DD-PPO). Environments: gymnasium's with discrete or continuous actions, "
-        "and vectors or images as observations.",
+        "PPO with several learners that average their gradients",
+        "Train with PPO and several learners, each with its own environments, that average their "
+        "gradients (DD-PPO). Environments: gymnasium's with discrete or continuous actions, and "
+        "vectors or images as observations.",
         "all ranks learn; with --collectors K, one rank in K + 1 learns, and the others collect",
     ),
     "impala": Recipe(
         ImpalaConfig,
-        "actors that run ahead of one learner, which corrects for the lag by V-trace",
+        "actors that run ahead of one learner, which corrects for the lag with V-trace",
         "Train with IMPALA: collectors run ahead of one learner, which takes each rollout as it "
-        "arrives and corrects for older policies by V-trace. Environments: gymnasium's with "
+        "arrives and corrects for older policies with V-trace. Environments: gymnasium's with "
         "discrete actions, and vectors or images as observations.",
         "rank 0 is the learner and the other ranks collect",
     ),
@@ -74,8 +74,9 @@ RECIPES: dict[str, Recipe] = {
         SACConfig,
         "soft actor-critic with a set number of updates per frame",
         "Train with soft actor-critic: collectors write to one shared replay buffer, whose limiter "
-        "keeps gradient steps per frame at a set number. Environments: gymnasium's with flat "
-        "observations and bounded continuous actions.",
+        "keeps the number of gradient steps per frame constant. Environments: gymnasium's with "
+        "discrete actions and vectors or images as observations, or with bounded continuous "
+        "actions and vectors.",
         "rank 0 is the learner and the other ranks collect",
     ),
 }

@@ -1,10 +1,10 @@
-"""DQN on CartPole by several ranks with one prioritized buffer (pytorch/rl#1397).
+"""DQN on CartPole with several ranks and one prioritized buffer (pytorch/rl#1397).
 
     torchrun --nproc-per-node 4 -m torchrl_dist.recipes.ddp_dqn --updates 2500
 
-Each update has the same distribution as that of a single process with a batch of 128. Ranks meet
-after drawing, and again after writing priorities and rows, so that no rank draws while another one
-writes. The program prints one JSON object.
+The rows of an update are drawn with the same probabilities as in a single process with a batch of
+128. Ranks wait for each other after drawing, and again after writing priorities and rows, so that
+no rank draws while another one writes. The program prints one JSON object.
 """
 
 from __future__ import annotations
@@ -59,19 +59,21 @@ def train(job: Session, output: Path, updates: int, seed: int) -> dict:
                                 annealing_num_steps=updates // 2 or 1)  # fmt: skip
         policy = TensorDictSequential(actor, explore)
         state, frames, update = env.reset(), 0, 0
-        while not ranks.any(job.stop_requested or update >= updates):  # all ranks meet here
-            # Not len(buffer), because faster ranks have already added rows, and all ranks must
-            # agree.
+        # All ranks wait for each other here.
+        while not ranks.any(job.stop_requested or update >= updates):
+            # Do not use len(buffer): faster ranks may have added rows already, but all ranks must
+            # make the same decision.
             if frames * ranks.size >= LEARNING_STARTS:
                 # ``update`` counts the updates of the whole job
                 anneal_beta(buffer.sampler, update, steps=updates)
                 batch = buffer.sample()
                 optimizer.zero_grad()
-                loss(batch)["loss"].backward()  # the ranks meet here, too
+                loss(batch)["loss"].backward()  # the ranks wait for each other here, too
                 torch.nn.utils.clip_grad_norm_(loss.parameters(), 10.0)
                 optimizer.step()
                 target.step()
-                # DQNLoss writes squared errors; priorities are absolute (Schaul et al. 2016).
+                # DQNLoss writes squared errors, but priorities are absolute errors (Schaul et al.
+                # 2016).
                 batch["td_error"] = batch["td_error"].sqrt()
                 buffer.update_tensordict_priority(batch)
                 explore.step()

@@ -11,7 +11,7 @@ import numpy as np
 def cartpole_without_velocities(**options: Any) -> gymnasium.Env:
     """Make CartPole-v1 whose observations are the position of the cart and the angle of the pole.
 
-    float32 ``[2]``. A policy needs a memory, because it must estimate both velocities."""
+    They are float32 ``[2]``. A policy needs a memory, because it must estimate both velocities."""
     made = gymnasium.make("CartPole-v1", **options)
     full = made.observation_space
     assert isinstance(full, gymnasium.spaces.Box)

@@ -10,21 +10,21 @@
 #SBATCH --cpus-per-task=1
 
 set -u
-# A host name, because a node may know only a loopback address of itself. Rank 0 is in component 0.
+# This is a host name, because a node may know only a loopback address of itself. Rank 0 is in component 0.
 nodes=$(scontrol show hostnames "${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}")
 MASTER_ADDR=${nodes%%$'\n'*}
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000))
 export MASTER_ADDR MASTER_PORT PYTHONFAULTHANDLER=1 PYTHONUNBUFFERED=1
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# The buffer is in memory, because it cannot be on the network, as home folders are.
-# Its memory is freed at the end, because the next start may be on another node.
+# The buffer is in memory. A buffer cannot be on the network, where home folders are.
+# The memory is freed at the end, because the next start may be on another node.
 replay=$(mktemp -d "/dev/shm/torchrl_dist-$SLURM_JOB_ID-XXXXXX")
 # shellcheck disable=SC2317
 clean() {
   [ ! -d "$replay" ] || rmdir "$replay" 2>/dev/null || \
     python -m torchrl_dist clean --remove "$replay" >&2
 }
-# The learner writes its exit code here, because srun's may be a collector's.
+# The learner writes its exit code here, because srun may return a collector's exit code.
 TORCHRL_DIST_EXIT_FILE=$(mktemp)
 export TORCHRL_DIST_EXIT_FILE
 trap 'clean; rm -f "$TORCHRL_DIST_EXIT_FILE"' EXIT

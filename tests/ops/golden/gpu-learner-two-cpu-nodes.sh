@@ -24,7 +24,7 @@
 # shellcheck disable=SC1090,SC1091
 source .venv/bin/activate
 set -u
-# A host name, because a node may know only a loopback address of itself. Rank 0 is in component 0.
+# This is a host name, because a node may know only a loopback address of itself. Rank 0 is in component 0.
 nodes=$(scontrol show hostnames "${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}")
 MASTER_ADDR=${nodes%%$'\n'*}
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000))

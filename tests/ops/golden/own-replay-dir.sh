@@ -10,13 +10,13 @@
 #SBATCH --cpus-per-task=1
 
 set -u
-# A host name, because a node may know only a loopback address of itself. Rank 0 is in component 0.
+# This is a host name, because a node may know only a loopback address of itself. Rank 0 is in component 0.
 nodes=$(scontrol show hostnames "${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}")
 MASTER_ADDR=${nodes%%$'\n'*}
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000))
 export MASTER_ADDR MASTER_PORT PYTHONFAULTHANDLER=1 PYTHONUNBUFFERED=1
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# The learner writes its exit code here, because srun's may be a collector's.
+# The learner writes its exit code here, because srun may return a collector's exit code.
 TORCHRL_DIST_EXIT_FILE=$(mktemp)
 export TORCHRL_DIST_EXIT_FILE
 trap 'rm -f "$TORCHRL_DIST_EXIT_FILE"' EXIT

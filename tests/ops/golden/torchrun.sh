@@ -11,7 +11,7 @@
 #SBATCH --gpus-per-node=4
 
 set -u
-# A host name, because a node may know only a loopback address of itself. Rank 0 is in component 0.
+# This is a host name, because a node may know only a loopback address of itself. Rank 0 is in component 0.
 nodes=$(scontrol show hostnames "${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}")
 MASTER_ADDR=${nodes%%$'\n'*}
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000))
@@ -25,7 +25,7 @@ srun --kill-on-bad-exit=0 --wait=0 --unbuffered --label --nodes=2 --ntasks=2 --n
   bash -c 'exec torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" --rdzv-id="$SLURM_JOB_ID" --rdzv-conf="is_host=$((SLURM_NODEID == 0))" --local-addr="$SLURMD_NODENAME" --max-restarts=3 --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout=90 "$@"' torchrun train.py &
 step=$!
 interrupted=1
-while [ "$interrupted" = 1 ]; do # the trap ends a wait early
+while [ "$interrupted" = 1 ]; do # the trap interrupts wait
   interrupted=0
   wait "$step"
   code=$?

@@ -25,7 +25,9 @@ def actor_epsilons(num_actors: int, epsilon: float, alpha: float) -> Tensor:
 
 
 class EpsilonGreedy(TensorDictModuleBase):
-    """Take the action of the highest value, or a random one with the environment's own epsilon.
+    """Take the action with the highest value or, with probability epsilon, a random action.
+
+    Each environment has its own epsilon.
 
     Reads ``observation`` ``[N, ...]``, writes ``action`` int64 ``[N]``. The module explores only
     if TorchRL's exploration type is RANDOM. The epsilons are not part of the weights, so the
@@ -48,7 +50,7 @@ class EpsilonGreedy(TensorDictModuleBase):
         return tensordict.set("action", self.chosen(self.network(tensordict.get("observation"))))
 
     def chosen(self, values: Tensor) -> Tensor:
-        """Return actions int64 ``[N]`` for their values ``[N, num_actions]``."""
+        """Return the actions, int64 ``[N]``, for values ``[N, num_actions]``."""
         action = values.argmax(-1)
         if self.epsilons is not None and exploration_type() is ExplorationType.RANDOM:
             curious = torch.rand(action.shape) < self.epsilons
@@ -57,7 +59,7 @@ class EpsilonGreedy(TensorDictModuleBase):
 
 
 def n_step(gamma: float, n_steps: int) -> MultiStep:
-    """Return TorchRL's n-step transform, with the end-of-episode flags of the window's last step.
+    """Return TorchRL's n-step transform, with the end-of-episode flags of each window's last step.
 
     TorchRL's default combines the flags of the window's *first* step with the observation of its
     last step. The steps before an episode's end would then bootstrap from the terminal observation.
@@ -95,7 +97,7 @@ class RowsWithPriority:
     def __call__(self, rollout: TensorDictBase) -> TensorDictBase:
         steps = self._behind_what_waits(rollout)
         complete = max(0, steps.shape[1] - self.n_steps + 1)
-        # A copy, because the next rollout may reuse this memory.
+        # Copy these steps, because the next rollout may reuse their memory.
         self._waiting = steps[:, complete:].clone()
         rows = self._rows(self.transform(steps)[:, :complete])
         check_finite(rows, self.env)
@@ -103,9 +105,11 @@ class RowsWithPriority:
 
     def _behind_what_waits(self, rollout: TensorDictBase) -> TensorDictBase:
         steps = rollout.select(*TRANSITION, ("collector", "traj_ids"))
+        for key in ("observation", ("next", "observation")):
+            steps.set(key, kept(steps.get(key)))  # the transform supports only some dtypes
         if self._waiting is None or self._waiting.shape[1] == 0:
             return steps
-        waiting = self._waiting[: steps.shape[0]]  # a job's last rollout may have fewer envs
+        waiting = self._waiting[: steps.shape[0]]  # the job's last rollout may have fewer envs
         trajectory = ("collector", "traj_ids")
         broken = waiting[:, -1].get(trajectory) != steps[:, 0].get(trajectory)
         waiting.get(("next", "done"))[broken, -1] = True
@@ -118,8 +122,7 @@ class RowsWithPriority:
         after = windows["next"]
         reward = after["reward"].reshape(*shape, 1).to(torch.float32)
         terminated = after["terminated"].reshape(*shape, 1)
-        observation = kept(windows["observation"])
-        next_observation = kept(after["observation"])
+        observation, next_observation = windows["observation"], after["observation"]
         bootstrap = self.network(next_observation).max(-1, keepdim=True).values
         target = reward + self.gamma**steps * bootstrap * ~terminated
         value = self.network(observation).gather(-1, action)

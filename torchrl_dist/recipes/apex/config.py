@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ...errors import ConfigurationError
 from ..training.config import JOB, LEARNING, REPLAY, RecipeConfig, ReplayConfig
@@ -42,12 +41,12 @@ class ApexConfig(ReplayConfig):
     )  # fmt: skip
     batch_size: int = option(256, "rows per gradient step", minimum=1, group=LEARNING)
     learning_rate_end: float = option(
-        1e-4, "the learning rate at the end; it changes linearly", above=0, group=LEARNING
+        1e-4, "final learning rate; the rate changes linearly", above=0, group=LEARNING
     )
     max_grad_norm: float = option(10.0, "maximum norm of the gradients", above=0, group=LEARNING)
     n_steps: int = option(5, "rewards summed before the bootstrap", minimum=1, group=LEARNING)
     target_tau: float = option(
-        0.02, "part of the weights that the target network takes over per update (tau)",
+        0.02, "fraction by which each update moves the target network towards the trained one",
         above=0, maximum=1, group=LEARNING,
     )  # fmt: skip
 
@@ -75,8 +74,8 @@ class ApexConfig(ReplayConfig):
         for name in ("batch_size", "frames_per_batch"):
             if getattr(self, name) % self.learners:
                 raise ConfigurationError(
-                    f"{flag(name)}: got {getattr(self, name)}, expected a multiple of the "
-                    f"{self.learners} learners"
+                    f"{flag(name)}: got {getattr(self, name)}, expected a multiple of --learners "
+                    f"({self.learners})"
                 )
 
     def roles(self, launched: int | None) -> dict[str, int]:
@@ -90,12 +89,3 @@ class ApexConfig(ReplayConfig):
         if launched is None:
             roles["evaluator"] = int(collectors > 0)
         return roles
-
-    def check_launched(self, given: Mapping[str, Any], launched: int) -> None:
-        others = launched - self.learners
-        if given.get("collectors", others) != others:
-            raise ConfigurationError(
-                f"--collectors: got {given['collectors']}, but the launcher started {others} "
-                "ranks besides the learners; leave the option out, and start as many ranks as you "
-                "want processes (torchrun --nproc-per-node, slurm --tasks-per-node)"
-            )

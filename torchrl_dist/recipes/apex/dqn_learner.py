@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,22 +13,24 @@ from torchrl.objectives import LossModule
 from ...learn.reductions import computes_each_row
 from ..parts.networks import QNetwork
 from ..parts.targets import Follow, target_of
-from ..training.updates import Adam, graphed
+from ..training.updates import LossTrainer, graphed
 
 
 @computes_each_row
 class DQNLoss(LossModule):
-    """Double Q-learning of actions ``[B]`` that are numbered (van Hasselt et al. 2016, eq. 4).
+    """Double Q-learning of discrete actions, int64 ``[B]`` (van Hasselt et al. 2016, eq. 4).
 
     Losses and gradients are those of TorchRL's ``DQNLoss`` with ``double_dqn=True`` and smooth L1
-    errors, in about half the time, because TorchRL's takes most of it outside of the networks.
+    errors. Computing them takes about half the time, because TorchRL's loss spends most of its time
+    outside of the networks.
 
     ``forward`` returns ``"loss"``, the mean error of the rows weighted by ``priority_weight``, and
     writes each row's |TD error|, float32 ``[B, 1]``, to ``"td_error"``. Rewards are sums over
     ``steps_to_next_obs`` steps.
 
     Args:
-        network: its weights are trained and shared.
+        network: the network whose weights are trained. The loss uses this module itself, not a
+            copy.
     """
 
     def __init__(self, network: QNetwork, gamma: float) -> None:
@@ -54,13 +54,13 @@ class DQNLoss(LossModule):
         return TensorDict({"loss": loss})
 
 
-class DQNLearner:
-    """Double DQN with a target network that follows slowly.
+class DQNLearner(LossTrainer):
+    """Double DQN with a target network that slowly follows the trained one.
 
     Args:
         loss: trains ``loss.network``, and reads ``loss.target``.
-        graph: on a GPU, whether an update is one CUDA graph; see :class:`Graphed`. Load a state
-            before the first update.
+        graph: on a GPU, whether an update is one CUDA graph; see :class:`Graphed`. If so, load
+            a saved state, if there is one, before the first update.
     """
 
     def __init__(
@@ -72,14 +72,10 @@ class DQNLearner:
         max_grad_norm: float,
         graph: bool = False,
     ) -> None:
-        self.loss = loss
+        super().__init__(loss, lr=learning_rate)
         self._follow = Follow(loss.target, loss.network, target_tau)
-        self._optimizer = Adam(loss.network.parameters(), lr=learning_rate)
         self._max_grad_norm = max_grad_norm
         self._step = graphed(self._take_step, self._optimizer.weights[0].device, known=graph)
-
-    def set_learning_rate(self, learning_rate: float) -> None:
-        self._optimizer.set_rate(learning_rate)
 
     def update(self, batch: TensorDictBase) -> Tensor:
         """Take one step on ``batch`` ``[B]``, and return the loss.
@@ -94,15 +90,3 @@ class DQNLearner:
         self._optimizer.descend(loss, self._max_grad_norm)
         self._follow()
         return TensorDict({"loss": loss.detach(), "td_error": batch.get("td_error")})
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return copies of the online and target weights and the optimizer's state."""
-        # Copies, because an optimizer keeps the tensors of a state dict that it loads.
-        return copy.deepcopy(
-            {"model": dict(self.loss.state_dict()), "optimizer": self._optimizer.state_dict()}
-        )
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` returned."""
-        self.loss.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])

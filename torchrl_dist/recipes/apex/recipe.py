@@ -2,7 +2,7 @@
 
 Several learners take each step together: each draws a part of the batch, and the averaged gradients
 are those of the whole batch. On several nodes, each node keeps a shard of the buffer, and batches
-are drawn as from one buffer.
+are drawn as if from a single buffer.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torch import nn
 from torchrl.objectives import LossModule
 
-from ...collect import CollectReport, RPCBatchedCollector
+from ...collect import CollectReport
 from ...errors import TorchRLDistError
 from ...learn import DistributedLoss
 from ...learn.ranks import Ranks
-from ...replay import SharedReplayBuffer, anneal_beta
+from ...replay import anneal_beta
 from ...runtime import Session
-from ..parts.environments import Task, for_collectors
+from ..parts.environments import Task
 from ..parts.networks import PolicySpec
 from ..training.feed import Feed
-from ..training.loop import Learner, Start, choose_device, my_collectors, stream_seed, train
+from ..training.loop import Learner, Start, choose_device, make_collector, stream_seed, train
 from ..training.shared_rows import remarks_on_resume, shared_buffer, stale_priorities
 from .actor import EpsilonGreedy, RowsWithPriority, actor_epsilons
 from .config import ApexConfig
@@ -36,14 +35,16 @@ __all__ = ["Apex", "ApexConfig", "build", "run"]
 
 
 class Apex(Learner):
-    """A learner, its collectors, and the buffer between them.
+    """A learner, its collectors, and the buffer between them. Each learner's process builds one.
 
     Args:
-        dqn: trains ``network``; its loss is distributed.
-        seed: seed of this learner's draws from the buffer.
-        frames: frames that the whole job has done so far.
+        task: sizes of ``config.env``.
+        policy: how to make the network that is trained.
+        session: this learner's session, which also contains the collectors.
+        start: where the run begins.
 
     Attributes:
+        dqn: trains ``network``. ``DistributedLoss`` makes its loss average the learners' gradients.
         for_priorities: the entries of a batch that ``update_tensordict_priority`` needs.
         has_graph: whether an update can be a CUDA graph.
     """
@@ -52,32 +53,62 @@ class Apex(Learner):
     has_graph = True
 
     def __init__(
-        self,
-        config: ApexConfig,
-        session: Session,
-        network: nn.Module,
-        dqn: DQNLearner,
-        buffer: SharedReplayBuffer,
-        collector: RPCBatchedCollector,
-        device: torch.device,
-        seed: int,
-        frames: int = 0,
+        self, config: ApexConfig, task: Task, policy: PolicySpec, session: Session, start: Start
     ) -> None:
         self.config = config
         self.session = session
-        self.network = network
-        self.dqn = dqn
-        self.buffer = buffer
-        self.collector = collector
-        self.device = device
-        self.ranks: Ranks = dqn.loss.ranks
+        self.device = choose_device(config, session)
+        learners, place = len(session.of_role("learner")), session.me.index
+        actors = (len(session.of_role("collector")) or learners) * config.envs_per_collector
+        kind = type(self)  # functions for the collectors must not contain this learner
+
+        def actor(worker_index: int, num_workers: int) -> EpsilonGreedy:
+            n = config.envs_per_collector
+            first = (place + worker_index * learners) * n  # see my_collectors
+            epsilons = actor_epsilons(actors, config.epsilon, config.epsilon_alpha)
+            return kind.actor(policy.network(), epsilons[first : first + n])
+
+        self.network = policy.network().to(self.device)
+        self.dqn = DQNLearner(
+            kind.new_loss(config, self.network),
+            learning_rate=config.learning_rate,
+            target_tau=config.target_tau,
+            max_grad_norm=config.max_grad_norm,
+            graph=kind.has_graph and learners == 1 and config.network is None,
+        )
+        DistributedLoss(self.dqn.loss, group=session.process_group, timeout_s=config.timeout_s)
+        self.ranks: Ranks = self.dqn.loss.ranks
+        self.buffer = shared_buffer(
+            config,
+            session,
+            start,
+            batch_size=config.batch_size // learners,
+            exponents=(config.alpha, config.beta_start),
+            frames=task.frames,
+            **kind.windows(config),
+        )
+        # wait until the first learner has dropped old rows
+        self.ranks.exchange(None, "the buffer's beginning")
+        self.collector = make_collector(
+            config,
+            session,
+            start,
+            task,
+            kind.actor(self.network),
+            frames_per_batch=config.frames_per_batch // learners,
+            policy_factory=actor,
+            replay_buffer=self.buffer,
+            postproc_factory=partial(kind.rows, config),
+            seed=stream_seed(config.seed, start.resumes, place, 1),
+        )
         self._has_enough = False
-        self._frames = frames
+        self._frames = start.frames
         self._full_batch = 0  # frames of a batch of all learners, while all collectors are alive
-        self._credit = 0  # updates due, multiplied by the frames of a full batch
+        self._credit = 0  # number of updates that are due, times the frames of a full batch
+        seed = stream_seed(config.seed, start.resumes, place, 2)
         self._generator = torch.Generator().manual_seed(seed)
-        buffer.set_rng(self._generator)
-        self._feed = Feed(buffer.sample, device)
+        self.buffer.set_rng(self._generator)
+        self._feed = Feed(self.buffer.sample, self.device)
 
     @staticmethod
     def actor(network: Any, epsilons: torch.Tensor | None = None) -> EpsilonGreedy:
@@ -98,13 +129,13 @@ class Apex(Learner):
 
     @staticmethod
     def windows(config: Any) -> dict[str, Any]:
-        """Return the options of a buffer that samples windows of rows."""
+        """Return more options of the buffer, if it must sample windows of rows."""
         return {}
 
     def learn(self, data: CollectReport, frames: int) -> dict[str, Any]:
         """Take ``updates_per_batch`` gradient steps per full batch, after ``learning_starts`` rows.
 
-        If collectors were lost, a batch has fewer frames, and gets fewer steps in proportion.
+        If collectors were lost, a batch has fewer frames and gets proportionally fewer steps.
         """
         config, buffer = self.config, self.buffer
         new, self._frames = frames - self._frames, frames
@@ -163,17 +194,15 @@ class Apex(Learner):
             raise TorchRLDistError(
                 f"TD errors are not finite after {self.updates} updates: sums of rewards of "
                 f"{self.config.env} are too large for float32, or the learning rate is too high; "
-                "scale the rewards, or pass --reward-clip"
+                "scale the rewards, pass --reward-clip, or lower --learning-rate"
             )
 
     def state_dict(self) -> dict[str, Any]:
-        state = self.dqn.state_dict()
-        extra = {"sampler": self._generator.get_state()}
-        return {"model": state["model"], "optimizer": state["optimizer"], "extra": extra}
+        return {**self.dqn.state_dict(), "extra": {"sampler": self._generator.get_state()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.dqn.load_state_dict(state)
-        if self.ranks.is_first:  # it saved the state; other learners draw other rows
+        if self.ranks.is_first:  # this learner saved the state; the others must draw other rows
             self._generator.set_state(state["extra"]["sampler"])
         self.collector.update_policy_weights_()
         self.remarks = remarks_on_resume(self.buffer)
@@ -186,74 +215,7 @@ class Apex(Learner):
             super().close()
 
 
-def build(
-    config: ApexConfig,
-    task: Task,
-    policy: PolicySpec,
-    session: Session,
-    start: Start,
-    kind: type[Apex] = Apex,
-) -> Apex:
-    """Create the parts of one learner's process; each learner calls it.
-
-    Args:
-        task: sizes of ``config.env``.
-        policy: how to make the network that is trained.
-        session: this learner's session, in which the collectors serve.
-        start: where the run begins.
-        kind: the learner's class, whose static methods make the parts that differ.
-    """
-    device = choose_device(config, session)
-    learners, place = len(session.of_role("learner")), session.me.index
-    actors = (len(session.of_role("collector")) or learners) * config.envs_per_collector
-
-    def actor(worker_index: int, num_workers: int) -> EpsilonGreedy:
-        n = config.envs_per_collector
-        first = (place + worker_index * learners) * n  # see my_collectors
-        epsilons = actor_epsilons(actors, config.epsilon, config.epsilon_alpha)
-        return kind.actor(policy.network(), epsilons[first : first + n])
-
-    network = policy.network().to(device)
-    dqn = DQNLearner(
-        kind.new_loss(config, network),
-        learning_rate=config.learning_rate,
-        target_tau=config.target_tau,
-        max_grad_norm=config.max_grad_norm,
-        graph=kind.has_graph and learners == 1 and config.network is None,
-    )
-    DistributedLoss(dqn.loss, group=session.process_group, timeout_s=config.timeout_s)
-    buffer = shared_buffer(
-        config,
-        session,
-        start,
-        batch_size=config.batch_size // learners,
-        exponents=(config.alpha, config.beta_start),
-        frames=task.frames,
-        **kind.windows(config),
-    )
-    # wait until the first learner has dropped old rows
-    dqn.loss.ranks.exchange(None, "the buffer's beginning")
-    collector = RPCBatchedCollector(
-        for_collectors(config.env, config.reward_clip),
-        kind.actor(network),
-        session=session,
-        workers=my_collectors(session),
-        frames_per_batch=config.frames_per_batch // learners,
-        # several learners end together, by the sum of their frames
-        total_frames=-1
-        if learners > 1
-        else config.total_frames - min(start.frames, config.total_frames - 1),
-        policy_factory=actor,
-        num_envs=config.envs_per_collector,
-        max_policy_lag=config.max_policy_lag,
-        replay_buffer=buffer,
-        postproc_factory=partial(kind.rows, config),
-        seed=stream_seed(config.seed, start.resumes, place, 1),
-        categorical_action_encoding=True,
-        timeout_s=config.timeout_s,
-    )
-    seed = stream_seed(config.seed, start.resumes, place, 2)
-    return kind(config, session, network, dqn, buffer, collector, device, seed, start.frames)
+build = Apex
 
 
 def run(config: ApexConfig, session: Session, *, resume: bool = False) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""PPO by several learners that average their gradients (DD-PPO)."""
+"""PPO with several learners that average their gradients (DD-PPO)."""
 
 from ..parts.lazy import lazily
 from .config import DDPPOConfig as DDPPOConfig

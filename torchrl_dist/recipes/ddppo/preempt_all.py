@@ -16,10 +16,10 @@ _LOOK_S = 0.01  # the longest delay until a rollout is told to end
 
 
 class Tally:
-    """Count how many collectors of all learners are done with a batch. The job has one.
+    """Count how many collectors of all learners are done with a batch. A job has one tally.
 
     Args:
-        fraction: part of the job's collectors that must be done before the others may stop.
+        fraction: fraction of the job's collectors that must be done before the others may stop.
         workers: the number of workers of each learner at the start.
     """
 
@@ -39,7 +39,8 @@ class Tally:
             future = self._enough[batch]
             enough = sum(counts) >= self._fraction * sum(self._workers)
             for before in (self._arrived, self._enough):
-                # no learner asks about earlier batches, because learners meet after each batch
+                # no learner asks about earlier batches, because learners wait for each other after
+                # each batch
                 before.pop(batch - 2, None)
             if enough and not future.done():
                 future.set_result(True)
@@ -51,7 +52,7 @@ class Tally:
 
 
 class PreemptAll(Readiness):
-    """Like :class:`~torchrl_dist.Preempt`, with a fraction of all learners' collectors.
+    """Like :class:`~torchrl_dist.Preempt`, but the fraction is of all learners' collectors.
 
     A learner without collectors steps its environments itself and counts as a collector. This
     object reports arrivals to the tally and does not wait for answers. All learners must take the
@@ -63,6 +64,8 @@ class PreemptAll(Readiness):
         min_part: the smallest part of a rollout that may be kept, above 0 and at most 1.
     """
 
+    cuts = True
+
     def __init__(self, tally: Remote[Tally], learner: int, min_part: float) -> None:
         self._tally = tally
         self._learner = learner
@@ -71,10 +74,6 @@ class PreemptAll(Readiness):
         self._told: tuple[int, int] | None = None
         self._enough: Future[bool] | None = None
         self._waited_s = 0.0
-
-    @property
-    def cuts(self) -> bool:
-        return True
 
     @property
     def deadline_s(self) -> float:
@@ -94,7 +93,7 @@ class PreemptAll(Readiness):
     def least_part(self, arrived: Sequence[int], expected: Sequence[int]) -> float | None:
         if self._enough is None:
             self._enough = self._tally.submit("enough", self._batch, timeout_s=math.inf)
-        # An error means that a learner is lost. The next meeting of all learners reports it.
+        # An error means that a learner is lost. The next exchange between all learners reports it.
         known = self._enough.done() and self._enough.exception() is None
         return self._min_part if known else None
 

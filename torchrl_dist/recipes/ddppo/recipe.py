@@ -1,14 +1,14 @@
 """DD-PPO: several learners, each with its own environments, that average their gradients.
 
-Each step equals that of one process with all rows, because the learners normalize advantages,
+Each step equals that of a single process with all rows, because the learners normalize advantages,
 average gradients and measure the divergence over the valid rows of all learners (Wijmans et al.
 2020, arXiv:1911.00357). Once most of the job's collectors are done, the rollouts of the others are
-cut short, as in the paper. Without collectors, the learners step environments and count instead.
+cut short, as in the paper. Without collectors, the learners step environments, and the same rule
+applies to them.
 
 Continuous actions are drawn, normalized and clipped as in CleanRL's ppo_continuous_action.py (Huang
 et al. 2022, "The 37 Implementation Details of PPO"). Where a time limit ended an episode, values
-bootstrap from the next observation, which CleanRL's do not.
-"""
+bootstrap from the next observation. CleanRL's values do not."""
 
 from __future__ import annotations
 
@@ -18,31 +18,30 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor, nn
+from torch import Tensor
 from torchrl.objectives.value.functional import (
     generalized_advantage_estimate,
     vec_generalized_advantage_estimate,
 )
 
-from ...collect import Preempt, RPCBatchedCollector, WaitAll
+from ...collect import Preempt, WaitAll
 from ...collect.learner.readiness import Readiness
 from ...learn import DistributedLoss
 from ...learn.ranks import Ranks
 from ...runtime import Session
 from ..parts.actor_critic import GaussianPPOLoss, PPOLoss
-from ..parts.environments import Task, for_collectors
+from ..parts.environments import Task
 from ..parts.moments import RewardScale, moments_of
 from ..parts.networks import PolicySpec, ValueNetwork
 from ..parts.policies import categorical_actor, gaussian_actor
 from ..training.feed import moved
 from ..training.loop import (
-    LossLearner,
+    ActorCritic,
     Start,
     choose_device,
+    make_collector,
     my_collectors,
-    seen,
     stream_seed,
-    sum_of_losses,
     train,
 )
 from .config import DDPPOConfig
@@ -51,51 +50,24 @@ from .preempt_all import PreemptAll, tally_of_all
 __all__ = ["DDPPO", "DDPPOConfig", "build", "run"]
 
 _KL_MARGIN = 1.5  # as in OpenAI's Spinning Up
-_SHOWN = {
-    "train/loss": "loss_objective",
-    "train/loss_critic": "loss_critic",
-    "train/entropy": "entropy",
-    "train/clip_fraction": "clip_fraction",
-}
 
 
-class DDPPO(LossLearner):
+class DDPPO(ActorCritic):
     """One of the learners and its collectors.
 
-    Args:
-        loss: a distributed PPOLoss of ``network`` and ``critic``, which share their moments.
-        scales_rewards: whether rewards are divided by the deviation of the discounted return.
+    The loss is a distributed PPOLoss.
+
+    Attributes:
+        reward_scale: if set, divides rewards by the standard deviation of the discounted return.
     """
 
-    def __init__(
-        self,
-        config: DDPPOConfig,
-        network: nn.Module,
-        critic: nn.Module,
-        loss: Any,
-        collector: RPCBatchedCollector,
-        device: torch.device,
-        start: Start,
-        scales_rewards: bool = False,
-    ) -> None:
-        super().__init__(loss, collector, lr=config.learning_rate, eps=1e-5)
-        self.config = config
-        self.network = network
-        self.critic = critic
-        self.ranks: Ranks = loss.ranks
-        self.device = device
-        self._frames = start.frames
-        self._moments = moments_of(network)
-        self._reward_scale = (
-            RewardScale(config.gamma, self.ranks, config.env) if scales_rewards else None
-        )
+    reward_scale: RewardScale | None = None
 
     def learn(self, data: TensorDictBase, frames: int) -> dict[str, Any]:
-        """Make ``epochs`` passes over all learners' rows, or fewer at a large KL divergence."""
+        """Make ``epochs`` passes over all learners' rows. Stop early if the KL divergence is
+        large."""
         config = self.config
-        share = 1 - self._frames / config.total_frames if config.anneal else 1.0
-        self._frames = frames
-        self.set_learning_rate(share * config.learning_rate)
+        share = self.anneal(frames)
         clip = share * config.clip if config.anneal_clip else config.clip
         self.loss.clip_epsilon.fill_(max(clip, 1e-8))
         rows = self._rows(moved(data, self.device))
@@ -105,29 +77,25 @@ class DDPPO(LossLearner):
             kl = self._mean_over_all(float(losses["kl_approx"]), len(minibatch))
             if config.target_kl and kl > _KL_MARGIN * config.target_kl:
                 break
-            self.step(sum_of_losses(losses), config.max_grad_norm)
+            self.descend(losses)
             steps += 1
-        if self._moments is not None:  # last, because the policy acted with the earlier ones
-            self._moments.update(rows["observation"], self.ranks, f"observations of {config.env}")
-        lag = self.collector.policy_version - rows["policy_version"].float().mean()
-        self.collector.update_policy_weights_()
         return {
-            **seen(losses, _SHOWN),
+            **self.finish(rows, losses, share),
+            "train/clip_fraction": losses["clip_fraction"].detach(),
             "train/kl": kl,
             "train/steps_per_batch": steps,
-            "train/learning_rate": share * config.learning_rate,
             "train/valid_rows": len(rows) / self.collector.frames_per_batch,
-            "train/policy_lag_mean": lag,
         }
 
     def _rows(self, data: TensorDictBase) -> TensorDictBase:
-        """Return the valid rows of ``[N, T]``; all learners normalize together."""
+        """Return the valid rows of ``data`` ``[N, T]``, with advantages that are normalized over
+        all learners."""
         config = self.config
         mask = data.get(("collector", "mask"), None)
         valid = slice(None) if mask is None else mask.reshape(-1)
         reward = data["next", "reward"].to(torch.float32)
-        if self._reward_scale is not None:
-            reward = self._reward_scale(data)
+        if self.reward_scale is not None:
+            reward = self.reward_scale(data)
         # TorchRL 0.14.1's vectorized form divides by gamma * lambda, and raises IndexError for 0.
         vectorized = config.gae_lambda > 0
         estimate = (
@@ -159,14 +127,14 @@ class DDPPO(LossLearner):
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
-        if self._reward_scale is not None:
-            state["extra"] = {"returns": copy.deepcopy(self._reward_scale.moments.state_dict())}
+        if self.reward_scale is not None:
+            state["extra"] = {"returns": copy.deepcopy(self.reward_scale.moments.state_dict())}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        if self._reward_scale is not None:
-            self._reward_scale.moments.load_state_dict(state["extra"]["returns"])
+        if self.reward_scale is not None:
+            self.reward_scale.moments.load_state_dict(state["extra"]["returns"])
 
     def _mean_over_all(self, value: float, rows: int) -> float:
         total, count = self.ranks.add_up("the divergence", [value * rows, float(rows)])
@@ -183,8 +151,9 @@ class DDPPO(LossLearner):
 def normalized(advantage: Tensor, ranks: Ranks) -> Tensor:
     """Subtract the mean over all ranks' rows, and divide by their sample standard deviation.
 
-    All rows have the same weight. With the mean of the ranks' means they would not, because
-    cut rollouts leave ranks with different numbers of rows. Blocks until all ranks have called.
+    All rows have the same weight. A mean of the ranks' means would give more weight to the rows of
+    ranks whose rollouts were cut, because these ranks have fewer rows. Blocks until all ranks have
+    called.
     """
     values = advantage.to(torch.float64)
     total, count = ranks.add_up("the mean advantage", [float(values.sum()), float(values.numel())])
@@ -231,22 +200,22 @@ def build(
         readiness = PreemptAll(tally, session.me.index, config.preempt_min_part)
     elif config.preempt_fraction < 1 and len(workers) > 1:
         readiness = Preempt(config.preempt_fraction, config.preempt_min_part)
-    collector = RPCBatchedCollector(
-        for_collectors(config.env, config.reward_clip, clip_actions=continuous),
+    collector = make_collector(
+        config,
+        session,
+        start,
+        task,
         actor,
-        session=session,
-        workers=workers,
+        clip_actions=continuous,
         frames_per_batch=config.frames_per_batch // learners,
-        total_frames=-1,  # no limit here: learners end together, by their sum
-        num_envs=config.envs_per_collector,
-        max_policy_lag=config.max_policy_lag,
+        total_frames=-1,  # no limit here: learners end together, when their sum reaches the limit
         readiness=readiness,
         seed=stream_seed(config.seed, start.resumes, session.me.index, 1),
-        categorical_action_encoding=True,
-        timeout_s=config.timeout_s,
     )
-    scales = config.scales_rewards(task)
-    return DDPPO(config, network, critic, loss, collector, device, start, scales)
+    learner = DDPPO(config, network, critic, loss, collector, device, start, loss.ranks)
+    if config.scales_rewards(task):
+        learner.reward_scale = RewardScale(config.gamma, loss.ranks, config.env)
+    return learner
 
 
 def run(config: DDPPOConfig, session: Session, *, resume: bool = False) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Actors that run ahead of one learner, corrected by V-trace (IMPALA)."""
+"""Actors that run ahead of one learner, which corrects for the lag with V-trace (IMPALA)."""
 
 from ..parts.lazy import lazily
 from .config import ImpalaConfig as ImpalaConfig

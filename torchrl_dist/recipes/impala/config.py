@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..parts.environments import Task
 from ..training.config import JOB, LEARNING, RecipeConfig
 from ..training.options import option
 
 
 @dataclass(frozen=True)
 class ImpalaConfig(RecipeConfig):
-    """Actors that run ahead of one learner, which corrects for their older policies by V-trace
+    """Actors that run ahead of one learner, which corrects for their older policies with V-trace
     (Espeholt et al. 2018, "IMPALA", arXiv:1802.01561)."""
 
     recipe: ClassVar[str] = "impala"
@@ -25,10 +24,10 @@ class ImpalaConfig(RecipeConfig):
 
     total_frames: int = option(400_000, "length of the run", unit="frames", minimum=1, group=JOB)
     frames_per_batch: int = option(
-        320, "frames of one collector's rollout, which is one batch: the collector's environments "
-        "times the steps of each", minimum=1, group=JOB,
+        320, "frames of one collector's rollout, which is one batch: the number of its "
+        "environments times the steps of each", minimum=1, group=JOB,
     )  # fmt: skip
-    learning_rate: float = option(2e-3, "step size of Adam at the start", above=0, group=LEARNING)
+    learning_rate: float = option(2e-3, "initial step size of Adam", above=0, group=LEARNING)
     anneal: bool = option(True, "decay the learning rate linearly to 0", group=LEARNING)
     rho_bar: float = option(
         1.0, "maximum importance weight in value targets and policy gradient", above=0,
@@ -41,8 +40,7 @@ class ImpalaConfig(RecipeConfig):
         0.5, "maximum norm of the gradients of the mean losses", above=0, group=LEARNING
     )
     normalize_observations: bool = option(
-        False, "normalize flat observations by their mean and deviation so far", group=LEARNING
+        False,
+        "normalize flat observations by their mean and standard deviation so far",
+        group=LEARNING,
     )
-
-    def normalizes(self, task: Task) -> bool:
-        return self.normalize_observations

@@ -18,14 +18,14 @@ from ...learn.reductions import computes_each_row
 class A2CLoss(LossModule):
     """Policy gradient with a critic and an entropy bonus (Mnih et al. 2016, section 4).
 
-    Losses and gradients are those of TorchRL's ``A2CLoss`` with squared errors, in about half the
-    time.
+    Losses and gradients are those of TorchRL's ``A2CLoss`` with squared errors. Computing them
+    takes about half the time.
 
     ``forward`` reads rows ``[B]`` and returns ``loss_objective``, ``loss_critic`` and
     ``loss_entropy``, each with its coefficient, and, without gradients, ``entropy`` in nats.
 
     Args:
-        network: maps observations to logits ``[B, actions]`` of numbered actions.
+        network: maps observations to logits ``[B, actions]`` of discrete actions.
         critic: maps observations to values ``[B, 1]``.
     """
 
@@ -41,7 +41,8 @@ class A2CLoss(LossModule):
         self._set("critic_coeff", critic_coef)
 
     def _set(self, name: str, value: float) -> None:
-        """Keep a setting where the weights are. It is not saved: a resumed run has its own."""
+        """Keep a setting as a tensor on the weights' device. State dicts leave it out, because a
+        resumed run uses its own setting."""
         device = next(self.network.parameters()).device
         self.register_buffer(name, torch.tensor(value, device=device), persistent=False)
 
@@ -50,8 +51,8 @@ class A2CLoss(LossModule):
         return self.of(self.network(observation), self.critic(observation), tensordict)
 
     def of(self, outputs: Any, value: Tensor, tensordict: TensorDictBase) -> TensorDictBase:
-        """Return the result of ``forward`` for outputs of ``network`` and ``critic`` that were
-        computed before."""
+        """Return the result of ``forward`` for outputs of ``network`` and ``critic`` that have
+        already been computed."""
         log_prob, entropy = self._log_prob_and_entropy(outputs, tensordict.get("action"))
         entropy = entropy.mean()
         losses = {
@@ -84,9 +85,9 @@ class PPOLoss(A2CLoss):
     ``clip_fraction``.
 
     Args:
-        clip_value: the critic's error is at least that of a value which is clipped to ``clip``
-            around ``state_value`` ``[B, 1]`` of the rows, as in OpenAI's Baselines and CleanRL.
-    """
+        clip_value: whether to also compute the critic's error for values clipped to within ``clip``
+            of the rows' ``state_value`` ``[B, 1]``. Each row then counts with the larger of the two
+            errors, as in OpenAI's Baselines and CleanRL."""
 
     clip_epsilon: Tensor
 
@@ -125,8 +126,8 @@ class PPOLoss(A2CLoss):
 
 @computes_each_row
 class GaussianPPOLoss(PPOLoss):
-    """The loss for actions ``[B, A]``, where ``network`` maps observations to location and scale
-    ``[B, A]`` of a Gaussian."""
+    """The loss for actions ``[B, A]``, where ``network`` maps observations to the location and the
+    scale ``[B, A]`` of a Gaussian."""
 
     def _log_prob_and_entropy(self, outputs: Any, action: Tensor) -> tuple[Tensor, Tensor]:
         location, scale = outputs

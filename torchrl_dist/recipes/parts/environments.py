@@ -1,4 +1,4 @@
-"""What a recipe must know about a gymnasium environment before processes start."""
+"""Facts about a gymnasium environment that a recipe needs before it starts processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ...errors import ConfigurationError, TorchRLDistError
 
@@ -22,10 +22,12 @@ if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
 MAX_EPISODE_STEPS = 10_000
-"""Length at which an evaluation ends an episode, because some environments never end one."""
-
+"""An evaluation ends each episode after this many steps, because some environments never do."""
 
 ATARI_STACK = 4  # images in an observation
+
+Continuous = Literal["none", "bounded", "any"]
+"""The kinds of continuous actions that a recipe accepts, in addition to discrete ones."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class Task:
         observation_size: number of elements of an observation, whether flat or an image.
         num_actions: number of discrete actions; 0 for continuous actions.
         action_low, action_high: bounds of continuous actions, which may be infinite.
-        images: None if observations are flat."""
+        images: None if observations are flat.
+        wrapped: whether :func:`make_env` wraps the environment to make its observations flat."""
 
     env: str
     observation_size: int
@@ -53,6 +56,7 @@ class Task:
     action_low: tuple[float, ...] = ()
     action_high: tuple[float, ...] = ()
     images: Images | None = None
+    wrapped: bool = False
 
     @property
     def inputs(self) -> int | Images:
@@ -70,7 +74,7 @@ class Task:
 def named_function(text: str) -> Callable[..., Any] | None:
     """Return the function that ``text`` names as ``package.module:function``, or None.
 
-    Also find modules in the working directory. Raises what the import of the module raises.
+    Modules in the working directory are found, too. Errors of the module's import are passed on.
     """
     module, colon, name = text.partition(":")
     if not colon or not name.isidentifier():
@@ -81,22 +85,35 @@ def named_function(text: str) -> Callable[..., Any] | None:
     return getattr(importlib.import_module(module), name, None)
 
 
-def env_factory(env: str) -> Callable[..., gymnasium.Env] | None:
-    """Return the function that ``env`` names as ``package.module:function``; None for an id.
+def function_of(option: str, text: str) -> Callable[..., Any]:
+    """Return the function that the user named with an option of the command line.
 
-    gymnasium's own ids may also begin with a module (``module:Name-v0``). If the module has a
-    function of this name, the function takes precedence.
+    Raises:
+        ConfigurationError: there is no such function.
     """
-    return named_function(env)
+    try:
+        function = named_function(text)
+    except (ImportError, SystemExit) as error:
+        raise ConfigurationError(f"{option}: cannot import {text!r} ({error})") from error
+    if function is None:
+        raise ConfigurationError(f"{option}: got {text!r}, expected package.module:function")
+    return function
 
 
 @contextlib.contextmanager
-def _needs(extra: str) -> Iterator[None]:
+def needs(extra: str, what: str = "") -> Iterator[None]:
+    """In this context, turn an ImportError into an error that says what to install.
+
+    Args:
+        what: the option or file that needs the package; by default, the error names the module.
+    """
+    expected = ImportError if what else ModuleNotFoundError
     try:
         yield
-    except ModuleNotFoundError as error:
+    except expected as error:
+        missing = f"{what} needs a package that" if what else error.name
         raise ConfigurationError(
-            f"{error.name} is not installed: pip install 'torchrl-dist[{extra}]'"
+            f"{missing} is not installed: pip install 'torchrl-dist[{extra}]'"
         ) from error
 
 
@@ -109,8 +126,9 @@ def atari(env: str, **options: Any) -> gymnasium.Env:
     import gymnasium
     from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 
-    with _needs("atari"), warnings.catch_warnings():
-        # The import registers the ids. Register again, in case gymnasium looked the id up before.
+    with needs("atari"), warnings.catch_warnings():
+        # The import registers the ids. Register them again, in case gymnasium has looked up the id
+        # before.
         warnings.filterwarnings("ignore", message=".*Overriding environment")
         import ale_py
 
@@ -126,7 +144,7 @@ def minigrid(env: str, **options: Any) -> gymnasium.Env:
     Observations leave out the mission, which is a text."""
     import gymnasium
 
-    with _needs("minigrid"):
+    with needs("minigrid"):
         import minigrid
         from minigrid.wrappers import ImgObsWrapper, OneHotPartialObsWrapper
     gymnasium.register_envs(minigrid)
@@ -140,7 +158,7 @@ _IMAGES: dict[str, Callable[..., Any]] = {"ALE/": atari, "MiniGrid-": minigrid}
 
 
 def image_factory(env: str) -> Callable[..., gymnasium.Env] | None:
-    """Return the function for an id of Atari or MiniGrid; None for other ids."""
+    """Return the function that makes an environment of Atari or MiniGrid; None for other ids."""
     for prefix, make in _IMAGES.items():
         if env.startswith(prefix):
             return functools.partial(make, env)
@@ -148,33 +166,93 @@ def image_factory(env: str) -> Callable[..., gymnasium.Env] | None:
 
 
 def _maker(env: str) -> Callable[..., gymnasium.Env] | None:
-    """Return the function that makes ``env``, or None if ``gymnasium.make`` does."""
-    return image_factory(env) or env_factory(env)
+    """Return the function that makes ``env``, or None if ``gymnasium.make`` does.
+
+    gymnasium's own ids may also begin with a module (``module:Name-v0``). If the module has a
+    function of this name, the function takes precedence.
+    """
+    return image_factory(env) or named_function(env)
 
 
 def make_env(env: str, **options: Any) -> gymnasium.Env:
-    """Make one environment. ``options``, such as ``render_mode``, go to gymnasium or the function.
+    """Make one environment. ``options``, such as ``render_mode``, go to gymnasium or to the
+    function that ``env`` names.
 
-    Ids of Atari and MiniGrid go through :func:`atari` and :func:`minigrid`.
+    Ids of Atari and MiniGrid go through :func:`atari` and :func:`minigrid`. Observations that are
+    numbers or small groups of them (Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of
+    these and of flat Boxes) become one vector, by gymnasium's FlattenObservation.
     """
     import gymnasium
 
     make = _maker(env)
-    return gymnasium.make(env, **options) if make is None else make(**options)
+    made = gymnasium.make(env, **options) if make is None else make(**options)
+    if isinstance(made, gymnasium.Env) and is_flattened(space := made.observation_space):
+        checked = functools.partial(_checked, space)
+        made = gymnasium.wrappers.TransformObservation(made, checked, space)
+        return gymnasium.wrappers.FlattenObservation(made)
+    return made
+
+
+def _checked(space: gymnasium.Space, observation: Any) -> Any:
+    """Return the observation. Raise ConfigurationError if a number is outside of its Discrete or
+    MultiDiscrete space, because gymnasium would flatten it to the same vector as another number."""
+    import numpy as np
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.Dict):
+        for name, part in space.spaces.items():
+            _checked(part, observation[name])
+    elif isinstance(space, spaces.Tuple):
+        for part, value in zip(space.spaces, observation, strict=True):
+            _checked(part, value)
+    elif isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        number = np.asarray(observation) - space.start
+        count = space.n if isinstance(space, spaces.Discrete) else space.nvec
+        if not ((number >= 0) & (number < count)).all():
+            raise ConfigurationError(
+                f"an observation is {observation}, expected values of its space {space}; correct "
+                "the environment or its space"
+            )
+    return observation
+
+
+_LONGEST = 10_000  # number of elements of the longest observation that is flattened
+
+
+def is_flattened(space: gymnasium.Space) -> bool:
+    """Whether observations are flattened. Those in a single Box are not: vectors and images need no
+    flattening, and for any other Box, the user must decide."""
+    from gymnasium import spaces
+
+    def of_vectors(part: gymnasium.Space) -> bool:
+        if isinstance(part, spaces.Dict):
+            return all(map(of_vectors, part.spaces.values()))
+        if isinstance(part, spaces.Tuple):
+            return all(map(of_vectors, part.spaces))
+        if isinstance(part, spaces.Box):
+            return len(part.shape) <= 1
+        return isinstance(part, spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary)
+
+    small = not isinstance(space, spaces.Box) and of_vectors(space)
+    return small and spaces.flatdim(space) <= _LONGEST
 
 
 def for_collectors(
-    env: str, reward_clip: float = 0.0, *, clip_actions: bool = False
+    env: str, reward_clip: float = 0.0, *, wrapped: bool = False, clip_actions: bool = False
 ) -> str | Callable[[], gymnasium.Env]:
-    """Return ``env`` as a collector takes it. If ``env`` names a function, each worker imports it.
+    """Return ``env`` in the form that a collector takes. If ``env`` names a function, each worker
+    imports it.
 
     Args:
-        reward_clip: rewards are clipped to plus and minus this; 0: no clipping.
+        reward_clip: rewards are clipped to the range from minus this to plus this; 0: no clipping.
+        wrapped: see :class:`Task`.
         clip_actions: continuous actions are clipped to the environment's bounds.
     """
     if reward_clip or clip_actions:
         return functools.partial(_clipped, env, reward_clip, clip_actions)
-    return env if _maker(env) is None else functools.partial(make_env, env)
+    if _maker(env) is None and not wrapped:
+        return env
+    return functools.partial(make_env, env)
 
 
 def as_number(reward: Any) -> float:
@@ -196,8 +274,8 @@ def check_finite(rows: TensorDictBase, env: str) -> None:
             name = key if isinstance(key, str) else "/".join(key)
             raise TorchRLDistError(
                 f"{env}: {name} contains {value[~value.isfinite()][0].item()}, expected finite "
-                "numbers; these rows were not written. Check what step() and reset() of the "
-                "environment return"
+                "numbers; rows with this value were not written to the buffer. Check what step() "
+                "and reset() of the environment return"
             )
 
 
@@ -217,21 +295,20 @@ def _clipped(env: str, bound: float, clip_actions: bool) -> gymnasium.Env:
     return TransformReward(made, clip)
 
 
-def look_at(env: str, *, discrete: bool | None) -> Task:
+def look_at(env: str, *, continuous: Continuous) -> Task:
     """Build ``env`` once, read its spaces, and close it.
 
     Args:
         env: a gymnasium id, or ``package.module:make``.
-        discrete: True: actions must be discrete; False: continuous and bounded, and observations
-            flat; None: discrete or continuous.
+        continuous: the kinds of continuous actions that are accepted. With ``"bounded"``, an
+            environment with continuous actions must have flat observations.
 
     Raises:
         ConfigurationError: there is no such environment, it cannot be built here, its
-            observations are neither a flat Box nor images, or its actions are not as
-            ``discrete`` says.
+            observations are neither flat nor images, or its actions are neither discrete nor
+            accepted.
     """
     import gymnasium
-    import numpy as np
 
     try:
         with warnings.catch_warnings():
@@ -246,39 +323,94 @@ def look_at(env: str, *, discrete: bool | None) -> Task:
             reason = f"did you mean {near[0]}?"  # gymnasium's message names no version
         raise ConfigurationError(
             f"--env: got {env!r}, expected the id of an environment that gymnasium can build here, "
-            f"or package.module:function that returns one ({reason})"
+            f"or package.module:function that returns an environment ({reason})"
         ) from error
     full = made.spec.id if made.spec is not None else ""
     name = re.escape(env.rpartition(":")[2])
-    if env_factory(env) is None and re.fullmatch(rf"{name}-v\d+", full):
+    if named_function(env) is None and re.fullmatch(rf"{name}-v\d+", full):
         made.close()
         raise ConfigurationError(f"--env: got {env!r}, which names no version; use {full}")
     try:
         observations, actions = made.observation_space, made.action_space
         threshold = made.spec.reward_threshold if made.spec is not None else None
+        wrapped = isinstance(made, gymnasium.wrappers.FlattenObservation)
     finally:
         made.close()
-    images = None
-    box = observations if isinstance(observations, gymnasium.spaces.Box) else None
-    if box is not None and discrete is not False and len(box.shape) == 3 and box.dtype == np.uint8:
-        channels, height, width = box.shape
-        images = Images((channels, height, width), float(max(1, box.high.max())))
-    elif box is None or len(box.shape) != 1:
-        more = "" if discrete is False else ", or images: uint8 [channels, height, width]"
-        raise ConfigurationError(
-            f"--env: {env} observes {_short(observations)}, expected a Box with one dimension{more}"
-        )
-    size = math.prod(box.shape)
-    if discrete or (discrete is None and isinstance(actions, gymnasium.spaces.Discrete)):
-        if not isinstance(actions, gymnasium.spaces.Discrete) or int(actions.start) != 0:
+    is_discrete = isinstance(actions, gymnasium.spaces.Discrete)
+    size, images = _observed(env, observations, is_discrete or continuous != "bounded")
+    if isinstance(actions, gymnasium.spaces.Discrete):
+        if int(actions.start) != 0:
             raise ConfigurationError(
-                f"--env: {env} takes actions {actions}, expected Discrete, starting at 0"
+                f"--env: {env} takes actions {actions}, expected Discrete actions that start at 0; "
+                "wrap it in gymnasium.wrappers.TransformAction(env, lambda a: a + "
+                f"{actions.start}, gymnasium.spaces.Discrete({actions.n}))"
             )
-        return Task(env, size, threshold, num_actions=int(actions.n), images=images)
-    if not isinstance(actions, gymnasium.spaces.Box) or len(actions.shape) != 1:
-        wanted = "a bounded Box" if discrete is False else "Discrete, or a Box"
+        return Task(
+            env, size, threshold, num_actions=int(actions.n), images=images, wrapped=wrapped
+        )
+    low, high = _bounds(env, actions, continuous)
+    return Task(
+        env,
+        size,
+        threshold,
+        action_low=tuple(map(float, low.tolist())),
+        action_high=tuple(map(float, high.tolist())),
+        images=images,
+        wrapped=wrapped,
+    )
+
+
+def _observed(env: str, space: gymnasium.Space, may_be_images: bool) -> tuple[int, Images | None]:
+    """Return the number of elements of an observation, and the form of images, or None if flat."""
+    import gymnasium
+    import numpy as np
+
+    box = space if isinstance(space, gymnasium.spaces.Box) else None
+    if box is not None and len(box.shape) == 1:
+        return box.shape[0], None
+    if box is not None and may_be_images and len(box.shape) == 3 and box.dtype == np.uint8:
+        channels, height, width = box.shape
+        if _has_channels_last(box):
+            raise ConfigurationError(
+                f"--env: {env} has images of shape {box.shape}, expected [channels, height, "
+                "width], but the last axis looks like the channels; wrap it in "
+                "gymnasium.wrappers.TransformObservation(env, lambda x: x.transpose(2, 0, 1), "
+                f"gymnasium.spaces.Box(0, {box.high.max()}, {(width, channels, height)}, "
+                "numpy.uint8))"
+            )
+        images = Images((channels, height, width), float(max(1, box.high.max())))
+        return math.prod(box.shape), images
+    more = ", or images: uint8 [channels, height, width]" if may_be_images else ""
+    raise ConfigurationError(
+        f"--env: {env} has observations {_short(space)}, expected a Box with one dimension{more}; "
+        "to learn from one long vector, wrap the environment in "
+        "gymnasium.wrappers.FlattenObservation"
+    )
+
+
+def _has_channels_last(box: gymnasium.spaces.Box) -> bool:
+    """Whether images are ``[height, width, channels]``, judging by their shape and bounds."""
+    first, second, last = box.shape
+    is_smallest = last < min(first, second)
+    colours = last == 3 and bool((box.low == 0).all() and (box.high == 255).all())
+    return colours or (is_smallest and (last <= 4 or first == second))
+
+
+def _bounds(env: str, actions: gymnasium.Space, continuous: Continuous) -> tuple[Any, Any]:
+    """Return the bounds of continuous actions as float32, after checking them."""
+    import gymnasium
+    import numpy as np
+
+    expected = {"none": "Discrete", "bounded": "Discrete, or a bounded Box with one dimension"}
+    wanted = expected.get(continuous, "Discrete, or a Box with one dimension")
+    if continuous == "none" or not isinstance(actions, gymnasium.spaces.Box):
         raise ConfigurationError(
-            f"--env: {env} takes actions {actions}, expected {wanted} with one dimension"
+            f"--env: {env} takes actions {actions}, expected {wanted}{_numbered(actions)}"
+        )
+    if len(actions.shape) != 1:
+        raise ConfigurationError(
+            f"--env: {env} takes actions {_short(actions)}, expected {wanted}; wrap it in "
+            "gymnasium.wrappers.TransformAction, with a function that reshapes actions"
         )
     if not np.issubdtype(actions.dtype, np.floating):
         raise ConfigurationError(
@@ -288,25 +420,42 @@ def look_at(env: str, *, discrete: bool | None) -> Task:
     low, high = _within(actions.low, actions.high)
     with np.errstate(over="ignore"):
         width = high - low
-    may_be_unbounded = discrete is None
+    may_be_unbounded = continuous == "any"
     if not ((np.isfinite(width) | may_be_unbounded) & (width > 0)).all():
         finite = "" if may_be_unbounded else " whose difference is a finite float32"
         raise ConfigurationError(
             f"--env: {env} takes actions {actions}, expected bounds low < high{finite}; wrap it in "
-            "gymnasium.wrappers.RescaleAction, or leave out the actions that cannot change"
+            "gymnasium.wrappers.RescaleAction, or leave out each dimension whose bounds are equal"
         )
-    return Task(
-        env,
-        size,
-        threshold,
-        action_low=tuple(map(float, low.tolist())),
-        action_high=tuple(map(float, high.tolist())),
-        images=images,
+    return low, high
+
+
+_MOST_COMBINATIONS = 10_000  # of actions; a network needs one output for each combination
+
+
+def _numbered(actions: gymnasium.Space) -> str:
+    """Return the end of an error message: how to make combined actions discrete, or which recipes
+    take continuous actions."""
+    from gymnasium import spaces
+
+    wrapper = "gymnasium.wrappers.TransformAction"
+    if isinstance(actions, spaces.Box):
+        return "; ddppo and sac learn continuous actions"
+    sizes: tuple[int, ...] = ()
+    if isinstance(actions, spaces.MultiDiscrete) and not actions.start.any():
+        sizes = tuple(map(int, actions.nvec.flat))
+    elif isinstance(actions, spaces.MultiBinary):
+        sizes = (2,) * math.prod(actions.shape)
+    if len(actions.shape or ()) != 1 or not 0 < math.prod(sizes) <= _MOST_COMBINATIONS or not sizes:
+        return f"; wrap it in {wrapper}, with a function that maps each number to an action"
+    return (
+        f"; number all combinations: {wrapper}(env, lambda a: numpy.array(numpy.unravel_index(a, "
+        f"{sizes})), gymnasium.spaces.Discrete({math.prod(sizes)}))"
     )
 
 
 def _within(low: Any, high: Any) -> tuple[Any, Any]:
-    """Return the bounds as float32, rounded inwards, because a policy computes in float32."""
+    """Return the bounds as float32, rounded inwards, because policies compute in float32."""
     import numpy as np
 
     with np.errstate(over="ignore"):

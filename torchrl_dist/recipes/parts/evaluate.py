@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,15 +11,15 @@ import numpy as np
 import torch
 
 from ...errors import ConfigurationError
-from .environments import MAX_EPISODE_STEPS, as_number, for_collectors, make_env
+from .environments import MAX_EPISODE_STEPS, as_number, for_collectors, is_flattened, make_env
 from .networks import Act
 
 
 class GreedyEpisodes:
     """Play ``episodes`` environments in parallel, for one episode each.
 
-    Equal seeds and numbers of episodes give equal episodes. If the environment has a vectorized
-    form of its own, this form is used (CartPole: 30 times faster).
+    The same seed and number of episodes give the same episodes. If the environment has its own
+    vectorized form, this form is used (CartPole: 30 times faster).
 
     Args:
         act: the policy.
@@ -42,11 +44,11 @@ class GreedyEpisodes:
         self._returns = np.zeros(episodes, dtype=np.float64)
         self._running = np.ones(episodes, dtype=bool)
         make = for_collectors(env)
-        self._envs = (
-            gymnasium.make_vec(make, num_envs=episodes)
-            if isinstance(make, str)
-            else gymnasium.vector.SyncVectorEnv([lambda: _numbered(make())] * episodes)
-        )
+        if isinstance(make, str) and _is_vectorized(make):
+            self._envs = _flat(gymnasium.make_vec(make, num_envs=episodes))
+        else:
+            envs = [lambda: _numbered(make_env(env))] * episodes
+            self._envs = gymnasium.vector.SyncVectorEnv(envs)
         self._observation, _ = self._envs.reset(seed=seed)
 
     @torch.no_grad()
@@ -54,7 +56,7 @@ class GreedyEpisodes:
         """Take one step of every environment. Return whether this was the last step."""
         action = self._act(torch.as_tensor(np.asarray(self._observation)))
         self._observation, reward, terminated, truncated, _ = self._envs.step(action.numpy())
-        # Rewards after the first end of an environment's episode belong to another episode.
+        # Once an environment's first episode has ended, its rewards belong to another episode.
         self._returns += reward * self._running
         self._running &= ~(terminated | truncated)
         self._steps_left -= 1
@@ -67,6 +69,24 @@ class GreedyEpisodes:
 
     def close(self) -> None:
         self._envs.close()
+
+
+def _is_vectorized(env: str) -> bool:
+    """Whether gymnasium has a vectorized form of the environment with this id."""
+    import gymnasium
+
+    module, _, name = env.rpartition(":")
+    if module:
+        importlib.import_module(module)  # registers the id
+    spec = gymnasium.spec(name)  # gymnasium refuses a vectorized form with wrappers
+    return spec.vector_entry_point is not None and not spec.additional_wrappers
+
+
+def _flat(envs: Any) -> Any:
+    """Return ``envs`` with observations flattened as :func:`make_env` flattens them."""
+    from gymnasium.wrappers.vector import FlattenObservation
+
+    return FlattenObservation(envs) if is_flattened(envs.single_observation_space) else envs
 
 
 def _numbered(env: Any) -> Any:
@@ -84,14 +104,14 @@ def evaluate(
     seed: int,
     max_steps: int = MAX_EPISODE_STEPS,
 ) -> list[float]:
-    """Return the undiscounted returns of :class:`GreedyEpisodes`. Blocks until all have ended."""
-    playing = GreedyEpisodes(act, env, episodes=episodes, seed=seed, max_steps=max_steps)
-    try:
+    """Return the undiscounted returns of :class:`GreedyEpisodes`. Blocks until all episodes have
+    ended."""
+    with contextlib.closing(
+        GreedyEpisodes(act, env, episodes=episodes, seed=seed, max_steps=max_steps)
+    ) as playing:
         while not playing.step():
             pass
         return playing.returns
-    finally:
-        playing.close()
 
 
 def play_rendered(
@@ -105,7 +125,7 @@ def play_rendered(
     """Play one episode in a window, and return its undiscounted return.
 
     Args:
-        keep: called with each picture, uint8 ``[height, width, 3]``, instead of showing a window.
+        keep: called with each picture, uint8 ``[height, width, 3]``. If given, no window is shown.
         max_steps: the episode ends after this many steps at the latest.
     """
     mode = "human" if keep is None else "rgb_array"
@@ -113,7 +133,7 @@ def play_rendered(
         made = make_env(env, render_mode=mode)
     except Exception as error:
         raise ConfigurationError(f"{env} cannot be shown here: {error}") from error
-    try:
+    with contextlib.closing(made):
         observation, _ = made.reset(seed=seed)
         total = 0.0
         for _ in range(max_steps):
@@ -127,11 +147,9 @@ def play_rendered(
                 keep(picture)
             with torch.no_grad():
                 action = act(torch.as_tensor(observation)).numpy()
-            action = action if action.ndim else action.item()  # collectors pass a number, too
+            action = action if action.ndim else action.item()  # a number, as collectors pass it
             observation, reward, terminated, truncated, _ = made.step(action)
             total += as_number(reward)
             if terminated or truncated:
                 break
         return total
-    finally:
-        made.close()

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from ... import own_files
 from ...errors import ConfigurationError, TorchRLDistError
+from .environments import needs
 from .networks import PolicySpec, checkpoint_in, saved_policy
 from .trained import TrainedPolicy
 
 _CHECKED = 100  # observations on which the file is compared with the policy
-_CLOSE = 1e-4  # of the range of a value; other kernels round differently
+_CLOSE = 1e-4  # tolerance relative to the values' range, because other kernels round differently
 
 Run = Callable[[Sequence[Tensor]], list[np.ndarray]]
 
@@ -31,8 +32,8 @@ def export(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> dict[st
     """Write a checkpoint's policy to ``out``, and return plain values that describe the file.
 
     The file maps ``observation`` ``[batch, ...]`` to the greedy ``action``. For a policy with a
-    memory, it also maps the states of the LSTM to the next ones. The file is written only if it
-    gives the policy's actions for 100 random observations.
+    memory, it also maps the states of the LSTM to the next states. The file is written only if it
+    gives the same actions as the policy for 100 random observations.
 
     Args:
         path: a checkpoint, or the folder of its run.
@@ -43,14 +44,15 @@ def export(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> dict[st
         CheckpointError: the checkpoint is missing or damaged, or holds no policy of a recipe.
         ConfigurationError: ``out`` has another suffix or cannot be written, a package is not
             installed, or torch cannot export the policy.
-        TorchRLDistError: the exported policy chose other actions than the original.
-    """
+        TorchRLDistError: the exported policy and the original chose different actions."""
     out = Path(out)
     written = {".pt2": _pt2, ".onnx": _onnx}.get(out.suffix)
     if written is None:
         raise ConfigurationError(f"OUT: got {out}, expected a name that ends in .pt2 or .onnx")
     if written is _onnx:
-        _require_onnx()
+        with needs("onnx", "a .onnx file"):
+            import onnx  # noqa: F401
+            import onnxscript  # noqa: F401
     spec, network = saved_policy(path)
     policy = TrainedPolicy(spec, network)
     inputs = dict(zip(policy.in_keys, _inputs(spec), strict=True))
@@ -68,14 +70,16 @@ def export(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> dict[st
         raise ConfigurationError(f"torch cannot export the policy in {path}: {reason}") from error
     if not all(map(_same, got, outputs.values())):
         raise TorchRLDistError(
-            f"{out} was not written, because the exported policy gave other actions than the "
-            f"original for {_CHECKED} random observations; check that your --network computes the "
-            "same in each call"
+            f"{out} was not written, because the exported policy and the original gave different "
+            f"actions in a test with {_CHECKED} random observations; check that equal inputs "
+            "always give equal outputs of your --network"
         )
     try:
         own_files.atomic_write(out, lambda file: file.write(content))
     except OSError as error:
-        raise ConfigurationError(f"OUT: cannot write {out}: {error.strerror}") from error
+        raise ConfigurationError(
+            f"OUT: cannot write {out} ({error.strerror}); choose another file"
+        ) from error
     return {
         "output": str(out),
         "inputs": {name: _described(value) for name, value in inputs.items()},
@@ -84,16 +88,6 @@ def export(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> dict[st
         "env": spec.env,
         "checkpoint": str(checkpoint_in(path)),
     }
-
-
-def _require_onnx() -> None:
-    try:
-        import onnx  # noqa: F401
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise ConfigurationError(
-            "a .onnx file needs packages that are not installed: pip install 'torchrl-dist[onnx]'"
-        ) from error
 
 
 def _inputs(spec: PolicySpec) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Running moments of observations and returns, which scale what a network learns from."""
+"""Running moments of observations and returns, for scaling observations and rewards."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torch import Tensor, nn
 
 from ...errors import TorchRLDistError
 
-if TYPE_CHECKING:  # `play` needs neither
+if TYPE_CHECKING:  # not imported by `play`, which needs neither
     from tensordict import TensorDictBase
 
     from ...learn.ranks import Ranks
 
-_BOUND = 10.0  # of scaled values, as in CleanRL's ppo_continuous_action.py
-_EPSILON = 1e-8  # of a variance, as in gymnasium
+_BOUND = 10.0  # bound of scaled values, as in CleanRL's ppo_continuous_action.py
+_EPSILON = 1e-8  # added to a variance, as in gymnasium
 _PRIOR = 1e-4  # gymnasium's RunningMeanStd begins with this count, mean 0 and variance 1
 
 
 class Moments(nn.Module):
     """Count, mean and sum of squared deviations (M2) of all values so far, as buffers.
 
-    They are saved with the weights, and sent to collectors with them. ``forward`` normalizes any
-    real dtype ``[..., size]`` to float32, and clips to -10 .. 10, as gymnasium's
+    The buffers are saved, and sent to collectors, together with the weights. ``forward`` normalizes
+    values ``[..., size]`` of any real dtype to float32, and clips them to -10 .. 10, as gymnasium's
     ``NormalizeObservation`` and CleanRL do.
     """
 
@@ -50,15 +50,16 @@ class Moments(nn.Module):
     def update(self, values: Tensor, ranks: Ranks, what: str) -> None:
         """Add the ``values`` ``[B, size]`` of all ranks. Blocks until all ranks have called.
 
-        All ranks get the same moments, bit for bit. The values of the ranks are added together in
-        two passes, and to the earlier ones by the formula of Chan, Golub and LeVeque 1979
-        ("Updating formulae and a pairwise algorithm for computing sample variances").
+        All ranks get the same moments, bit for bit. The ranks first sum up their values, and then
+        the squared deviations from the common mean. The formula of Chan, Golub and LeVeque
+        1979 ("Updating formulae and a pairwise algorithm for computing sample variances") adds the
+        results to the earlier moments.
 
         Args:
-            what: names the values in errors.
+            what: the name of the values in errors.
 
         Raises:
-            TorchRLDistError: the values are not finite, or too large for their moments.
+            TorchRLDistError: the values are not finite, or their squares are too large for float64.
         """
         values = values.to(torch.float64)
         mine = [float(len(values)), *values.sum(0).tolist()]
@@ -68,7 +69,7 @@ class Moments(nn.Module):
         m2 = self.m2.new_tensor(ranks.add_up(f"the variance of {what}", squares))
         if not m2.isfinite().all():
             raise TorchRLDistError(
-                f"{what} are not finite or too large; check what step() and reset() of the "
+                f"{what} are too large or not finite; check what step() and reset() of the "
                 "environment return"
             )
         change, together = mean - self.mean, self.count + count
@@ -84,13 +85,13 @@ def moments_of(network: nn.Module) -> Moments | None:
 
 class RewardScale:
     """Divide rewards by the standard deviation of the running discounted return, as gymnasium's
-    ``NormalizeReward``, and clip to -10 .. 10, as CleanRL.
+    ``NormalizeReward`` does, and clip them to -10 .. 10, as CleanRL does.
 
-    The running return of step t is the reward plus ``gamma`` times that of the step before, if
-    this step is of the same trajectory. Trajectories continue in the next batch.
+    The running return of a step is its reward plus, within a trajectory, ``gamma`` times the
+    running return of the step before. Trajectories continue in the next batch.
 
     Attributes:
-        moments: of the running returns of all ranks.
+        moments: the moments of the running returns of all ranks.
     """
 
     def __init__(self, gamma: float, ranks: Ranks, env: str = "the environment") -> None:
@@ -102,7 +103,7 @@ class RewardScale:
         """Return the scaled rewards of ``batch [N, T]``, float32 ``[N, T, 1]``, after adding the
         batch's returns to the moments. Blocks until all ranks have called.
 
-        Rows of trajectory -1 are padding. They must be at the end of an environment's rows."""
+        Rows of trajectory -1 are padding, and must be at the end of an environment's rows."""
         reward = batch["next", "reward"].to(torch.float64)
         ids = batch["collector", "traj_ids"]
         returns = self._running(reward.squeeze(-1).cpu(), ids.cpu())

@@ -1,7 +1,7 @@
 """Networks of the recipes' policies.
 
-A :class:`PolicySpec` has all that a process needs to make a network and play its weights.
-"""
+A :class:`PolicySpec` contains all that a process needs to build a policy's network and to act with
+its weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from ...checkpoint import load_checkpoint
 from ...errors import CheckpointError, ConfigurationError
-from .environments import Images, Task, named_function
+from .environments import Images, Task, function_of
 from .moments import Moments
 
 Act = Callable[[Tensor], Tensor]
@@ -35,8 +35,9 @@ def mlp(
     """Return the layers of a perceptron.
 
     Args:
-        last_gain: gain of the last layer, if layers start with zero biases and orthogonal weights,
-            as in PPO's implementations; other layers have gain sqrt 2. None: torch's default."""
+        last_gain: if given, layers start with zero biases and orthogonal weights, as in
+            implementations of PPO. The last layer has this gain, and the others have gain sqrt 2.
+            If None, layers keep torch's initial values."""
     layers: list[nn.Module] = []
     for before, after in itertools.pairwise(sizes):
         linear = nn.Linear(before, after)
@@ -49,7 +50,7 @@ def mlp(
 
 
 class Scaled(nn.Module):
-    """Apply ``body`` to images as float32 in [0, 1], with all batch dimensions as one.
+    """Apply ``body`` to images as float32 in [0, 1], with all batch dimensions merged into one.
 
     ``forward``: ``[..., channels, height, width]`` -> ``[..., outputs]``.
     """
@@ -63,10 +64,10 @@ class Scaled(nn.Module):
         *batch, channels, height, width = observation.shape
         rows = observation.reshape(-1, channels, height, width) / self.high
         made = self.body(rows)
-        return made.reshape(*batch, made.shape[-1])  # -1 would fail without rows
+        return made.reshape(*batch, made.shape[-1])  # reshape cannot infer -1 if there are no rows
 
 
-_NATURE_SIDE = 36  # smallest side of an image for three layers
+_NATURE_SIDE = 36  # smallest width and height, in pixels, of images for the three layers
 
 
 def convolutions(images: Images, *, orthogonal: bool) -> nn.Module:
@@ -109,8 +110,8 @@ def layers(
     If ``make`` names a function of the user, return the module that this function makes.
 
     Raises:
-        ConfigurationError: there is no such function, or its module returns another shape.
-    """
+        ConfigurationError: there is no such function, or the ``nn.Module`` that it makes returns
+            the wrong shape."""
     if isinstance(inputs, int):
         if make is None:
             return mlp([inputs, *hidden, outputs], activation, last_gain=last_gain)
@@ -126,12 +127,7 @@ def layers(
 
 def _made(make: str, inputs: int | tuple[int, ...], outputs: int) -> nn.Module:
     """Return the module of the user's function, after checking it."""
-    try:
-        function = named_function(make)
-    except (ImportError, SystemExit) as error:
-        raise ConfigurationError(f"--network: cannot import {make!r} ({error})") from error
-    if function is None:
-        raise ConfigurationError(f"--network: got {make!r}, expected package.module:function")
+    function = function_of("--network", make)
     try:
         made = function(inputs, outputs)
     except Exception as error:
@@ -165,7 +161,8 @@ def _made(make: str, inputs: int | tuple[int, ...], outputs: int) -> nn.Module:
     if getattr(answer, "shape", None) != (2, outputs):
         raise ConfigurationError(
             f"--network: the module of {make}({inputs}, {outputs}) returned shape "
-            f"{list(getattr(answer, 'shape', []))} for {list(rows.shape)}, expected [2, {outputs}]"
+            f"{list(getattr(answer, 'shape', []))} for inputs of shape {list(rows.shape)}, "
+            f"expected [2, {outputs}]; return a module with {outputs} outputs per row"
         )
     return made
 
@@ -222,7 +219,9 @@ HIDDEN, CELL = "recurrent_state_h", "recurrent_state_c"
 
 
 class RecurrentQNetwork(nn.Module):
-    """Map sequences of observations to one value per action, by layers, an LSTM and a linear layer.
+    """Map sequences of observations to one value per action.
+
+    Hidden layers come first, then an LSTM, and then a linear layer.
 
     Attributes:
         memory: TorchRL's LSTMModule, which carries the state from step to step in a collector. Each
@@ -251,7 +250,7 @@ class RecurrentQNetwork(nn.Module):
         self.head = nn.Linear(size, num_actions)
 
     def features(self, observation: Tensor) -> Tensor:
-        """Return what the LSTM sees of observations ``[..., inputs]``, float32 ``[..., width]``."""
+        """Return the LSTM inputs ``[..., width]``, float32, for observations ``[..., inputs]``."""
         return self.encoder(observation.to(torch.float32))
 
     def forward(self, observation: Tensor, state: State | None = None) -> tuple[Tensor, State]:
@@ -269,7 +268,7 @@ class RecurrentQNetwork(nn.Module):
 
         Args:
             observation: ``[..., inputs]``.
-            state: as the last call returned it; None: all episodes begin."""
+            state: the state that the last call returned. None: all episodes begin."""
         features = self.features(observation)
         seen, state = self.memory.lstm(features.reshape(-1, 1, features.shape[-1]), state)
         return self.head(seen).argmax(-1).reshape(features.shape[:-1]), state
@@ -292,7 +291,7 @@ class CategoricalNetwork(QNetwork):
     """Map observations to a categorical policy's logits, which are nearly equal at the start.
 
     Args:
-        moments: normalize the observations.
+        moments: normalize the observations; None: no normalization.
     """
 
     def __init__(
@@ -311,7 +310,7 @@ class ValueNetwork(nn.Sequential):
     """Map ``[..., inputs]`` to the state's value, float32 ``[..., 1]``.
 
     Args:
-        moments: normalize the observations.
+        moments: normalize the observations; None: no normalization.
     """
 
     def __init__(
@@ -332,7 +331,35 @@ def _first(moments: Moments | None) -> list[nn.Module]:
     return [] if moments is None else [moments]
 
 
-class GaussianNetwork(nn.Module):
+class _Bounded(nn.Module):
+    """A policy of continuous actions, whose bounds ``low`` and ``high`` are buffers, float32
+    ``[action_size]``."""
+
+    low: Tensor
+    high: Tensor
+
+    def __init__(
+        self, layers: Sequence[nn.Module], low: Sequence[float], high: Sequence[float]
+    ) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+        for name, bounds in (("low", low), ("high", high)):
+            self.register_buffer(name, torch.tensor(bounds, dtype=torch.float32), persistent=False)
+
+    def bounded(self, raw: Tensor) -> Tensor:
+        """Return actions ``[..., action_size]`` as the environment gets them: within the bounds."""
+        return raw.clamp(self.low, self.high)
+
+    def greedy(self, observation: Tensor) -> Tensor:
+        """Return the action at the location, float32 ``[..., action_size]``."""
+        return self.bounded(self(observation)[0])
+
+    def player(self) -> Act:
+        """Return the function that plays one episode, or many in parallel, greedily."""
+        return self.greedy
+
+
+class GaussianNetwork(_Bounded):
     """A Gaussian policy whose scale does not depend on the observation, as in CleanRL's PPO.
 
     Actions are drawn without bounds. The environment gets them clipped to its bounds.
@@ -342,11 +369,8 @@ class GaussianNetwork(nn.Module):
 
     Args:
         low, high: the bounds of actions, which may be infinite.
-        moments: normalize the observations.
+        moments: normalize the observations; None: no normalization.
     """
-
-    low: Tensor  # low and high are buffers
-    high: Tensor
 
     def __init__(
         self,
@@ -357,39 +381,24 @@ class GaussianNetwork(nn.Module):
         make: str | None = None,
         moments: Moments | None = None,
     ) -> None:
-        super().__init__()
         made = layers(make, inputs, hidden, len(low), nn.Tanh, last_gain=0.01)
-        self.layers = nn.Sequential(*_first(moments), *made)
+        super().__init__([*_first(moments), *made], low, high)
         self.log_scale = nn.Parameter(torch.zeros(len(low)))
-        self.register_buffer("low", torch.tensor(low, dtype=torch.float32), persistent=False)
-        self.register_buffer("high", torch.tensor(high, dtype=torch.float32), persistent=False)
 
     def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
         location = self.layers(observation.to(torch.float32))
         return location, self.log_scale.exp().expand_as(location)
 
-    def clipped(self, action: Tensor) -> Tensor:
-        """Return actions ``[..., action_size]`` as the environment gets them."""
-        return action.clamp(self.low, self.high)
 
-    def greedy(self, observation: Tensor) -> Tensor:
-        """Return the location within the bounds, float32 ``[..., action_size]``."""
-        return self.clipped(self(observation)[0])
-
-    def player(self) -> Act:
-        """Return the function that plays one episode, or many in parallel, greedily."""
-        return self.greedy
-
-
-class SquashedGaussianNetwork(nn.Module):
+class SquashedGaussianNetwork(_Bounded):
     """A Gaussian whose tanh, scaled to the bounds, is the action (Haarnoja et al. 2018).
 
     ``forward``: ``[..., observation_size]`` -> location and scale, float32 ``[..., action_size]``;
     the scale is between e^-5 and e^2.
-    """
 
-    low: Tensor  # low and high are buffers
-    high: Tensor
+    Args:
+        moments: normalize the observations; None: no normalization.
+    """
 
     def __init__(
         self,
@@ -398,11 +407,10 @@ class SquashedGaussianNetwork(nn.Module):
         high: Sequence[float],
         hidden: Sequence[int],
         make: str | None = None,
+        moments: Moments | None = None,
     ) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*layers(make, observation_size, hidden, 2 * len(low), nn.ReLU))
-        self.register_buffer("low", torch.tensor(low, dtype=torch.float32), persistent=False)
-        self.register_buffer("high", torch.tensor(high, dtype=torch.float32), persistent=False)
+        made = layers(make, observation_size, hidden, 2 * len(low), nn.ReLU)
+        super().__init__([*_first(moments), *made], low, high)
 
     def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
         location, log_scale = self.layers(observation.to(torch.float32)).chunk(2, -1)
@@ -419,19 +427,12 @@ class SquashedGaussianNetwork(nn.Module):
         log_prob = -(noise**2 + math.log(2 * math.pi)) / 2 - scale.log()
         # log(1 - tanh(x)^2) = 2 (log 2 - x - softplus(-2 x)), stable for large x
         log_prob = log_prob - 2 * (math.log(2) - raw - functional.softplus(-2 * raw))
-        return self._scaled(raw.tanh()), log_prob.sum(-1)
+        return self.bounded(raw), log_prob.sum(-1)
 
-    def greedy(self, observation: Tensor) -> Tensor:
-        """Return the action at the location, float32 ``[..., action_size]``."""
-        return self._scaled(self(observation)[0].tanh())
-
-    def _scaled(self, action: Tensor) -> Tensor:
-        action = self.low + (action + 1) / 2 * (self.high - self.low)
-        return action.clamp(self.low, self.high)  # rounding may exceed the bounds
-
-    def player(self) -> Act:
-        """Return the function that plays one episode, or many in parallel, greedily."""
-        return self.greedy
+    def bounded(self, raw: Tensor) -> Tensor:
+        """Return the tanh, scaled to the bounds."""
+        action = self.low + (raw.tanh() + 1) / 2 * (self.high - self.low)
+        return super().bounded(action)  # rounding may exceed the bounds
 
 
 Network = QNetwork | RecurrentQNetwork | GaussianNetwork | SquashedGaussianNetwork
@@ -444,7 +445,7 @@ class PolicySpec:
     Attributes:
         kind: ``"values"``, ``"recurrent_values"``, ``"categorical"``, ``"gaussian"`` or
             ``"squashed_gaussian"``.
-        env: its environment: a gymnasium id or ``package.module:make``.
+        env: the gymnasium id of the policy's environment, or ``package.module:make``.
         make: the user's function that replaces ``hidden``, as in :func:`layers`.
         num_actions: 0 for continuous actions, which are between ``action_low`` and ``action_high``.
         images: the form of the observations, or None if they are flat.
@@ -477,10 +478,12 @@ class PolicySpec:
     ) -> PolicySpec:
         """Return the spec for the observations and actions of ``task``.
 
-        With continuous actions, ``"categorical"`` becomes ``"gaussian"``. Images are never
-        ``normalized``."""
+        With continuous actions, ``"categorical"`` becomes ``"gaussian"``; with discrete ones,
+        ``"squashed_gaussian"`` becomes ``"categorical"``. Images are never ``normalized``."""
         if kind == "categorical" and not task.num_actions:
             kind = "gaussian"
+        elif kind == "squashed_gaussian" and task.num_actions:
+            kind = "categorical"
         sizes = (task.num_actions, task.action_low, task.action_high)
         about = (task.observation_size, tuple(hidden), kind, *sizes, make, task.images)
         return cls(task.env, *about, state_size, normalized and task.images is None)
@@ -509,26 +512,32 @@ class PolicySpec:
         """Return plain values for a checkpoint."""
         return asdict(self)
 
+    def check_task(self, task: Task) -> None:
+        """Raise ConfigurationError if the environment now has other observations or actions."""
+        for name in ("observation_size", "images", "num_actions", "action_low", "action_high"):
+            before, now = getattr(self, name), getattr(task, name)
+            if before != now:
+                raise ConfigurationError(
+                    f"{task.env} has changed since its policy was trained: {name} is {now}, "
+                    f"expected {before}; undo the change, or train a new policy"
+                )
+
     def network(self) -> Network:
         """Return a new network with random weights. Raises KeyError for an unknown kind."""
-        if self.kind == "squashed_gaussian":
-            return SquashedGaussianNetwork(
-                self.observation_size, self.action_low, self.action_high, self.hidden, self.make
-            )
         inputs = self.observation_size if self.images is None else self.images
         moments = Moments(self.observation_size) if self.normalized else None
+        discrete = (inputs, self.num_actions, self.hidden)
+        bounded = (self.action_low, self.action_high, self.hidden, self.make, moments)
+        if self.kind == "squashed_gaussian":
+            return SquashedGaussianNetwork(self.observation_size, *bounded)
         if self.kind == "gaussian":
-            return GaussianNetwork(
-                inputs, self.action_low, self.action_high, self.hidden, self.make, moments
-            )
+            return GaussianNetwork(inputs, *bounded)
         if self.kind == "categorical":
-            return CategoricalNetwork(inputs, self.num_actions, self.hidden, self.make, moments)
+            return CategoricalNetwork(*discrete, self.make, moments)
         if self.kind == "recurrent_values":
-            return RecurrentQNetwork(
-                inputs, self.num_actions, self.hidden, self.state_size, self.make
-            )
+            return RecurrentQNetwork(*discrete, self.state_size, self.make)
         if self.kind == "values":
-            return QNetwork(inputs, self.num_actions, self.hidden, self.make)
+            return QNetwork(*discrete, self.make)
         raise KeyError(self.kind)
 
 

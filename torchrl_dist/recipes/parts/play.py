@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ... import own_files
 from ...errors import ConfigurationError
-from .environments import MAX_EPISODE_STEPS, make_env
+from .environments import MAX_EPISODE_STEPS, look_at, make_env, needs
 from .evaluate import evaluate, play_rendered
 from .networks import PolicySpec, checkpoint_in, saved_policy
 
@@ -40,17 +40,23 @@ def play(
 
     Raises:
         CheckpointError: the checkpoint is missing or damaged, or holds no policy of a recipe.
-        ConfigurationError: its environment cannot be built or shown here, or the video cannot be
-            written.
-    """
+        ConfigurationError: the policy's environment cannot be built or shown here, its spaces have
+            changed since the training, or the video cannot be written."""
     if render and video is not None:
-        raise ConfigurationError("--render and --video: got both, expected one of them")
+        raise ConfigurationError(
+            "--render and --video: got both, expected at most one; leave one of them out"
+        )
     if video is not None:
         _require_video_writer()
     import gymnasium
 
     policy, network = saved_policy(path)
     env = policy.env
+    try:
+        task = look_at(env, continuous="any")
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{env} cannot be played here: {error}") from error
+    policy.check_task(task)
     try:
         if render or video is not None:
             with contextlib.nullcontext() if video is None else _written(video, _FPS) as keep:
@@ -62,7 +68,9 @@ def play(
             returns = evaluate(network.player(), env, episodes=episodes, seed=seed)
     except (gymnasium.error.Error, ImportError) as error:
         raise ConfigurationError(f"{env} cannot be played here: {error}") from error
-    print(f"{env}: {episodes} episodes, {checkpoint_in(path)}", file=sys.stderr)
+    print(
+        f"{env}: {episodes} episode{'s' * (episodes > 1)}, {checkpoint_in(path)}", file=sys.stderr
+    )
     return {
         "mean_return": fmean(returns),
         "episodes": episodes,
@@ -107,13 +115,9 @@ def check_video(env: str) -> None:
 
 
 def _require_video_writer() -> None:
-    try:
+    with needs("video", "--video"):
         import imageio.v2  # noqa: F401
         import imageio_ffmpeg  # noqa: F401
-    except ImportError as error:
-        raise ConfigurationError(
-            "--video needs a package that is not installed: pip install 'torchrl-dist[video]'"
-        ) from error
 
 
 @contextlib.contextmanager
@@ -127,10 +131,12 @@ def _written(path: str | os.PathLike[str], fps: int) -> Iterator[Callable[[Any],
         try:
             yield
         except (OSError, ValueError) as error:
-            raise ConfigurationError(f"--video: cannot write {path} ({error})") from error
+            raise ConfigurationError(
+                f"--video: cannot write {path} ({error}); choose another file"
+            ) from error
 
     def append(picture: Any) -> None:
-        # Video players need the format 4:2:0, whose blocks of 2 x 2 need even sizes.
+        # Video players need the format 4:2:0, whose 2 x 2 blocks need an even width and height.
         even = picture[: picture.shape[0] // 2 * 2, : picture.shape[1] // 2 * 2]
         with explained():
             film.append_data(even)
@@ -150,7 +156,7 @@ def _written(path: str | os.PathLike[str], fps: int) -> Iterator[Callable[[Any],
         with explained():
             film.close()
             os.replace(beside, target)
-    except BaseException:  # an older video stays
+    except BaseException:  # an older video must stay
         with contextlib.suppress(Exception):
             film.close()
         beside.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Greedy episodes at one moment. ``seconds`` is training time, also of earlier parts of a
-    resumed run."""
+    """Greedy episodes at one moment. ``seconds`` is the training time until then. For a resumed
+    run, this includes the time before it was resumed."""
 
     frames: int
     updates: int
@@ -78,25 +79,39 @@ def draw_learning_curve(
     save_figure(figure, path)
 
 
+_MOST = 1 << 28  # largest log, in bytes; one line per second for a week takes 2^25 bytes
+
 Curve = Sequence[Sequence[float]]
 """Points (frames, return)."""
 
 
 def read_curve(path: str | os.PathLike[str]) -> Curve:
-    """Return the points in a log ``csv/scalars/TAG.csv``; none if there is no such file."""
+    """Return the points in a log ``csv/scalars/TAG.csv``, or an empty list if there is no such
+    file.
+
+    If a run was killed after its last checkpoint and then resumed, its log jumps back to earlier
+    frames. The points after the jump replace the earlier points of these frames."""
     try:
-        lines = own_files.read_plain(path).splitlines()
-    except OSError:
+        lines = own_files.read_plain(path, _MOST).splitlines(keepends=True)
+    except FileNotFoundError:
         return []
-    points = [line.split(",") for line in lines]
-    return [(float(point[0]), float(point[1])) for point in points if len(point) == 2]
+    points: list[tuple[float, float]] = []
+    for line in lines:
+        if not line.endswith("\n"):  # a killed run has written a part, which may end in a digit
+            break
+        with contextlib.suppress(ValueError):  # a resumed run has continued such a part
+            frames, value = map(float, line.split(","))
+            while points and points[-1][0] >= frames:
+                points.pop()
+            points.append((frames, value))
+    return points
 
 
 def draw_band(axes: Axes, curves: Sequence[Curve], label: str) -> None:
     """Draw the mean and the range of several curves.
 
-    They are linear between two points, and constant after their last point. The band begins where
-    all curves have begun."""
+    Each curve is linear between its points, and constant after its last point. Mean and range begin
+    where all curves have begun."""
     import numpy as np
 
     columns = [np.transpose(curve) for curve in curves]
@@ -108,7 +123,7 @@ def draw_band(axes: Axes, curves: Sequence[Curve], label: str) -> None:
 
 
 def save_figure(figure: AnyFigure, path: str | os.PathLike[str]) -> None:
-    """Replace ``path`` atomically with a picture of the type of its suffix, or else a PNG."""
+    """Replace ``path`` atomically with a picture. Its suffix sets the type; the default is PNG."""
     path = own_files.resolved(path)
     kind = path.suffix.removeprefix(".") or "png"
     own_files.atomic_write(

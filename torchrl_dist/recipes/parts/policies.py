@@ -15,7 +15,7 @@ from ...errors import TorchRLDistError
 
 
 def check_outputs(outputs: Tensor, env: str) -> None:
-    """Raise an error that names the environment if outputs of a policy's network are NaN."""
+    """If a policy's network computed NaN, raise an error that names the environment."""
     if outputs.isnan().any():
         raise TorchRLDistError(
             f"the policy computed NaN for observations of {env}: the environment returned "
@@ -24,26 +24,32 @@ def check_outputs(outputs: Tensor, env: str) -> None:
 
 
 class _Categorical(Categorical):
-    """torch's distribution, for logits without NaN."""
+    """torch's categorical distribution, which refuses NaN among the logits."""
 
     def __init__(self, logits: Tensor, env: str) -> None:
         check_outputs(logits, env)
         super().__init__(logits=logits)
 
 
+def _actor(
+    network: nn.Module, keys: list[str], distribution: type, kwargs: dict[str, Any], **options: Any
+) -> ProbabilisticActor:
+    return ProbabilisticActor(
+        TensorDictModule(network, ["observation"], keys),
+        in_keys=keys,
+        distribution_class=distribution,
+        distribution_kwargs=kwargs,
+        default_interaction_type=InteractionType.RANDOM,
+        **options,
+    )
+
+
 def categorical_actor(network: nn.Module, env: str = "the environment") -> ProbabilisticActor:
     """Return an actor that draws int64 ``action`` ``[...]`` from the logits of ``network``.
 
     The actor also writes ``action_log_prob``, so that the data contain the log-probability under
-    the acting policy. ``env`` is named in errors."""
-    return ProbabilisticActor(
-        TensorDictModule(network, ["observation"], ["logits"]),
-        in_keys=["logits"],
-        distribution_class=_Categorical,
-        distribution_kwargs={"env": env},
-        return_log_prob=True,
-        default_interaction_type=InteractionType.RANDOM,
-    )
+    the acting policy. Errors name ``env``."""
+    return _actor(network, ["logits"], _Categorical, {"env": env}, return_log_prob=True)
 
 
 class Gaussian(Independent):
@@ -59,14 +65,7 @@ def gaussian_actor(network: nn.Module, env: str = "the environment") -> Probabil
     """Return an actor that draws float32 ``action`` ``[..., A]``, without bounds.
 
     Like :func:`categorical_actor`, it also writes ``action_log_prob`` ``[...]``."""
-    return ProbabilisticActor(
-        TensorDictModule(network, ["observation"], ["loc", "scale"]),
-        in_keys=["loc", "scale"],
-        distribution_class=Gaussian,
-        distribution_kwargs={"env": env},
-        return_log_prob=True,
-        default_interaction_type=InteractionType.RANDOM,
-    )
+    return _actor(network, ["loc", "scale"], Gaussian, {"env": env}, return_log_prob=True)
 
 
 def critic_of(network: nn.Module) -> ValueOperator:
@@ -77,9 +76,10 @@ def critic_of(network: nn.Module) -> ValueOperator:
 class Squashed(TanhNormal):
     """TorchRL's distribution, with the density of actions scaled to -1 .. 1.
 
-    Its bounds follow the network to another device. SAC adds the negative log-density to every
-    step's reward. With the density of actions in the environment's units, this would add the
-    logarithm of the unit, too, and so favour long episodes or short ones."""
+    The bounds are moved to the device of the network's outputs. SAC adds the negative log-density
+    to every step's reward. With the density of actions in the environment's units, this would also
+    add the logarithm of the unit, and would therefore favour long or short episodes.
+    """
 
     def __init__(self, loc: Tensor, scale: Tensor, low: Tensor, high: Tensor) -> None:
         bounds = {"low": low.to(loc.device), "high": high.to(loc.device)}
@@ -109,13 +109,8 @@ def squashed_gaussian_actor(
 
     ``network`` returns location and scale. Log-probabilities are those of actions scaled to
     -1 .. 1."""
-    return ProbabilisticActor(
-        TensorDictModule(network, ["observation"], ["loc", "scale"]),
-        in_keys=["loc", "scale"],
-        distribution_class=Squashed,
-        distribution_kwargs={"low": torch.tensor(low), "high": torch.tensor(high)},
-        default_interaction_type=InteractionType.RANDOM,
-    )
+    bounds = {"low": torch.tensor(low), "high": torch.tensor(high)}
+    return _actor(network, ["loc", "scale"], Squashed, bounds)
 
 
 def action_values_of(network: nn.Module) -> ValueOperator:

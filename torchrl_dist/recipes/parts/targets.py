@@ -1,4 +1,4 @@
-"""Target networks: copies that follow the weights that are trained."""
+"""Target networks: copies that slowly follow the trained weights."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 
 def target_of(network: _Module) -> _Module:
-    """Return a copy of ``network`` whose weights get no gradients. It shares the buffers."""
+    """Return a copy of ``network`` whose weights get no gradients. The copy shares the buffers of
+    ``network``."""
     return copy.deepcopy(network, {id(b): b for b in network.buffers()}).requires_grad_(False)
 
 
 class Follow:
-    """Move the weights of ``target`` by ``tau`` of the way to those of ``network``, at each call.
+    """At each call, move the weights of ``target`` by the fraction ``tau`` of the way to those of
+    ``network``.
 
-    Takes a twentieth of the time of TorchRL's ``SoftUpdate`` for small networks."""
+    For small networks, this takes a twentieth of the time of TorchRL's ``SoftUpdate``."""
 
     def __init__(self, target: nn.Module, network: nn.Module, tau: float) -> None:
         self._targets, self._weights = list(target.parameters()), list(network.parameters())

@@ -31,7 +31,8 @@ class RecurrentEpsilonGreedy(EpsilonGreedy):
 def rows_with_states(rollout: TensorDictBase, env: str = "the environment") -> TensorDictBase:
     """Return the rows of a rollout ``[N, T]``, with the LSTM's states before each step.
 
-    Rows have no priority, so the buffer gives them the largest one until they have been sampled.
+    The rows have no priorities, so the buffer gives them the largest priority until they have been
+    sampled.
 
     Raises:
         TorchRLDistError: a value is not finite.

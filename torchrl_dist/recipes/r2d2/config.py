@@ -39,25 +39,21 @@ class R2D2Config(ApexConfig):
     )  # fmt: skip
     batch_size: int = option(64, "sequences per gradient step", minimum=1, group=LEARNING)
     burn_in: int = option(
-        10, "steps before each sequence, from which only the LSTM's state is computed",
+        10, "steps before each sequence, which only serve to compute the LSTM's state",
         unit="steps", minimum=0, group=LEARNING,
     )  # fmt: skip
     sequence: int = option(
         20, "steps of each sequence to learn from", unit="steps", minimum=1, group=LEARNING
     )
     target_tau: float = option(
-        0.01, "part of the weights that the target network takes over per update (tau)",
+        0.01, "fraction by which each update moves the target network towards the trained one",
         above=0, maximum=1, group=LEARNING,
     )  # fmt: skip
     refresh_states: bool = option(
-        False, "write the LSTM states that the learner computes into the buffer's rows",
+        False, "replace the LSTM states in the buffer's rows with those that the learner computes",
         group=LEARNING,
     )  # fmt: skip
     eta: float = option(
-        0.9, "priority of a sequence: this times its largest TD error, and 1 - this times the mean",
+        0.9, "priority of a sequence: eta * largest TD error + (1 - eta) * mean TD error",
         minimum=0, maximum=1, group=REPLAY,
     )  # fmt: skip
-
-    @property
-    def state_size(self) -> int:
-        return self.lstm

@@ -34,18 +34,19 @@ class R2D2Loss(LossModule):
 
     ``forward`` reads windows of ``burn_in + length + n_steps - 1`` rows, ``[B * size]``, as
     ``Sequence(length, burn_in=burn_in, bootstrap=n_steps - 1, episode_boundary="stop")`` samples
-    them. It returns ``"loss"``, the mean over the rows to learn from of the weighted squared errors
-    (halved), and writes each row's |TD error| to ``"td_error"``, float32 ``[B * size, 1]``,
-    0 for rows that are not learned from. It replaces the stored states of the first row to learn
-    from by those that the burn-in has computed.
+    them. It returns ``"loss"``: half the mean of the weighted squared errors of the rows to learn
+    from. To ``"td_error"``, float32 ``[B * size, 1]``, it writes the |TD error| of each of these
+    rows, and 0 for the other rows. It replaces the stored states of the first row to learn from
+    with those that the burn-in has computed.
 
-    The state of a window's first valid row is the stored one. From it, both networks compute their
-    own states at the first row to learn from, without gradients. Values are squeezed
+    Both networks start from the stored state of a window's first valid row. From there, each
+    computes its own state at the first row to learn from, without gradients. Values are squeezed
     (:func:`squeezed`). An episode that was cut off, or whose next rows are not in the buffer, is
     bootstrapped from its true last observation, with fewer than ``n_steps`` rewards.
 
     Args:
-        network: its weights are trained and shared.
+        network: the network whose weights are trained. The loss uses this module itself, not a
+            copy.
     """
 
     def __init__(
@@ -54,12 +55,8 @@ class R2D2Loss(LossModule):
         super().__init__()
         self.gamma, self.n_steps = gamma, n_steps
         self.burn_in, self.length = burn_in, length
+        self.size = burn_in + length + n_steps - 1  # rows of a window
         self.network, self.target = network, target_of(network)
-
-    @property
-    def size(self) -> int:
-        """Rows of a window."""
-        return self.burn_in + self.length + self.n_steps - 1
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         def column(key: Any) -> Tensor:
@@ -73,9 +70,9 @@ class R2D2Loss(LossModule):
         observation, after = column("observation"), column(("next", "observation"))
         reward = column(("next", "reward")).reshape(valid.shape)[:, burn_in:]
         terminated = column(("next", "terminated")).reshape(valid.shape)[:, burn_in:]
-        there = valid[:, burn_in:].sum(1)  # rows of the episode from the first row to learn from
+        there = valid[:, burn_in:].sum(1)  # the episode's rows, without the burn-in
 
-        # one more observation, behind the last row of the episode
+        # one more observation, after the last row of the episode
         seen = torch.cat([observation[:, burn_in:], after[:, -1:]], 1)
         seen[window, there] = after[window, burn_in + there - 1]
         with torch.no_grad():

@@ -26,13 +26,13 @@ __all__ = ["R2D2", "R2D2Config", "build", "run"]
 
 
 class R2D2(apex.Apex):
-    """A learner from sequences, its collectors, and the buffer between them."""
+    """A learner that samples sequences, its collectors, and the buffer between them."""
 
     config: R2D2Config
     for_priorities = (
         "anchor_index", "anchor_generation", "validity_mask", "learning_mask", "td_error",
     )  # fmt: skip
-    has_graph = False  # the lengths of windows are read on the host
+    has_graph = False  # because the CPU reads the lengths of windows
 
     @staticmethod
     def actor(
@@ -65,7 +65,7 @@ class R2D2(apex.Apex):
         return {"sample_unit": unit, "eta": config.eta}
 
     def write_back(self, batch: TensorDictBase) -> None:
-        """Write the states that the burn-in has computed into their rows, if the user wants it."""
+        """With ``refresh_states``, write the states from the burn-in into the buffer's rows."""
         if not self.config.refresh_states:
             return
         size = self.dqn.loss.size
@@ -78,7 +78,7 @@ class R2D2(apex.Apex):
         )
 
 
-build = partial(apex.build, kind=R2D2)
+build = R2D2
 
 
 def run(config: R2D2Config, session: Session, *, resume: bool = False) -> dict[str, Any]:

@@ -21,18 +21,22 @@ from ...collect import CollectReport, RPCBatchedCollector
 from ...learn.ranks import Ranks
 from ...replay import RateLimiter, SharedReplayBuffer
 from ...runtime import Session
-from ..parts.environments import TRANSITION, Task, check_finite, for_collectors
-from ..parts.networks import PolicySpec, SquashedGaussianNetwork, layers
-from ..parts.policies import squashed_gaussian_actor
+from ..parts.environments import TRANSITION, Task, check_finite
+from ..parts.moments import moments_of
+from ..parts.networks import PolicySpec, QNetwork, layers
+from ..parts.policies import categorical_actor, squashed_gaussian_actor
 from ..parts.targets import Follow
 from ..training.feed import Feed
-from ..training.loop import LossLearner, Start, choose_device, my_collectors, stream_seed, train
+from ..training.loop import LossLearner, Start, choose_device, make_collector, my_collectors, train
 from ..training.shared_rows import remarks_on_resume, shared_buffer
 from ..training.updates import graphed
 from .config import SACConfig
-from .loss import SACLoss
+from .loss import DiscreteSACLoss, SACLoss, SoftActorCritic
 
 __all__ = ["SAC", "SACConfig", "build", "rows", "run"]
+
+
+_ENTROPY_PART = 0.5
 
 
 class ActionValue(nn.Sequential):
@@ -57,6 +61,14 @@ class ActionValue(nn.Sequential):
         return super().forward(torch.cat([observation, scaled], -1))
 
 
+def critic_of(task: Task, config: SACConfig) -> nn.Module:
+    """Return a critic. It maps an observation to a value per action if actions are discrete, or
+    else an observation and an action to one value."""
+    if task.num_actions:
+        return QNetwork(task.inputs, task.num_actions, config.hidden, config.network)
+    return ActionValue(task, config.hidden, config.network)
+
+
 def rows(rollout: TensorDictBase, env: str = "the environment") -> TensorDictBase:
     """Convert a rollout ``[N, T]`` of ``env`` into rows to learn from.
 
@@ -68,24 +80,32 @@ def rows(rollout: TensorDictBase, env: str = "the environment") -> TensorDictBas
             and every resumed run.
     """
     kept = rollout.select(*TRANSITION)
-    for key in ("observation", "action", ("next", "observation"), ("next", "reward")):
-        kept.set(key, kept.get(key).to(torch.float32))
+    kept.set(("next", "reward"), kept.get(("next", "reward")).to(torch.float32))
+    if kept.get("action").is_floating_point():
+        kept.set("action", kept.get("action").to(torch.float32))
+    for key in ("observation", ("next", "observation")):
+        if kept.get(key).dtype != torch.uint8:  # images
+            kept.set(key, kept.get(key).to(torch.float32))
     check_finite(kept, env)
     return kept
 
 
 def frames_of_a_batch(config: SACConfig, workers: int) -> int:
-    """Return the frames that ``workers`` deliver for a batch.
+    """Return the number of frames that ``workers`` workers deliver for a batch.
 
-    The collector rounds up, to the same number of steps in each environment."""
+    The collector rounds up, because each environment takes the same number of steps."""
     steps = math.ceil(math.ceil(config.frames_per_batch / workers) / config.envs_per_collector)
     return steps * config.envs_per_collector * workers
 
 
 def target_entropy(task: Task) -> float:
-    """Return -1 per dimension of the actions (Haarnoja et al. 2018, appendix D).
+    """Return the target for ``task``, in nats.
 
-    The policy's density is that of actions scaled to -1 .. 1."""
+    It is -1 per dimension of continuous actions (Haarnoja et al. 2018, appendix D), because the
+    policy's density is that of actions scaled to -1 .. 1. For discrete actions, it is half of the
+    largest possible entropy. With 98 %, as in Christodoulou 2019, actions stay nearly random."""
+    if task.num_actions:
+        return _ENTROPY_PART * math.log(task.num_actions)
     return -float(len(task.action_low))
 
 
@@ -112,7 +132,7 @@ class SAC(LossLearner):
         config: SACConfig,
         session: Session,
         network: nn.Module,
-        loss: SACLoss,
+        loss: SoftActorCritic,
         buffer: SharedReplayBuffer,
         collector: RPCBatchedCollector,
         device: torch.device,
@@ -126,19 +146,23 @@ class SAC(LossLearner):
         self.buffer = buffer
         self.device = device
         self.ranks = Ranks(timeout_s=config.timeout_s)
+        self._moments = moments_of(network)
         self._follow = Follow(loss.target, loss.critics, config.target_tau)
         self._feed = Feed(self._draw, device)
         self._update = graphed(self._step, device, known=config.network is None)
 
     def learn(self, data: CollectReport, frames: int) -> dict[str, Any]:
         """Take as many gradient steps as the limiter allows after these frames."""
-        losses = None
+        losses, observations = None, torch.empty(0)
         while (batch := self._feed.take()) is not None:
+            observations = batch.get("observation")
             losses = self._update(batch)
             self.updates += 1
             self._feed.prepare()
         if losses is None:
             return {}
+        if self._moments is not None:  # from the last batch, which is a uniform sample of all rows
+            self._moments.update(observations, self.ranks, f"observations of {self.config.env}")
         self.collector.update_policy_weights_()
         return {
             "train/loss": losses["loss_qvalue"],
@@ -176,34 +200,39 @@ def build(config: SACConfig, task: Task, policy: PolicySpec, session: Session, s
     Args:
         task: sizes of ``config.env``.
         policy: how to make the network that is trained.
-        session: the learner's session, in which the collectors serve.
+        session: the learner's session, which also contains the collectors.
         start: where the run begins.
     """
     device = choose_device(config, session)
-    network = policy.network().to(device)
-    assert isinstance(network, SquashedGaussianNetwork)
-    actor = squashed_gaussian_actor(network, task.action_low, task.action_high)
-    loss = SACLoss(
+    network: Any = policy.network().to(device)
+    if task.num_actions:
+        actor, kind = categorical_actor(network, config.env), DiscreteSACLoss
+    else:
+        actor, kind = squashed_gaussian_actor(network, task.action_low, task.action_high), SACLoss
+    loss = kind(
         network,
-        [ActionValue(task, config.hidden, config.network).to(device) for _ in range(2)],
+        [critic_of(task, config).to(device) for _ in range(2)],
         gamma=config.gamma,
         target_entropy=target_entropy(task),
     )
     limiter = limiter_of(config, len(my_collectors(session)))
-    buffer = shared_buffer(config, session, start, batch_size=config.batch_size, limiter=limiter)
-    collector = RPCBatchedCollector(
-        for_collectors(config.env, config.reward_clip),
+    buffer = shared_buffer(
+        config,
+        session,
+        start,
+        batch_size=config.batch_size,
+        limiter=limiter,
+        frames=task.frames,
+    )
+    collector = make_collector(
+        config,
+        session,
+        start,
+        task,
         actor,
-        session=session,
-        frames_per_batch=config.frames_per_batch,
-        total_frames=config.total_frames - min(start.frames, config.total_frames - 1),
-        num_envs=config.envs_per_collector,
-        max_policy_lag=config.max_policy_lag,
         init_random_frames=config.learning_starts,
         replay_buffer=buffer,
         postproc=partial(rows, env=config.env),
-        seed=stream_seed(config.seed, start.resumes),
-        timeout_s=config.timeout_s,
     )
     return SAC(config, session, network, loss, buffer, collector, device)
 

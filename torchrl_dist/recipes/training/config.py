@@ -1,4 +1,6 @@
-"""The common base of the recipes' configurations. ``--help`` reads this without importing torch."""
+"""The common base of the recipes' configurations. ``--help`` reads this module without importing
+torch.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from ...errors import ConfigurationError
-from ..parts.environments import MAX_EPISODE_STEPS, Task
+from ..parts.environments import MAX_EPISODE_STEPS, Continuous, Task
 from .options import check_options, flag, from_plain, option
 
 JOB = "job"
@@ -17,22 +19,27 @@ LEARNING = "learning"
 REPLAY = "replay"
 WATCHING = "evaluation and checkpoints"
 
-MEASURED = "as many as pay on this machine, which takes two seconds to measure"
+MEASURED = "the number that suits this machine; measuring it takes two seconds"
 
 
 Config = TypeVar("Config", bound="RecipeConfig")
 
 
+def or_if_continuous(given: bool | None, task: Task) -> bool:
+    """Return ``given`` or, if it is None, whether the actions of ``task`` are continuous."""
+    return given if given is not None else not task.num_actions
+
+
 @dataclass(frozen=True)
 class RecipeConfig:
-    """The fields and the files that every recipe has. A recipe's class may have other defaults.
+    """The fields and the files that every recipe has. A recipe's class may change the defaults.
 
     Attributes:
         recipe: the recipe's name on the command line and in checkpoints.
         title: the recipe's name in pictures.
         policy_kind: the kind of the policy's network (see ``PolicySpec.of``).
-        discrete: whether actions are discrete; False: continuous and bounded; None: discrete or
-            continuous.
+        continuous: the kind of continuous actions that the recipe takes in addition to discrete
+            actions.
         fixed_on_resume: fields that a resumed run cannot change, because they describe the data
             and weights on disk.
     """
@@ -40,7 +47,7 @@ class RecipeConfig:
     recipe: ClassVar[str]
     title: ClassVar[str]
     policy_kind: ClassVar[str]
-    discrete: ClassVar[bool | None] = True
+    continuous: ClassVar[Continuous] = "none"
     fixed_on_resume: ClassVar[tuple[str, ...]] = ("env", "hidden", "network")
 
     env: str = option(
@@ -58,11 +65,13 @@ class RecipeConfig:
     envs_per_collector: int = option(16, "environments per collector", minimum=1, group=JOB)
     total_frames: int = option(200_000, "length of the run", unit="frames", minimum=1, group=JOB)
     frames_per_batch: int = option(
-        512, "frames of all collectors between two updates of their weights", minimum=1, group=JOB
-    )
+        512, "frames from all collectors together between two updates of their weights", minimum=1,
+        group=JOB,
+    )  # fmt: skip
     max_policy_lag: int = option(
         1,
-        "rollouts that a collector may be ahead of the learner; 0: they take turns",
+        "rollouts by which a collector may be ahead of the learner; 0: collectors and learner "
+        "take turns",
         minimum=0,
         group=JOB,
     )
@@ -71,12 +80,12 @@ class RecipeConfig:
         "auto", "where the learner computes: cpu, cuda, or auto (a GPU if there is one)", group=JOB
     )
 
-    learning_rate: float = option(1e-3, "step size of Adam at the start", above=0, group=LEARNING)
+    learning_rate: float = option(1e-3, "initial step size of Adam", above=0, group=LEARNING)
     gamma: float = option(0.99, "discount per step", above=0, maximum=1, group=LEARNING)
     reward_clip: float = option(
         0.0,
-        "training clips rewards to plus and minus this (1 is usual for Atari); 0: no clipping. The "
-        "training return sums the clipped rewards; evaluations sum the rewards as they are",
+        "X: training clips rewards to the range from -X to X (1 is usual for Atari); 0: no "
+        "clipping. The training return sums the clipped rewards; evaluations do not clip rewards",
         minimum=0,
         group=LEARNING,
     )
@@ -97,7 +106,10 @@ class RecipeConfig:
         5_000, "frames between two evaluations", unit="frames", minimum=1, group=WATCHING
     )
     eval_episodes: int = option(
-        20, "greedy episodes per evaluation, also at the end", minimum=1, group=WATCHING
+        20,
+        "greedy episodes per evaluation, during training and at the end",
+        minimum=1,
+        group=WATCHING,
     )
     eval_max_steps: int = option(
         MAX_EPISODE_STEPS, "maximum length of an episode in an evaluation", unit="steps",
@@ -109,13 +121,13 @@ class RecipeConfig:
     callback: str | None = option(
         None,
         "package.module:function that returns a Callback, whose methods the run calls after "
-        "batches, evaluations and checkpoints; they may end the run",
+        "batches, evaluations and checkpoints; these methods may end the run",
         group=WATCHING,
     )
     video: bool = option(
         False,
-        "write an episode of each policy that becomes the best one to OUTPUT_DIR/videos; training "
-        "waits meanwhile",
+        "write a video of one episode of each new best policy to OUTPUT_DIR/videos; training waits "
+        "meanwhile",
         group=WATCHING,
     )
     wandb: str | None = option(
@@ -132,11 +144,11 @@ class RecipeConfig:
     @property
     def state_size(self) -> int:
         """The size of the policy's LSTM; 0: the policy has no memory."""
-        return 0
+        return getattr(self, "lstm", 0)
 
     def normalizes(self, task: Task) -> bool:
-        """Whether the policy of ``task`` normalizes observations, unless they are images."""
-        return False
+        """Whether the policy of ``task`` normalizes observations that are not images."""
+        return or_if_continuous(getattr(self, "normalize_observations", False), task)
 
     @property
     def output_path(self) -> Path:
@@ -175,14 +187,18 @@ class RecipeConfig:
 
     def check_launched(self, given: Mapping[str, Any], launched: int) -> None:
         """Refuse ``given`` options that contradict the number of ``launched`` ranks."""
-        if given.get("collectors", launched - 1) != launched - 1:
+        learners = getattr(self, "learners", 1)
+        others = launched - learners
+        if given.get("collectors", others) != others:
             raise ConfigurationError(
-                f"--collectors: got {given['collectors']}, but the launcher started "
-                f"{launched - 1} ranks besides the learner; leave the option out"
+                f"--collectors: got {given['collectors']}, but the launcher started {others} ranks "
+                f"in addition to the learner{'s' * (learners > 1)}; leave the option out, and "
+                "start one rank for each process that you want (torchrun --nproc-per-node, slurm "
+                "--tasks-per-node)"
             )
 
     def anchored(self: Config) -> Config:
-        """Return a copy with absolute folders, because an environment may change the working
+        """Return a copy with absolute paths, because an environment may change the working
         directory."""
         folders = {"output_dir": str(self.output_path.absolute())}
         if (replay := getattr(self, "replay_dir", None)) is not None:

@@ -26,7 +26,7 @@ from ..parts.networks import PolicySpec
 
 _CALL_S = 0.5  # duration of one call
 _GLANCE_S = 0.1
-_LATE_S = 5.0  # added to the deadline, because a remote call's own error at it says more
+_LATE_S = 5.0  # added to the deadline, so that the call itself raises a more detailed error first
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Evaluator:
     def play(
         self, begin: tuple[Mapping[str, Tensor], int] | None, limit_s: float = _CALL_S
     ) -> list[float] | None:
-        """Play for about ``limit_s``. Return the returns, or None while episodes are in progress.
+        """Play for about ``limit_s``. Return the episodes' returns, or None before they have ended.
 
         Args:
             begin: weights and seed of a new evaluation, which replaces the current one. None:
@@ -73,7 +73,7 @@ class Evaluator:
         config = self._config
         network = config.policy.network()
         network.load_state_dict(dict(weights))
-        network.eval()  # because a user's module may have, for example, dropout
+        network.eval()  # a user's module may contain dropout, for example
         self._playing = GreedyEpisodes(
             network.player(),
             config.policy.env,
@@ -88,49 +88,40 @@ class Evaluator:
             playing.close()
 
 
+@dataclass(eq=False, repr=False)
 class Evaluations:
     """The learner's handle to an :class:`Evaluator` in another process.
 
-    That process has the role "evaluator". If no process has this role, it is the last collector,
-    or this process if there are no collectors. An evaluation fails if it raises, or if its process
-    dies or hangs. A failed evaluation is reported and counted, and never repeated. After its
-    process died or hung, a collector whose learner has another one plays the later evaluations. If
-    that collector, too, is lost before it has completed an evaluation, no more are played.
+    That process has the role "evaluator". If no process has this role, the last collector plays, or
+    this process if there are no collectors. An evaluation fails if it raises, or if its process
+    dies or hangs. A failed evaluation is reported and counted, and never repeated. If its process
+    died or hung, a collector plays the later evaluations. This collector must not be the only one
+    of its learner. If this collector also dies or hangs before it has completed an evaluation, no
+    more evaluations are played.
 
     Args:
         session: the learner's session.
         config: what to play.
         say: called with a message about each failed evaluation.
-        failed: number of failed evaluations before the run was resumed.
-
-    Attributes:
-        failed: number of failed evaluations.
+        failed: number of failed evaluations, including those before the run was resumed.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        config: EvaluatorConfig,
-        say: Callable[[str], None],
-        *,
-        failed: int = 0,
-    ) -> None:
-        self._session = session
-        self._config = config
-        self._say = say
+    session: Session
+    config: EvaluatorConfig
+    say: Callable[[str], None]
+    failed: int = 0
+
+    def __post_init__(self) -> None:
+        session = self.session
         candidates = session.of_role("evaluator") + session.of_role("collector")[::-1]
         self._candidates: list[Peer] = list(candidates) or [session.me]
-        self._may_replace = True  # false after a process was lost, until an evaluation completes
+        # False from the loss of a process until an evaluation completes.
+        self._may_replace = True
         self._remote: Remote | None = None
-        self._under_way = False
+        self.under_way = False
         self._answer: Future | None = None
         self._asked_at = 0.0
         self._trace_shown = False
-        self.failed = failed
-
-    @property
-    def under_way(self) -> bool:
-        return self._under_way
 
     def begin(self, weights: Mapping[str, Tensor], seed: int) -> None:
         """Start playing with a copy of ``weights``, if a process is left to play.
@@ -145,7 +136,7 @@ class Evaluations:
             self._fail(error)
 
     def poll(self, wait_s: float = 0.0) -> list[float] | None:
-        """Return the returns of the current evaluation once it has ended. Later calls return None.
+        """Return the episodes' returns once the evaluation has ended. Later calls return None.
 
         Blocks at most ``wait_s``.
 
@@ -155,11 +146,11 @@ class Evaluations:
             return None
         try:
             if not wait([self._answer], wait_s).done:
-                if time.monotonic() - self._asked_at > self._session.timeout_s + _LATE_S:
+                if time.monotonic() - self._asked_at > self.session.timeout_s + _LATE_S:
                     # calls to this process itself have no deadline
                     raise DeadlineError(
                         f"{self._candidates[0]} did not answer play within "
-                        f"{self._session.timeout_s:g} s"
+                        f"{self.session.timeout_s:g} s"
                     )
                 return None
             returns = self._answer.result()
@@ -179,7 +170,7 @@ class Evaluations:
         Returns:
             None if the evaluation has failed, or if the session must stop before the end."""
         while self.under_way:
-            if self._session.stop_requested:
+            if self.session.stop_requested:
                 self.drop()
                 return None
             returns = self.poll(_GLANCE_S)
@@ -189,20 +180,20 @@ class Evaluations:
 
     def drop(self) -> None:
         """Abandon the current evaluation."""
-        self._under_way = False
+        self.under_way = False
         self._answer = None
 
     def _choose(self) -> bool:
         """Skip processes that were lost between evaluations. Return whether a process is left."""
-        while self._candidates and (lost := self._candidates[0]) in self._session.lost():
-            self._pass_over(f"it is lost ({self._session.lost_reason(lost)})")
+        while self._candidates and (lost := self._candidates[0]) in self.session.lost():
+            self._pass_over(f"it is lost ({self.session.lost_reason(lost)})")
         return bool(self._candidates)
 
     def _submit(self, begin: tuple[dict[str, Tensor], int] | None) -> None:
-        self._under_way = True
+        self.under_way = True
         if self._remote is None:
-            self._remote = self._session.remote(
-                self._candidates[0], Evaluator, self._config, dump_registrations()
+            self._remote = self.session.remote(
+                self._candidates[0], Evaluator, self.config, dump_registrations()
             )
         self._asked_at = time.monotonic()
         self._answer = self._remote.submit("play", begin)
@@ -213,7 +204,7 @@ class Evaluations:
         self.failed += 1
         name = self._candidates[0].name
         if isinstance(error, PeerLostError | DeadlineError):
-            self._say(f"an evaluation failed: {error}; training continues")
+            self.say(f"an evaluation failed: {error}; training continues")
             safe = [peer for peer in self._candidates[1:] if self._has_another(peer)]
             self._candidates[1:] = safe if self._may_replace else []
             self._may_replace = False
@@ -223,7 +214,7 @@ class Evaluations:
         if isinstance(error, RemoteError) and not self._trace_shown:
             self._trace_shown = True
             message += f"\n{error.remote_traceback.rstrip()}\nThis was in {name} on {error.host}"
-        self._say(f"an evaluation failed in {name}: {message}; training continues")
+        self.say(f"an evaluation failed in {name}: {message}; training continues")
 
     def _pass_over(self, why: str) -> None:
         before = self._candidates.pop(0)
@@ -231,10 +222,10 @@ class Evaluations:
         instead = "no more evaluations will be played"
         if self._candidates:
             instead = f"{self._candidates[0].name} evaluates from now on"
-        self._say(f"{before.name} no longer evaluates, because {why}; {instead}")
+        self.say(f"{before.name} no longer evaluates, because {why}; {instead}")
 
     def _has_another(self, peer: Peer) -> bool:
         """Whether the learner of this collector can continue without it."""
-        learners = len(self._session.of_role("learner"))
-        group = self._session.of_role("collector")[peer.index % learners :: learners]
-        return any(other != peer and other not in self._session.lost() for other in group)
+        learners = len(self.session.of_role("learner"))
+        group = self.session.of_role("collector")[peer.index % learners :: learners]
+        return any(other != peer and other not in self.session.lost() for other in group)

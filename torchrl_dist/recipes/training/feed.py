@@ -12,14 +12,15 @@ class Feed:
     """Return the batches of ``draw`` on ``device``.
 
     On a GPU, :meth:`prepare` draws, pins and copies the next batch while the kernels of the last
-    update run. The learner calls it as soon as it has enqueued these kernels, and sets the new
-    priorities afterwards, because they depend on the kernels. The draw therefore does not see the
-    priorities of the last batch. On a CPU, an update ends before a draw could begin, so
+    update run. The learner calls :meth:`prepare` as soon as it has enqueued these kernels. It sets
+    the new priorities afterwards, because the kernels compute them. The draw therefore does not see
+    the priorities of the last batch. On a CPU, an update ends before a draw could begin, so
     :meth:`take` draws each batch.
 
     Args:
-        draw: returns a batch in host memory, or None if none is available now. Every batch is used.
-        ahead: whether :meth:`prepare` draws. Default: if ``device`` is a GPU.
+        draw: returns a batch in host memory, or None if no batch is available now. The learner
+            gets every batch that was drawn.
+        ahead: whether :meth:`prepare` draws. By default, it does if ``device`` is a GPU.
     """
 
     def __init__(
@@ -41,14 +42,15 @@ class Feed:
             self._next = self._drawn()
 
     def take(self) -> TensorDictBase | None:
-        """Return the next batch, ready for the current stream, or None if none is available."""
+        """Return the next batch, ready for the current stream, or None if no batch is available."""
         batch, self._next = self._next, None
         if batch is None:
             batch = self._drawn()
         if batch is not None and self._stream is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._stream)
-            for leaf in batch.values(True, True):  # not freed before this stream has read them
+            for leaf in batch.values(True, True):
+                # so that the memory is not reused before this stream has read it
                 leaf.record_stream(current)
         return batch
 
@@ -56,14 +58,15 @@ class Feed:
         batch = self._draw()
         if batch is None:
             return None
-        with torch.cuda.stream(self._stream):  # with None: does nothing
+        with torch.cuda.stream(self._stream):  # does nothing if the stream is None
             return moved(batch, self._device)
 
 
 def moved(data: TensorDictBase, device: torch.device) -> TensorDictBase:
     """Return ``data`` on ``device``.
 
-    If it is a GPU, its current stream copies from pinned memory while the caller continues."""
+    If ``device`` is a GPU, its current stream copies from pinned memory, and the caller does not
+    wait."""
     if device.type != "cuda":
         return data.to(device)
     return data.pin_memory(num_threads=0).to(device, non_blocking=True)

@@ -1,20 +1,19 @@
 """The loop of all recipes' learners, and the files that the first learner keeps.
 
-A recipe consists only of a configuration and of a ``build`` that makes a :class:`Learner`. Every
-learner of a job runs :class:`Training`; the first one also has a :class:`Keeper`.
+A recipe consists only of a configuration and a function ``build``, which makes a :class:`Learner`.
+Every learner of a job runs :class:`Training`; the first one also has a :class:`Keeper`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import random
 import signal
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -27,6 +26,7 @@ from torch import nn
 
 from ...checkpoint import Checkpoint, load_checkpoint, rng_state, save_checkpoint, set_rng_state
 from ...collect import RPCBatchedCollector
+from ...collect.loop.one_thread import torch_threads
 from ...errors import (
     CheckpointError,
     ConfigurationError,
@@ -38,19 +38,20 @@ from ...errors import (
 from ...learn.ranks import Ranks
 from ...runtime import Peer, Session, current_session
 from ...runtime.session import check_session
-from ..parts.environments import Task, look_at
+from ..parts.environments import Task, for_collectors, look_at
+from ..parts.moments import moments_of
 from ..parts.networks import PolicySpec
 from ..parts.play import check_video, record
 from ..parts.plots import Evaluation
 from .callback import Callback, callback_of
 from .config import RecipeConfig
 from .evaluator import Evaluations, EvaluatorConfig
-from .monitor import Monitor, check_wandb
+from .monitor import Iteration, Monitor, check_wandb
 from .run_directory import note_resumed, write_settings
-from .updates import Adam
+from .updates import LossTrainer
 
-_FINAL = 2**20  # makes seeds of final evaluations differ from those during training
-_EVALUATION = 3  # the stream of evaluations' seeds; collectors and buffers have streams 1 and 2
+_FINAL = 2**20  # makes the final evaluation's seed differ from those of earlier evaluations
+_EVALUATION = 3  # the stream of seeds for evaluations; streams 1 and 2: collectors and buffers
 
 
 class Learner(ABC):
@@ -75,11 +76,11 @@ class Learner(ABC):
         """Learn from what the collector yielded, and send the new weights to the collector.
 
         Args:
-            data: a batch; with a replay buffer, a report.
+            data: a batch, or a report if the collector writes to a replay buffer.
             frames: frames of the whole job so far, including those in ``data``.
 
         Returns:
-            Metrics to log, scalars by tag.
+            The scalars to log, by tag.
         """
 
     @abstractmethod
@@ -95,41 +96,20 @@ class Learner(ABC):
         self.collector.shutdown()
 
 
-class LossLearner(Learner):
-    """A learner that trains all weights of a loss with one Adam optimizer.
-
-    Attributes:
-        loss: contains the policy, whose weights go to the collectors.
-    """
+class LossLearner(LossTrainer, Learner):
+    """A learner that trains all weights of a loss, which contains the policy. The policy's weights
+    go to the collectors."""
 
     def __init__(self, loss: Any, collector: RPCBatchedCollector, **adam: Any) -> None:
-        self.loss = loss
+        super().__init__(loss, **adam)
         self.collector = collector
-        weights = [weight for weight in loss.parameters() if weight.requires_grad]
-        self._optimizer = Adam(weights, **adam)
-
-    def set_learning_rate(self, learning_rate: float) -> None:
-        self._optimizer.set_rate(learning_rate)
-
-    def step(self, total: torch.Tensor, max_grad_norm: float | None = None) -> None:
-        """Take one gradient step on ``total``, the sum of the losses."""
-        self._optimizer.descend(total, max_grad_norm)
-        self.updates += 1
 
     def state_dict(self) -> dict[str, Any]:
-        # a deep copy, because later steps change the tensors of an optimizer's state
-        model, optimizer = dict(self.loss.state_dict()), self._optimizer.state_dict()
-        return copy.deepcopy({"model": model, "optimizer": optimizer, "extra": {}})
+        return {**super().state_dict(), "extra": {}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.loss.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(dict(state["optimizer"]))
+        super().load_state_dict(state)
         self.collector.update_policy_weights_()
-
-
-def sum_of_losses(losses: TensorDictBase) -> torch.Tensor:
-    """Return the sum of an actor-critic's losses."""
-    return losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]
 
 
 def rounded(evaluation: Evaluation) -> dict[str, Any]:
@@ -137,19 +117,14 @@ def rounded(evaluation: Evaluation) -> dict[str, Any]:
     return {**vars(evaluation), "seconds": round(evaluation.seconds, 2)}
 
 
-def seen(losses: TensorDictBase, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    """Return the losses of ``names`` (tag -> key), by tag and without gradients."""
-    return {tag: losses[key].detach() for tag, key in names.items()}
-
-
 @dataclass(frozen=True)
 class Start:
     """The state from which the learners begin.
 
     Attributes:
-        frames: frames that the whole job has already done.
-        resumes: how often the run was resumed. Its environments start differently each time.
-        updates: gradient steps already done.
+        frames: frames that the whole job has already collected.
+        resumes: how often the run was resumed. The seeds of its environments depend on this number.
+        updates: gradient steps that were already taken.
         state: the learner's state, if the run is resumed.
     """
 
@@ -164,8 +139,9 @@ class Start:
             return cls()
         if not {"history", "learner", "lost_collectors"} <= set(before.extra):
             raise CheckpointError(
-                "the run to resume was written by another version of torchrl_dist; play it, "
-                "or start a new run in another folder"
+                "the run to resume was written by another version of torchrl_dist, and this "
+                "version cannot resume it; play its policy with torchrl-dist play, or start a new "
+                "run in another folder"
             )
         try:
             frames, updates, resumes = (
@@ -175,8 +151,9 @@ class Start:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"the checkpoint of the run to resume is damaged: its counters are "
-                f"{dict(before.counters)}; use an earlier copy"
+                "the checkpoint of the run to resume is damaged: its counters are "
+                f"{dict(before.counters)}, expected the numbers updates and resumes; use an "
+                "earlier copy of the checkpoint"
             ) from error
         return cls(
             frames,
@@ -214,11 +191,11 @@ def choose_device(config: RecipeConfig, session: Session) -> torch.device:
     most = max(Counter(peer.host for peer in session.of_role("learner")).values())
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if most > available:
-        if config.device == "auto":  # on every node, because averages need equal devices
+        if config.device == "auto":  # for all learners, because averaging needs equal devices
             return torch.device("cpu")
         # every learner raises this, so that none waits for another
         raise ConfigurationError(
-            f"--device {config.device}: {most} learners on one host need as many GPUs, and "
+            f"--device {config.device}: {most} learners on one host need that many GPUs, but "
             f"{session.me.host} has {available}; use --device cpu, or fewer learners"
         )
     index = sum(p.host == session.me.host for p in session.of_role("learner")[: session.me.index])
@@ -227,10 +204,100 @@ def choose_device(config: RecipeConfig, session: Session) -> torch.device:
 
 
 def my_collectors(session: Session) -> tuple[Peer, ...]:
-    """Return every L-th collector if there are L learners. Without collectors, return the learner
-    itself."""
+    """Return this learner's collectors: every L-th one if there are L learners. If the job has no
+    collectors, return the learner itself."""
     learners = session.of_role("learner")
     return session.of_role("collector")[session.me.index :: len(learners)] or (session.me,)
+
+
+class ActorCritic(LossLearner):
+    """Learns a policy and a critic. If they normalize observations, both use the same moments.
+
+    Args:
+        loss: contains ``network`` and ``critic``.
+        ranks: the learners of the job; None: this learner alone.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        network: nn.Module,
+        critic: nn.Module,
+        loss: Any,
+        collector: RPCBatchedCollector,
+        device: torch.device,
+        start: Start,
+        ranks: Ranks | None = None,
+    ) -> None:
+        super().__init__(loss, collector, lr=config.learning_rate, eps=1e-5)
+        self.config = config
+        self.network, self.critic = network, critic
+        self.ranks = ranks or Ranks(timeout_s=config.timeout_s)
+        self.device = device
+        self._frames = start.frames
+        self._moments = moments_of(network)
+
+    def anneal(self, frames: int) -> float:
+        """Set the learning rate for the batch that brings the job to ``frames`` frames. Return the
+        rate divided by the initial rate."""
+        config = self.config
+        share = 1 - self._frames / config.total_frames if config.anneal else 1.0
+        self._frames = frames
+        self.set_learning_rate(share * config.learning_rate)
+        return share
+
+    def descend(self, losses: TensorDictBase) -> None:
+        """Take one gradient step on the sum of the losses."""
+        total = losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]
+        self._optimizer.descend(total, self.config.max_grad_norm)
+        self.updates += 1
+
+    def finish(self, rows: TensorDictBase, losses: TensorDictBase, share: float) -> dict[str, Any]:
+        """Finish an update on ``rows``: update moments, and send the weights. Return metrics."""
+        config = self.config
+        if self._moments is not None:  # last, because the policy acted with the earlier moments
+            observations = rows["observation"].flatten(0, rows.ndim - 1)
+            self._moments.update(observations, self.ranks, f"observations of {config.env}")
+        lag = self.collector.policy_version - rows["policy_version"].float().mean()
+        self.collector.update_policy_weights_()
+        return {
+            "train/loss": losses["loss_objective"].detach(),
+            "train/loss_critic": losses["loss_critic"].detach(),
+            "train/entropy": losses["entropy"].detach(),
+            "train/learning_rate": share * config.learning_rate,
+            "train/policy_lag_mean": lag,
+        }
+
+
+def make_collector(
+    config: RecipeConfig,
+    session: Session,
+    start: Start,
+    task: Task,
+    policy: Any,
+    *,
+    clip_actions: bool = False,
+    **options: Any,
+) -> RPCBatchedCollector:
+    """Build this learner's collector. ``options`` are arguments of the collector. They take
+    precedence over the usual arguments, which suit a single learner."""
+    left = config.total_frames - min(start.frames, config.total_frames - 1)
+    usual: dict[str, Any] = {
+        "session": session,
+        "workers": my_collectors(session),
+        "frames_per_batch": config.frames_per_batch,
+        # several learners end together, when the sum of their frames reaches the total
+        "total_frames": left if len(session.of_role("learner")) == 1 else -1,
+        "num_envs": config.envs_per_collector,
+        "max_policy_lag": config.max_policy_lag,
+        "categorical_action_encoding": True,
+        "seed": stream_seed(config.seed, start.resumes),
+        "timeout_s": config.timeout_s,
+    }
+    make_env = for_collectors(
+        config.env, config.reward_clip, wrapped=task.wrapped, clip_actions=clip_actions
+    )
+    return RPCBatchedCollector(make_env, policy, **(usual | options))
 
 
 def train(
@@ -243,7 +310,7 @@ def train(
 
     Raises:
         ConfigurationError: the environment, the nodes, the device or a logger do not suit
-            ``config``.
+            ``config``, or the environment of a resumed run has changed.
         CheckpointError: with ``resume``, if the checkpoint is missing or damaged.
         DirectoryError: the replay directory cannot be used.
         PeerLostError: all collectors of a learner are lost, or a learner is lost. A checkpoint has
@@ -261,14 +328,17 @@ def train(
         check_video(config.env)
     before = load_checkpoint(config.checkpoint_path, recipe=config.recipe) if resume else None
     start = Start.of(before)
-    if resume:
+    if before is not None:
+        task = look_at(config.env, continuous=config.continuous)
+        PolicySpec.from_plain(before.policy_info).check_task(task)
         note_resumed(config.output_path, start.frames)
     others = [
         session.submit(peer, _follow, build, config, start, timeout_s=float("inf"))
         for peer in session.of_role("learner")[1:]
     ]
     try:
-        with _one_thread(), Training(build, config, session, start) as training:
+        # one thread, because the matrices are small, and the collectors need the cores
+        with torch_threads(1), Training(build, config, session, start) as training:
             keeper = Keeper(training, before, callback)
             with contextlib.closing(keeper):
                 try:
@@ -276,7 +346,7 @@ def train(
                 except (DeadlineError, PeerLostError, RemoteError) as error:
                     keeper.save()
                     written = f"{config.checkpoint_path} was written; --resume continues from it"
-                    if isinstance(error, RemoteError):  # its own traceback is shown
+                    if isinstance(error, RemoteError):  # unchanged, to show its remote traceback
                         keeper.monitor.say(written)
                         raise
                     raise type(error)(f"{error}. {written}") from error
@@ -294,45 +364,14 @@ def train(
 def _follow(build: Build, config: RecipeConfig, start: Start) -> None:
     """Run a learner other than the first. The first learner calls this in the processes of the
     other learners."""
-    with _one_thread(), Training(build, config, current_session(), start) as training:
+    with torch_threads(1), Training(build, config, current_session(), start) as training:
         training.run(None)
 
 
 def _cause(others: list[Future]) -> BaseException | None:
-    """Return the error of another learner that could not report it itself."""
+    """Return the error of another learner that could not report this error itself, or None."""
     errors = [other.exception() for other in others if other.done()]
     return next((error for error in errors if isinstance(error, RemoteError)), None)
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the matrices are small, and the collectors need the cores
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-@dataclass(frozen=True)
-class Round:
-    """The data of all learners' collectors in one iteration of the loop.
-
-    Attributes:
-        ended: whether a learner got no data; if so, no learner learns in this iteration.
-        stop: whether a learner must stop after this iteration.
-        waited_s: seconds that a learner waited (mean over the learners).
-        busy_s: seconds of stepping and writing, summed over all workers.
-    """
-
-    ended: bool
-    stop: bool
-    frames: int
-    returns: list[float]
-    lag: int
-    waited_s: float
-    busy_s: float
-    workers: int
 
 
 class Training:
@@ -351,7 +390,7 @@ class Training:
         self.session = session
         self.start = start
         self.frames = start.frames
-        self.task = look_at(config.env, discrete=config.discrete)
+        self.task = look_at(config.env, continuous=config.continuous)
         self.policy = PolicySpec.of(
             self.task,
             config.policy_kind,
@@ -387,17 +426,17 @@ class Training:
         """Learn until ``total_frames`` or a stop signal. All learners end together."""
         rollouts = iter(self.learner.collector)
         while self.frames < self.config.total_frames:
-            turn = self._meet(data := next(rollouts, None))
-            if turn.ended:
+            iteration = self._meet(data := next(rollouts, None))
+            if iteration.ended:
                 break
-            self.frames += turn.frames
+            self.frames += iteration.frames
             if keeper is not None:
-                keeper.collected(turn)
+                keeper.collected(iteration)
             metrics = self.learner.learn(data, self.frames)
             self._check_losses(metrics)
             if keeper is not None:
                 keeper.learned(metrics)
-            if turn.stop:
+            if iteration.stop:
                 break
 
     def _check_losses(self, metrics: Mapping[str, Any]) -> None:
@@ -405,12 +444,12 @@ class Training:
             if name.startswith("train/loss") and not math.isfinite(float(value)):
                 raise TorchRLDistError(
                     f"{name} is {float(value)} after {self.learner.updates} updates: "
-                    f"{self.config.env} returned observations or rewards that are not finite or "
-                    "too large, or the learning rate is too high. "
-                    f"{self.config.checkpoint_path} is an earlier state"
+                    f"{self.config.env} returned observations or rewards that are too large or not "
+                    "finite, or the learning rate is too high. Correct the environment, or lower "
+                    f"--learning-rate. {self.config.checkpoint_path} still has an earlier state"
                 )
 
-    def _meet(self, data: Any) -> Round:
+    def _meet(self, data: Any) -> Iteration:
         report, lost = self.learner.collector.report, self.session.lost()
         mine = [
             data is None,
@@ -424,15 +463,15 @@ class Training:
         ]
         told = list(zip(*self.learner.ranks.exchange(mine, "the end of a batch"), strict=True))
         ended, stop, frames, returns, lag, waited, busy, workers = told
-        return Round(
-            any(ended),
-            any(stop),
+        return Iteration(
             sum(frames),
             [x for each in returns for x in each],
             max(lag),
             fmean(waited),
             sum(busy),
             sum(workers),
+            any(ended),
+            any(stop),
         )
 
 
@@ -442,7 +481,7 @@ class Keeper:
     Args:
         training: this learner's part of the run.
         before: the checkpoint of the run that is resumed.
-        callback: the user's.
+        callback: the user's callback.
     """
 
     def __init__(self, training: Training, before: Checkpoint | None, callback: Callback) -> None:
@@ -488,16 +527,9 @@ class Keeper:
         write_settings(config)
         self.monitor.log_settings(config.as_plain())
 
-    def collected(self, turn: Round) -> None:
+    def collected(self, iteration: Iteration) -> None:
         """Record an iteration's data, before the learner learns from them."""
-        self.monitor.collected(
-            turn.frames,
-            turn.returns,
-            lag=turn.lag,
-            waited_s=turn.waited_s,
-            busy_s=turn.busy_s,
-            workers=turn.workers,
-        )
+        self.monitor.collected(iteration)
         self._note_losses()
 
     def learned(self, metrics: Mapping[str, Any]) -> None:
@@ -517,10 +549,10 @@ class Keeper:
         monitor = self.monitor
         early = self.training.stop and monitor.frames < self.config.total_frames
         seconds, bound = monitor.seconds, monitor.bound_by()
-        monitor.say(f"last evaluations: up to twice {self.config.eval_episodes} episodes")
+        monitor.say(f"last evaluations: up to {2 * self.config.eval_episodes} episodes")
         self._take_evaluation(self.evaluations.finish())
         frames = [e.frames for e in monitor.evaluations[-1:]]
-        frames += [self._evaluated[1][0]] if self._evaluated else []  # also if it has failed
+        frames += [self._evaluated[1][0]] if self._evaluated else []  # even if it failed
         if monitor.frames not in frames:
             self._begin_evaluation()
             self._take_evaluation(self.evaluations.finish())
@@ -528,14 +560,15 @@ class Keeper:
         self.save()
         self.evaluations.begin(self.best_weights, self._seed(_FINAL + self.resumes))
         returns = self.evaluations.finish() or []
+        plural = "s" * (len(returns) > 1)
         best, solved = self.best, monitor.solved
         number = self.session.stop_signal
         if bound is not None:
-            monitor.say(str(bound))
+            monitor.say(bound.text(self.session.world.world_size))
         return {
             "mean_return": fmean(returns) if returns else (best.mean if best else None),
             "mean_return_is_of": (
-                f"the best policy by evaluation, {len(returns)} fresh episodes"
+                f"the best policy by evaluation, {len(returns)} fresh episode{plural}"
                 if returns
                 else "the best policy, from the evaluation that chose it (stopped early)"
             ),
@@ -591,8 +624,13 @@ class Keeper:
         self._saved_at = time.monotonic()
         self._ask(self.callback.on_checkpoint(self.config.checkpoint_path))
 
-    def _ask(self, stop: bool | None) -> None:
-        self.training.stop = self.training.stop or stop is True
+    def _ask(self, stop: Any) -> None:
+        """Stop if a method of the callback returned True, also as a scalar of NumPy or torch."""
+        if stop is not None and getattr(stop, "dtype", type(stop)) not in (bool, torch.bool):
+            raise ConfigurationError(
+                f"--callback: a method returned {stop!r}, expected None, or True to end the run"
+            )
+        self.training.stop = self.training.stop or bool(stop)
 
     def check_weights(self) -> None:
         """Raise TorchRLDistError if the weights contain NaN or infinity."""
@@ -601,7 +639,8 @@ class Keeper:
         raise TorchRLDistError(
             f"the weights contain NaN or infinity after {self.learner.updates} updates: "
             f"{self.config.env} returned non-finite observations or rewards, or the learning rate "
-            f"is too high. {self.config.checkpoint_path} is an earlier state"
+            "is too high. Correct the environment, or lower --learning-rate. "
+            f"{self.config.checkpoint_path} still has an earlier state"
         )
 
     def close(self) -> None:
@@ -638,7 +677,7 @@ class Keeper:
         seed = self._seed(len(self.monitor.evaluations))
         try:
             record(self.training.policy, weights, path, seed, self.config.eval_max_steps)
-        except Exception as error:  # rendering may fail in many ways, and training need not
+        except Exception as error:  # a failed video must not end a run
             self.monitor.say(f"{path} was not written: {error!r}")
 
     def _seed(self, number: int) -> int:

@@ -11,20 +11,22 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from ... import own_files
 from ...errors import ConfigurationError
 from ...runtime.outputs import BestEffort
 from ..parts.plots import Evaluation, draw_learning_curve
 
 _LOG_INTERVAL_S = 1.0
-_EVEN = 0.1  # a smaller difference between shares of time is not significant
+_EVEN = 0.1  # smaller differences between shares of time do not count
 _PIPE_INTERVAL_S = 10.0  # between progress lines if stderr is not a terminal
-# A progress line fits a terminal: without its bar, the part left of {postfix} needs 40 columns.
+# A progress line must fit into _WIDTH columns. Without the bar, the part to the left of {postfix}
+# needs _LEFT columns.
 _LINE = "{percentage:3.0f}%|{bar}|{n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 _WIDTH, _LEFT = 80, 40
 
@@ -49,18 +51,48 @@ class Bound:
         by = "both" if abs(difference) < _EVEN else "collectors" if difference > 0 else "learner"
         return cls(by, round(learner_waits, 3), round(collectors_wait, 3))
 
-    def __str__(self) -> str:
+    def text(self, processes: int) -> str:
+        """Return a line for the user of a job with this number of processes."""
+        if processes == 1:
+            return (
+                f"one process: it spent {self.learner_waits:.0%} of the time on collecting and "
+                f"{1 - self.learner_waits:.0%} on learning"
+            )
         return (
             f"bound by: {self.by} (the learner waits {self.learner_waits:.0%} of the time for "
             f"data, the collectors {self.collectors_wait:.0%} for the learner)"
         )
 
 
+@dataclass(frozen=True)
+class Iteration:
+    """The data of all learners' collectors in one iteration of the loop.
+
+    Attributes:
+        frames: new frames, in which episodes with these ``returns`` ended.
+        lag: policy lag of the oldest of these frames.
+        waited_s: seconds that a learner waited for them (mean over the learners).
+        busy_s: seconds of stepping and writing, summed over all workers.
+        ended: whether a learner got no data; if so, no learner learns in this iteration.
+        stop: whether a learner must stop after this iteration.
+    """
+
+    frames: int
+    returns: Sequence[float]
+    lag: int
+    waited_s: float = 0.0
+    busy_s: float = 0.0
+    workers: int = 1
+    ended: bool = False
+    stop: bool = False
+
+
 class Monitor:
     """Record and show the events of one training loop. Only one thread may use a monitor.
 
     In a resumed run, frames, updates and seconds continue where the earlier run stopped. The
-    monitor writes these tags to TensorBoard, CSV files and wandb, over the frames of the whole job:
+    monitor writes these tags to TensorBoard, CSV files and wandb. The step of each entry is the
+    number of frames of the whole job.
 
     ============================  ==========================================================
     ``eval/return``               mean return of greedy episodes; ``eval/lowest``: the lowest
@@ -72,12 +104,13 @@ class Monitor:
     ``train/policy_lag``          policy lag of the oldest data of the last batch;
                                   ``train/policy_lag_mean``: mean over that batch's rows
                                   (ddppo, impala)
-    ``train/replay_ratio``        rows sampled per row collected (apex, sac), or sequences (r2d2)
-    ``train/stale_priorities``    share of the priorities that were dropped, because their rows
-                                  had been overwritten (apex, r2d2)
+    ``train/replay_ratio``        rows (apex, sac) or sequences (r2d2) sampled per row collected
+    ``train/stale_priorities``    share of the new priorities that were dropped because their
+                                  rows had been overwritten (apex, r2d2)
     ``time/learner_waits``        share of the time since the last entry in which the learners,
                                   on average, waited for data
-    ``time/collectors_wait``      share in which the collectors waited for the learner or a core
+    ``time/collectors_wait``      share of this time in which the collectors waited for the
+                                  learner or a core
     ``train/loss``                loss of the policy or the values
     ``train/loss_critic``         loss of the critic (ddppo, impala); ``train/loss_actor``:
                                   loss of the actor (sac)
@@ -85,12 +118,12 @@ class Monitor:
                                   ``train/alpha``: its weight (sac)
     ``train/learning_rate``       learning rate of the last step (ddppo, impala)
     ``train/rho_mean``            mean importance weight of V-trace; ``train/rho_clipped``:
-                                  share that is clipped (impala)
+                                  share of the weights that are clipped (impala)
     ``train/kl``                  KL divergence from the policy that collected the batch (ddppo)
     ``train/clip_fraction``       share of the rows whose ratio is clipped;
                                   ``train/steps_per_batch``: gradient steps (ddppo)
-    ``train/valid_rows``          valid rows / frames per batch, which is less than 1 if late
-                                  collectors were cut (ddppo)
+    ``train/valid_rows``          valid rows / frames per batch, which is less than 1 if
+                                  rollouts of late collectors were cut (ddppo)
     ============================  ==========================================================
 
     Args:
@@ -131,9 +164,9 @@ class Monitor:
         self._window_returns: list[float] = []
         self._recent = deque[float](maxlen=100)
         self._lag = self.max_lag = 0
-        self._lags = [0, 0]  # their sum over batches, and the number of batches
+        self._lags = [0, 0]  # sum of the lags of all batches, and the number of batches
         self._metrics: Mapping[str, Any] = {}
-        # In seconds: the learner's waits, a collector's work (mean), and all time that passed.
+        # In seconds: the waits of the learner, the work of a collector (mean), the elapsed time.
         self._times = self._times_shown = (0.0, 0.0, 0.0)
         self._turned = time.monotonic()
         # TorchRL's loggers print to stdout, which must contain only the run's result.
@@ -145,7 +178,7 @@ class Monitor:
         with contextlib.redirect_stdout(self._stderr):
             tensorboard = TensorboardLogger("tensorboard", log_dir=str(output))
             writer = tensorboard.experiment.file_writer.event_writer
-            # no public attribute has the file's name (tensorboard 2.21)
+            # no public attribute contains the file's name (tensorboard 2.21)
             self._event_file: str | None = getattr(writer, "_file_name", None)
             self._loggers = [tensorboard, CSVLogger("csv", log_dir=str(output))]
             self._wandb_id: str = history.get("wandb_id") or secrets.token_hex(6)
@@ -192,7 +225,7 @@ class Monitor:
         """
         before = [e.mean for e in self.evaluations if e.frames < evaluation.frames]
         mean, earlier = evaluation.mean, before[-1] if before else -math.inf
-        # with NaN, all comparisons are false, so an evaluation of NaN would stay the best
+        # Comparisons with NaN are false, so an evaluation whose mean is NaN would stay the best.
         return (
             -math.inf if math.isnan(mean) else mean,
             -math.inf if math.isnan(earlier) else earlier,
@@ -217,39 +250,24 @@ class Monitor:
         """Return what limits the run so far, or None if there are no data."""
         return _bound((0.0, 0.0, 0.0), self._times)
 
-    def collected(
-        self,
-        frames: int,
-        returns: Sequence[float],
-        *,
-        lag: int,
-        waited_s: float = 0.0,
-        busy_s: float = 0.0,
-        workers: int = 1,
-    ) -> None:
-        """Record ``frames`` new frames, in which episodes with these returns ended.
-
-        Args:
-            lag: policy lag of the oldest of these frames.
-            waited_s: seconds that the learner waited for them.
-            busy_s: seconds of stepping and writing, summed over all workers.
-        """
-        self.frames += frames
+    def collected(self, iteration: Iteration) -> None:
+        """Record new frames."""
+        self.frames += iteration.frames
         now = time.monotonic()
         waited, busy, available = self._times
         self._times = (
-            waited + waited_s,
-            busy + busy_s / max(1, workers),
+            waited + iteration.waited_s,
+            busy + iteration.busy_s / max(1, iteration.workers),
             available + now - self._turned,
         )
         self._turned = now
-        self.max_lag = max(self.max_lag, lag)
-        self._lags[0] += lag
+        self._lag = iteration.lag
+        self.max_lag = max(self.max_lag, iteration.lag)
+        self._lags[0] += iteration.lag
         self._lags[1] += 1
-        self._window_returns.extend(returns)
-        self._recent.extend(returns)
-        self._lag = lag
-        self._bar.update(frames)
+        self._window_returns.extend(iteration.returns)
+        self._recent.extend(iteration.returns)
+        self._bar.update(iteration.frames)
 
     def learned(self, updates: int, metrics: Mapping[str, Any]) -> None:
         """Record ``updates`` new gradient steps, and ``metrics``, scalars by tag."""
@@ -257,8 +275,8 @@ class Monitor:
         self._metrics = {**self._metrics, **metrics}
 
     def moment(self) -> tuple[int, int, float]:
-        """Return frames, updates and seconds now. Pass them to :meth:`evaluated` with the returns
-        of the present weights."""
+        """Return the current frames, updates and seconds. Pass them to :meth:`evaluated`, together
+        with the returns of the current weights."""
         return self.frames, self.updates, self.seconds
 
     def evaluated(
@@ -319,13 +337,13 @@ class Monitor:
         self._bar.set_postfix_str(", ".join(shown), refresh=False)
 
     def log_settings(self, values: Mapping[str, Any]) -> None:
-        """Log the run's configuration, for TensorBoard's page of hyperparameters and for wandb."""
+        """Log the run's configuration for TensorBoard's hyperparameter page and for wandb."""
         from torch.utils.tensorboard.summary import hparams
 
         tensorboard, _csv, *others = self._loggers
         plain = {k: v if isinstance(v, int | float) else str(v) for k, v in values.items()}
         for summary in hparams(plain, {"eval/return": 0.0}):
-            # not add_hparams of the logger's writer, which makes another folder
+            # not by the writer's add_hparams, which would make another folder
             tensorboard.experiment.file_writer.add_summary(summary)
         for wandb in others:
             wandb.log_hparams(dict(values))
@@ -366,7 +384,7 @@ class Monitor:
         self._remove_logs()
 
     def _remove_logs(self) -> None:
-        self._loggers[0].experiment.close()  # may be the second close, which creates no file
+        self._loggers[0].experiment.close()  # a second close creates no file
         if self._event_file is not None:
             with contextlib.suppress(OSError):
                 os.unlink(self._event_file)
@@ -377,15 +395,29 @@ class Monitor:
     def close(self) -> None:
         """End the progress line and flush the logs. Idempotent."""
         self._bar.close()
-        tensorboard, _csv, *others = self._loggers
-        tensorboard.experiment.close()
+        tensorboard, csv, *others = self._loggers
+        for file in csv.experiment.files.values():
+            with contextlib.suppress(OSError):  # ``_log`` has raised it
+                file.close()
+        with self._naming_the_folder():
+            tensorboard.experiment.close()
         for wandb in others:
             wandb.experiment.finish()
 
     def _log(self, values: dict[str, float], frames: int | None = None) -> None:
-        for logger in self._loggers:
-            for name, value in values.items():
-                logger.log_scalar(name, value, step=self.frames if frames is None else frames)
+        with self._naming_the_folder():
+            for logger in self._loggers:
+                for name, value in values.items():
+                    logger.log_scalar(name, value, step=self.frames if frames is None else frames)
+
+    @contextlib.contextmanager
+    def _naming_the_folder(self) -> Iterator[None]:
+        """Name the run's folder in errors of writes, which name no file."""
+        try:
+            yield
+        except OSError as error:
+            own_files.name_file(error, self._output)
+            raise
 
 
 def check_wandb(project: str | None) -> None:
@@ -399,7 +431,7 @@ def check_wandb(project: str | None) -> None:
 def _wandb_logger(project: str, run_id: str, title: str, output: Path) -> Any:
     """Return the logger. A resumed run keeps its id.
 
-    The logger does not send the printed output and the list of installed packages.
+    The logger sends neither the printed output nor the list of installed packages.
     """
     from torchrl.record.loggers import WandbLogger
 

@@ -1,10 +1,10 @@
-"""A frozen dataclass as the one source of a command's options.
+"""Derives the options of a command from the fields of a frozen dataclass.
 
 Neither this module nor its imports import torch, so ``--help`` and errors appear without delay.
 
-It uses argparse and PyYAML, because libraries for this are less convenient: jsonargparse 4.53
-refuses ``--total-frames`` and ``--hidden 64 64``, tyro 1.0 has no groups of options and reads no
-YAML files. Neither accepts ``2e5`` as a number of frames.
+It uses argparse and PyYAML, because existing libraries for this task are less convenient.
+jsonargparse 4.53 refuses ``--total-frames`` and ``--hidden 64 64``. tyro 1.0 has no groups of
+options and reads no YAML files. Neither accepts ``2e5`` as a number of frames.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import dataclasses
 import math
 import os
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,9 +28,9 @@ _KEY = "torchrl_dist.option"
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """The meaning of a field and its valid values. ``minimum`` and ``maximum`` are valid values,
-    ``above`` is not. ``otherwise``: what the command does without the option, if this is not the
-    field's default."""
+    """The meaning of a field and its valid values. ``minimum`` and ``maximum`` themselves are
+    valid, but ``above`` is not. ``otherwise`` is the default that ``--help`` shows, if it is not
+    the field's default."""
 
     help: str
     unit: str = ""
@@ -56,7 +56,7 @@ class Option:
 
 
 def option(default: Any, help: str, **about: Any) -> Any:
-    """Return a dataclass field with its documentation and range, as for :class:`Option`."""
+    """Return a dataclass field with an :class:`Option`. ``about`` are further fields of Option."""
     return dataclasses.field(default=default, metadata={_KEY: Option(help, **about)})
 
 
@@ -71,7 +71,7 @@ def flag(name: str) -> str:
 
 
 def check_options(config: Any) -> None:
-    """Check type and range of every field of ``config``. Its ``__post_init__`` calls this.
+    """Check the type and range of every field of ``config``. Its ``__post_init__`` calls this.
 
     Raises:
         ConfigurationError: a value is invalid; the message names the option.
@@ -108,7 +108,7 @@ def add_options(parser: argparse.ArgumentParser, config_class: type) -> None:
 
 
 def given_options(namespace: argparse.Namespace, config_class: type) -> dict[str, Any]:
-    """Return the fields of ``config_class`` given on the command line, with their types."""
+    """Return the fields of ``config_class`` that the command line gives, with their types."""
     names = {field.name for field in dataclasses.fields(config_class)}
     return {
         name: tuple(value) if isinstance(value, list) else value
@@ -118,7 +118,7 @@ def given_options(namespace: argparse.Namespace, config_class: type) -> dict[str
 
 
 def read_options(path: str | os.PathLike[str], config_class: type) -> dict[str, Any]:
-    """Return the fields of ``config_class`` in a YAML file, as values of their types.
+    """Return the fields of ``config_class`` in a YAML file, converted to their types.
 
     Raises:
         ConfigurationError: the file cannot be read, is not a mapping, or names an unknown field.
@@ -141,11 +141,14 @@ def read_options(path: str | os.PathLike[str], config_class: type) -> dict[str, 
         )
     given = [key.value for key, _ in node.value]
     for name in content:
-        if given.count(name) > 1:  # YAML would take the last value
-            raise ConfigurationError(f"--config: {path} names {name!r} twice")
+        if given.count(name) > 1:  # PyYAML would use the last value
+            raise ConfigurationError(
+                f"--config: {path} sets {name!r} twice; delete one of the lines"
+            )
         if name not in names:
             raise ConfigurationError(
-                f"--config: {path} names {name!r}, expected some of: {', '.join(names)}"
+                f"--config: {path} sets {name!r}, which is not an option; choose from "
+                f"{', '.join(names)}"
             )
     return {name: _from_yaml(name, value, types[name]) for name, value in content.items()}
 
@@ -183,9 +186,9 @@ def as_yaml(config: Any) -> str:
 
 
 def _from_yaml(name: str, value: Any, kind: Any) -> Any:
-    """Convert a value of a YAML file. YAML 1.1 reads 1e-3 as text."""
+    """Convert a value of a YAML file to its field's type, because YAML 1.1 reads 1e-3 as text."""
     if isinstance(value, list):
-        if any(isinstance(each, list) for each in value):  # an alias may even contain itself
+        if any(isinstance(each, list) for each in value):  # a YAML alias may even contain itself
             raise ConfigurationError(
                 f"{flag(name)}: got a list in a list, expected {_describe(kind)}"
             )
@@ -264,8 +267,6 @@ def _describe(kind: Any) -> str:
 
 
 def _shown(default: Any) -> str:
-    if default is None or default == "":
+    if default is None:
         return ""
-    if isinstance(default, Sequence) and not isinstance(default, str):
-        return " ".join(str(item) for item in default)
-    return str(default)
+    return " ".join(map(str, default)) if isinstance(default, tuple) else str(default)

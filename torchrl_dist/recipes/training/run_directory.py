@@ -38,8 +38,8 @@ def claim(
     Args:
         output: the folder; created if it does not exist.
         checkpoint: path of the run's checkpoint, if it has one.
-        replay: folder of the replay buffer, in ``output`` or elsewhere, or None. Its parent is
-            created.
+        replay: folder of the replay buffer, in ``output`` or elsewhere, or None. Its parent folder
+            is created.
         job_id: the same before and after a restart of this job, and different in every other job.
         restart_count: how often the launcher has restarted this job.
         resume: the user asked to continue.
@@ -52,7 +52,7 @@ def claim(
     try:
         if output.exists() and not output.is_dir():
             raise ConfigurationError(f"--output-dir: {output} is a file, expected a folder")
-    except OSError as error:  # for example, too long a name
+    except OSError as error:  # for example, the name is too long
         raise ConfigurationError(f"--output-dir: {output}: {error.strerror}") from error
     for folder, option in ((output, "--output-dir"), (replay, "--replay-dir")):
         if folder is not None:
@@ -76,8 +76,8 @@ def claim(
         and not (replay.is_dir() and not _names_in(replay, "--replay-dir"))
     ):
         raise ConfigurationError(
-            f"--replay-dir: {replay} is in use or was left by an earlier run; remove it or choose "
-            "another folder"
+            f"--replay-dir: {replay} is in use or was left by an earlier run; remove this folder "
+            "or choose another one"
         )
     folders = [(output, "--output-dir")]
     if replay is not None:
@@ -90,19 +90,22 @@ def claim(
                 raise PermissionError(13, "Permission denied")
         except OSError as error:
             raise ConfigurationError(
-                f"{option}: cannot write to {folder} ({error.strerror})"
+                f"{option}: cannot write to {folder} ({error.strerror}); choose another folder"
             ) from error
     _hold(output, held)
-    if not resume and not _holds_at_most_our_note(output):  # another run has used the folder since
+    if not resume and not _holds_at_most_our_note(output):  # another run has used it meanwhile
         raise _not_empty(output, checkpoint)
     _write(output / _NOTE, {"job_id": job_id})
     return resume
 
 
 def check_rows(output: Path, replay: Path | None) -> None:
-    """Refuse a replay folder with the rows of another run. A copied run's options may name one.
+    """Refuse a replay folder with the rows of another run.
 
-    If the replay folder is inside the run's folder, a copy of the run has its own rows.
+    The options of a copied run may name such a folder.
+
+    A replay folder inside the run's folder is never refused, because a copy of the run includes
+    its rows.
 
     Raises:
         ConfigurationError: the rows belong to another run, which still exists.
@@ -111,12 +114,12 @@ def check_rows(output: Path, replay: Path | None) -> None:
         return
     told = _read(replay / CLAIM)
     other = Path(told.get("run", output))
-    here = told.get("replay") == str(replay.resolve())  # else the rows were copied or moved
+    here = told.get("replay") == str(replay.resolve())  # otherwise the rows were copied or moved
     if here and (other / _NOTE).exists() and not other.samefile(output):
         raise ConfigurationError(
-            f"--replay-dir: {replay} has the rows of the run in {other}, not in {output}; "
-            f"give this run its own folder: --replay-dir {replay}-2 for an empty buffer, or a copy "
-            "of that folder which was made while no run used it"
+            f"--replay-dir: {replay} has the rows of the run in {other}, but this run is in "
+            f"{output}; give this run its own folder: --replay-dir {replay}-2 for an empty buffer, "
+            f"or a copy of {replay} that was made while no run used it"
         )
 
 
@@ -139,7 +142,7 @@ def _refuse_others(folder: Path, option: str) -> None:
     except own_files.NotOurs as error:
         raise ConfigurationError(f"{option}: {error}; choose another folder") from error
     except OSError:
-        pass  # ``claim`` gets this error again, and reports it
+        pass  # ``claim`` meets the same error later, and reports it
 
 
 def forget(output: Path, *, checkpoint: Path, replay: Path | None) -> None:
@@ -193,13 +196,13 @@ def _owner(output: Path) -> str | None:
 
 
 def note_resumed(output: Path, frames: int) -> None:
-    """Record that the job which claimed the folder continues a run after ``frames``."""
+    """Record that the job that claimed the folder continues a run that has ``frames`` frames."""
     if note := _read(output / _NOTE):
         _write(output / _NOTE, note | {_RESUMED: str(frames)})
 
 
 def resumed_at(output: Path) -> int | None:
-    """Return the frames that the run had when it was resumed last, or None if it never was."""
+    """Return the frames that the run had when it was last resumed, or None if it never was."""
     frames = _read(output / _NOTE).get(_RESUMED, "")
     return int(frames) if frames.isdecimal() else None
 
@@ -207,19 +210,21 @@ def resumed_at(output: Path) -> int | None:
 def write_settings(config: RecipeConfig) -> None:
     """Write ``config.yaml`` to the run's folder, for ``--config`` of another run.
 
-    It leaves the folders out, because every run needs its own."""
+    The file leaves the folders out, because every run needs its own folders."""
     folders = {name: None for name in ("output_dir", "replay_dir") if hasattr(config, name)}
     text = as_yaml(dataclasses.replace(config, **folders))  # type: ignore[arg-type]  # are fields
     own_files.atomic_write(config.output_path / "config.yaml", lambda f: f.write(text.encode()))
 
 
 def job_of(output: Path) -> str | None:
-    """Return the job of the run in the folder, or None if this user wrote no note there."""
+    """Return the id of the last job that claimed the folder, or None if this user has no such
+    record in the folder."""
     return _read(output / _NOTE).get("job_id")
 
 
 def _read(path: Path) -> dict[str, str]:
-    """Return a note's content; empty if it cannot be read or is not this user's file."""
+    """Return the content of a JSON file. It is empty if the file cannot be read or belongs to
+    another user."""
     try:
         note = json.loads(own_files.read_ours(path))
     except (OSError, ValueError, RecursionError):

@@ -1,27 +1,30 @@
-"""``train --seeds N``: the same run with N seeds, one after the other, and one curve of all."""
+"""``train --seeds N``: the same run with N seeds, one after the other, and a plot of all."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import dataclasses
 import json
+import re
 import shlex
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 from ... import own_files
 from ...errors import ConfigurationError
-from .config import RecipeConfig
+from ...stopping import handling
+from .config import Config, RecipeConfig, config_to_resume
 from .options import as_flags
 
 _PR_SET_PDEATHSIG = 1
+_PASSED_ON = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 RESULTS, CURVE = "seeds.jsonl", "seeds.png"
+_TYPES = {"seed": int, "frames": int, "mean_return": float | int | None, "stopped_by": str | None}
 
 
 def train_seeds(
@@ -34,22 +37,27 @@ def train_seeds(
 ) -> tuple[dict[str, Any], int]:
     """Run ``torchrl-dist train`` for ``count`` seeds, from ``config.seed`` on. Blocks.
 
-    The folder of all runs is ``--output-dir``, by default ``runs/RECIPE-ENV-seeds``. Each seed has
-    a folder there, ``seeds.jsonl`` has the results, and ``seeds.png`` the evaluations as mean and
-    range over the seeds.
+    The folder of all runs is ``--output-dir``, by default ``runs/RECIPE-ENV-seeds``. It contains a
+    folder for each seed, the results as ``seeds.jsonl``, and a plot, ``seeds.png``, which shows the
+    mean and the range of the evaluations over the seeds. Resumed runs keep their options. A seed
+    that has not begun gets the options of the first run, so that all seeds belong together.
 
     Args:
         given: the options that the user gave.
         resume: skip seeds that have all their frames, and continue a seed that was stopped.
 
     Returns:
-        The result of all seeds, and the exit code: that of the first run that did not succeed.
+        The result of all seeds, and the exit code: 0, or that of the first run that failed.
 
     Raises:
-        ConfigurationError: the folder has files, or with ``resume`` none of these runs.
+        ConfigurationError: the folder is not empty. With ``resume``: the folder has no run of a
+            seed, or ``given`` changes an option that a resumed run cannot change.
+        CheckpointError: with ``resume``, the first checkpoint is damaged or of another recipe.
     """
     folder = _folder_of(config)
     done = _claim(folder, resume)
+    if resume:
+        config = _resumed(folder, config, given)
     code = 0
     for seed in range(config.seed, config.seed + count):
         frames = done.get(seed, {}).get("frames", 0)
@@ -57,13 +65,13 @@ def train_seeds(
             continue
         say(f"seed {seed}")
         run = folder / f"seed{seed}"
-        options = {**given, "seed": seed, "output_dir": str(run)}
-        if "replay_dir" in given:
-            options["replay_dir"] = f"{given['replay_dir']}-seed{seed}"
+        begun = (run / "checkpoint.pt").is_file()
+        options = {**(given if begun or not resume else config.as_plain()), "seed": seed}
+        options["output_dir"] = str(run)
+        if options.get("replay_dir") is not None:
+            options["replay_dir"] = f"{options['replay_dir']}-seed{seed}"
         command = [sys.executable, "-m", "torchrl_dist", "train", config.recipe, "--json"]
-        command += as_flags(options)
-        if (run / "checkpoint.pt").is_file():
-            command.append("--resume")
+        command += as_flags(options) + ["--resume"] * begun
         code, said = _run(command)
         if said:
             done[seed] = json.loads(said.splitlines()[-1])
@@ -77,7 +85,7 @@ def train_seeds(
     return {
         "mean_return": fmean(returns) if returns else None,
         "deviation": stdev(returns) if len(returns) > 1 else None,
-        "mean_return_is_of": "the mean over seeds of the best policies",
+        "mean_return_is_of": "the best policies, as a mean over the seeds",
         "seeds": sorted(done),
         "results": results,
         "learning_curve": str(folder / CURVE),
@@ -108,18 +116,40 @@ def _claim(folder: Path, resume: bool) -> dict[int, dict[str, Any]]:
         return {}
     if not any(folder.glob("seed*")):
         raise ConfigurationError(
-            f"--resume: there is no run of a seed in {folder}; leave --resume out to start"
+            f"--resume: there is no run of a seed in {folder}; leave --resume out to start new runs"
         )
     if not (folder / RESULTS).is_file():
         return {}
     try:
         lines = own_files.read_ours(folder / RESULTS, 1 << 24).splitlines()
-        return {(result := json.loads(line))["seed"]: result for line in lines}
+        results = [json.loads(line) for line in lines]
+        for result in results:
+            if wrong := [n for n, kind in _TYPES.items() if not isinstance(result[n], kind)]:
+                raise ValueError(f"{wrong[0]} is {result[wrong[0]]!r}")
+        return {result["seed"]: result for result in results}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(
-            f"--resume: {folder / RESULTS} is damaged or another user's ({error}); remove it, and "
-            "each seed continues from its checkpoint"
+            f"--resume: {folder / RESULTS} is damaged or belongs to another user ({error}); remove "
+            "the file, and each seed continues from its checkpoint"
         ) from error
+
+
+def _resumed(folder: Path, config: Config, given: Mapping[str, Any]) -> Config:
+    """Return the configuration of the first run in the folder, with the ``given`` options."""
+    found = (re.fullmatch(r"seed(\d+)", each.name) for each in folder.iterdir())
+    seeds = sorted(int(match[1]) for match in found if match)
+    kept = {name: getattr(config, name) for name in ("output_dir", "replay_dir") if name in given}
+    kept["seed"] = given.get("seed", min(seeds, default=config.seed))
+    for seed in seeds:
+        checkpoint = folder / f"seed{seed}" / "checkpoint.pt"
+        if checkpoint.is_file():
+            others = {name: value for name, value in given.items() if name not in kept}
+            saved = config_to_resume(type(config), checkpoint, others)
+            rows = getattr(saved, "replay_dir", None)
+            if rows is not None:
+                kept.setdefault("replay_dir", rows.removesuffix(f"-seed{seed}"))
+            return dataclasses.replace(saved, **kept)
+    return dataclasses.replace(config, **kept)
 
 
 def _write(folder: Path, done: Mapping[int, Mapping[str, Any]]) -> None:
@@ -128,10 +158,10 @@ def _write(folder: Path, done: Mapping[int, Mapping[str, Any]]) -> None:
 
 
 def _run(command: list[str]) -> tuple[int, str]:
-    """Run it, pass stop signals on to it, and return its exit code and output.
+    """Run the command, pass stop signals on to it, and return its exit code and output.
 
-    It has a session of its own. Otherwise a terminal's Ctrl-C would reach it twice, and the second
-    one ends it without a checkpoint."""
+    The process gets its own OS session. Otherwise a terminal's Ctrl-C would reach it twice, and the
+    second signal would end it without a checkpoint."""
     libc = ctypes.CDLL(None)
 
     def end_with_parent() -> None:
@@ -145,26 +175,10 @@ def _run(command: list[str]) -> tuple[int, str]:
             start_new_session=True,
             preexec_fn=end_with_parent,  # safe, because it only makes a system call
         ) as process,
-        _passed_on(process),
+        handling(dict.fromkeys(_PASSED_ON, lambda got, _: process.send_signal(got))),
     ):
         said, _ = process.communicate()
     return process.returncode if process.returncode >= 0 else 128 - process.returncode, said
-
-
-@contextlib.contextmanager
-def _passed_on(process: subprocess.Popen) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():  # others cannot set handlers
-        yield
-        return
-    numbers = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-    before = {
-        number: signal.signal(number, lambda got, _: process.send_signal(got)) for number in numbers
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _draw(folder: Path, config: RecipeConfig, runs: list[Path]) -> None:

@@ -26,7 +26,8 @@ def shared_buffer(
     batch_size: int,
     exponents: tuple[float, float] | None = None,
     limiter: RateLimiter | None = None,
-    **rows: Any,
+    frames: dict[str, int] | None = None,
+    **windows: Any,
 ) -> SharedReplayBuffer:
     """Return the job's buffer. A resumed run continues with its rows.
 
@@ -43,31 +44,34 @@ def shared_buffer(
         batch_size: rows per sample of this process.
         exponents: alpha and beta of prioritized sampling; None: uniform.
         limiter: the rate limiter of the whole buffer.
-        rows: ``frames``, ``sample_unit`` and ``eta``, see :func:`~torchrl_dist.replay_buffer`.
+        frames, windows: ``frames``, ``sample_unit`` and ``eta``, see
+            :func:`~torchrl_dist.replay_buffer`.
 
     Raises:
         DirectoryError: a folder of this node cannot be used.
         RemoteError: a folder of another node cannot be used.
     """
-    buffer = _shared_buffer(
-        config, session, start.resumes > 0, batch_size, exponents, limiter, **rows
-    )
-    if start.resumes == 0 and session.me.index == 0 and len(buffer):
-        buffer.empty()
-    return buffer
-
-
-def _shared_buffer(
-    config: ReplayConfig,
-    session: Session,
-    resume: bool,
-    batch_size: int,
-    exponents: tuple[float, float] | None,
-    limiter: RateLimiter | None,
-    frames: dict[str, int] | None = None,
-    **windows: Any,
-) -> SharedReplayBuffer:
-    if not session.world.one_node:
+    resume = start.resumes > 0
+    if session.world.one_node:
+        storage = SharedMemmapStorage(
+            config.capacity,
+            scratch_dir=config.replay_path,
+            job_id=session.world.job_id,
+            resume=resume,
+            keep=True,
+            timeout_s=config.timeout_s,
+            limiter=limiter,
+            frames=frames,
+        )
+        sampler = (
+            SharedRandomSampler()
+            if exponents is None
+            else SharedPrioritizedSampler(config.capacity, *exponents)
+        )
+        buffer = SharedReplayBuffer(
+            storage=storage, sampler=sampler, batch_size=batch_size, **windows
+        )
+    else:
         alpha, beta = exponents or (0.6, 0.4)
         buffer = replay_buffer(
             session,
@@ -85,25 +89,10 @@ def _shared_buffer(
             timeout_s=config.timeout_s,
             **windows,
         )
-        claim_rows(config.output_path, config.replay_path)
-        return buffer
-    storage = SharedMemmapStorage(
-        config.capacity,
-        scratch_dir=config.replay_path,
-        job_id=session.world.job_id,
-        resume=resume,
-        keep=True,
-        timeout_s=config.timeout_s,
-        limiter=limiter,
-        frames=frames,
-    )
     claim_rows(config.output_path, config.replay_path)
-    sampler = (
-        SharedRandomSampler()
-        if exponents is None
-        else SharedPrioritizedSampler(config.capacity, *exponents)
-    )
-    return SharedReplayBuffer(storage=storage, sampler=sampler, batch_size=batch_size, **windows)
+    if not resume and session.me.index == 0 and len(buffer):
+        buffer.empty()
+    return buffer
 
 
 def first_of_each_node(session: Session) -> tuple[Peer, ...]:
@@ -115,7 +104,7 @@ def first_of_each_node(session: Session) -> tuple[Peer, ...]:
 
 
 def remarks_on_resume(buffer: SharedReplayBuffer) -> tuple[str, ...]:
-    """Return remarks for a resumed run. Its rows may have been lost with the nodes' memory."""
+    """Return remarks for a resumed run, whose rows may have been lost with the nodes' memory."""
     if len(buffer):
         return ()
     return ("the replay buffer's rows are lost; the buffer starts empty",)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import copy
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-_WARM_UP = 3  # calls before the capture, as in PyTorch's notes on CUDA graphs
+_WARM_UP = 3  # updates before the recording, as in PyTorch's notes on CUDA graphs
 
 
 class Adam(torch.optim.Adam):
@@ -21,7 +22,8 @@ class Adam(torch.optim.Adam):
         self.weights = list(weights)
         device = self.weights[0].device
         on_gpu = device.type == "cuda"
-        rate: Any = torch.tensor(lr, device=device) if on_gpu else lr  # a graph reads a tensor
+        # a CUDA graph reads a changed rate only if the rate is a tensor
+        rate: Any = torch.tensor(lr, device=device) if on_gpu else lr
         super().__init__(self.weights, lr=rate, eps=eps, fused=True, capturable=on_gpu)
 
     def set_rate(self, lr: float) -> None:
@@ -41,23 +43,47 @@ class Adam(torch.optim.Adam):
         self.step()
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load the moments. The settings stay this run's own, which may have another device."""
+        """Load the moments, but keep this run's settings, because its device may be different."""
         (group,) = self.param_groups
         own = {name: value for name, value in group.items() if name != "params"}
         super().load_state_dict(state_dict)
         self.param_groups[0].update(own)
 
 
+class LossTrainer:
+    """Trains all weights of a loss that need gradients, with one Adam optimizer."""
+
+    def __init__(self, loss: Any, **adam: Any) -> None:
+        self.loss = loss
+        weights = [weight for weight in loss.parameters() if weight.requires_grad]
+        self._optimizer = Adam(weights, **adam)
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        self._optimizer.set_rate(learning_rate)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of the weights and of the optimizer's state."""
+        # copies, because later steps change the tensors, and an optimizer keeps the tensors of a
+        # state dict that it loads
+        model, optimizer = dict(self.loss.state_dict()), self._optimizer.state_dict()
+        return copy.deepcopy({"model": model, "optimizer": optimizer})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what :meth:`state_dict` returned."""
+        self.loss.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(dict(state["optimizer"]))
+
+
 class Graphed:
     """Call ``update(batch)``; after three calls, record its kernels and replay them.
 
-    Networks of usual sizes keep a GPU busy for a tenth of the time that Python and the CUDA runtime
-    need to enqueue their kernels one by one.
+    With networks of usual sizes, a GPU runs the kernels in a tenth of the time that Python and the
+    CUDA runtime need to enqueue them one by one.
 
     Args:
-        update: takes a step on a batch, and returns a TensorDict without gradients. It does not
-            wait for the GPU, and changes only tensors that it changes in each call. Batches have
-            equal keys and shapes.
+        update: takes a step on a batch, and returns a TensorDict without gradients. It must not
+            wait for the GPU, and must change the same tensors in each call. All batches must have
+            the same keys and shapes.
         device: a GPU.
     """
 
@@ -91,9 +117,9 @@ class Graphed:
 def graphed(
     update: Callable[[TensorDictBase], TensorDictBase], device: torch.device, *, known: bool
 ) -> Callable[[TensorDictBase], TensorDictBase]:
-    """Return ``update``, or on a GPU a :class:`Graphed` of it.
+    """Return ``update`` or, on a GPU, a :class:`Graphed` that records it.
 
     Args:
-        known: whether ``update`` meets the conditions: a user's network might not, and the average
-            of several learners does not."""
+        known: whether ``update`` certainly meets the conditions of :class:`Graphed`. A user's
+            network may violate them, and averaging over several learners always does."""
     return Graphed(update, device) if known and device.type == "cuda" else update
