@@ -229,11 +229,13 @@ _CARRY = """
 import collections, os, select, sys, time
 ends, way_s = [int(end) for end in sys.argv[1:3]], float(sys.argv[3])
 waiting = collections.deque()
+arrived = select.poll()  # unlike select.select, it takes descriptors above 1,023
 for end in ends:
     os.set_blocking(end, False)
+    arrived.register(end, select.POLLIN)
 while True:
-    left_s = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
-    for end in select.select(ends, [], [], left_s)[0]:
+    left_ms = max(0.0, waiting[0][0] - time.monotonic()) * 1e3 if waiting else None
+    for end, _ in arrived.poll(left_ms):
         try:
             packet = os.read(end, 2**16)
         except OSError:  # the device is down

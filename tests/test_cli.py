@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchrl_dist.checkpoint import Checkpoint, save_checkpoint
+from torchrl_dist.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from torchrl_dist.cli import (
     _check_shape,
     _delivered,
@@ -63,8 +64,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("--total-frame 5 --fps 3", ["--fps", "train apex --help"]),
         ("--totl_frames 5", ["--totl_frames", "did you mean --total-frames?", "apex --help"]),
         ("--total_frames many", ["--total-frames", "many"]),
-        ("--env Pendulum-v1", ["--env", "Box", "Discrete"]),
-        ("--env Blackjack-v1", ["--env", "Box"]),
+        ("--env Pendulum-v1", ["--env", "Box", "Discrete", "ddppo and sac"]),
         ("--env no:such:thing", ["--env"]),
         ("--total-frames -1", ["--total-frames", "-1", "at least 1"]),
         ("--total-frames many", ["--total-frames", "many"]),
@@ -153,7 +153,7 @@ cli.console()
     done = subprocess.run(refused, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     first, second = done.stderr.splitlines()
     assert (
-        first == "torchrl-dist: measuring how many processes pay; False"
+        first == "torchrl-dist: measuring how many processes pay off; False"
         and "use CartPole-v1" in second
     )
     assert not list(tmp_path.iterdir())
@@ -167,7 +167,7 @@ cli.console()
     assert said.startswith(b"torchrl-dist: starting 1 process\n")
     folder = "runs/apex-CartPole-v1-seed0"
     assert printed[0].startswith("apex on CartPole-v1, seed 0: 256 frames, ")
-    assert printed[1].startswith("mean return ") and printed[1].endswith(", 1 fresh episodes")
+    assert printed[1].startswith("mean return ") and printed[1].endswith(", 1 fresh episode")
     assert printed[2] == f"play:   torchrl-dist play {folder}"
     again = f"--resume --output-dir {folder} --total-frames 512"
     assert printed[3] == f"resume: torchrl-dist train apex {again}"
@@ -183,6 +183,10 @@ def test_the_summary_of_a_stopped_run_and_of_a_launchers_run(monkeypatch, tmp_pa
     assert lines[0].endswith("2 s, stopped by SIGINT") and lines[1] == "no evaluation yet"
     again = "start the ranks again, with --resume --output-dir 'my runs/1'"
     assert lines[3] == f"resume: {again}" and len(lines) == 5
+    for program, shown in ((".venv/bin/torchrl-dist",) * 2, ("__main__.py", "torchrl-dist")):
+        monkeypatch.setattr(sys, "argv", [program])
+        monkeypatch.setenv("PATH", str(tmp_path))
+        assert f"play:   {shown} play 'my runs/1'" in _summary(result, config, None)
     monkeypatch.chdir(tmp_path)
     assert str(config.output_path) in _summary(result, config, None)
 
@@ -246,6 +250,29 @@ def test_a_result_that_no_reader_got_is_a_failure(problem, codes, capsys, monkey
     monkeypatch.setattr("torchrl_dist.runtime.outputs.problem_of", lambda stream: problem)
     assert {code: _delivered(code) for code in codes} == codes
     assert ("No space left" in capsys.readouterr().err) == (codes[0] == 1)
+
+
+@pytest.mark.parametrize("size", ["60k", "100k"], ids=["first checkpoint", "later checkpoint"])
+def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(size: str, tmp_path: Path) -> None:
+    (disk := tmp_path / "disk").mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("needs root and the right to mount a small tmpfs")
+    later = size == "100k"
+    try:
+        command = [sys.executable, "-m", "torchrl_dist", "train", "impala", "--collectors", "0"]
+        command += ["--output-dir", str(disk / "run"), "--checkpoint-interval-s", "0.01"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        failed = [line for line in done.stderr.splitlines() if line.startswith("torchrl-dist: fai")]
+        assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+        (told,) = failed
+        assert re.search("checkpoint.pt could not be written: No space left .* bytes free", told)
+        assert ("continue with --resume" in told) == later
+        assert (disk / "run").exists() == later
+        if later:
+            load_checkpoint(disk / "run" / "checkpoint.pt", recipe="impala")
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 def test_a_folder_that_does_not_fit_the_command_is_refused_and_stays_unchanged(tmp_path, capsys):
@@ -423,7 +450,7 @@ def test_a_plot_replaces_pictures_only(tmp_path: Path) -> None:
     (tmp_path / "notes.png").write_text("mine")
     (tmp_path / "old.png").write_bytes(b"\x89PNG\r\n\x1a\n...")
     (tmp_path / "empty.png").touch()
-    with pytest.raises(ConfigurationError, match="exists and is not a picture"):
+    with pytest.raises(ConfigurationError, match="exists and is not an image"):
         check_folders(None, tmp_path / "notes.png")
     for name in ("old.png", "empty.png", "new.png"):
         check_folders(tmp_path / "notes.png", tmp_path / name)  # lines are appended

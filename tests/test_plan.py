@@ -225,7 +225,7 @@ def test_candidates_use_up_to_all_nodes_and_messages_of_up_to_half_a_second() ->
         ("--env CartPole-v1 --seconds 0", "--seconds"),
         ("--env CartPole-v1 --updates-per-frame -1", "--updates-per-frame"),
         ("--env tests.test_plan:make_eight", "expected a single env"),
-        ("--recipe sac --env CartPole-v1", "CartPole-v1"),
+        ("--recipe apex --env Pendulum-v1", "Pendulum-v1"),
         ("", "--env"),
     ],
 )

@@ -91,7 +91,11 @@ def test_environments_are_measured_in_another_process(server, monkeypatch) -> No
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("hangs", "no answer after 2 s"), ("crashes", "exited with status 3"), ("raises", "ZeroDiv")],
+    [
+        ("hangs", "did not answer within 2 s"),
+        ("crashes", "exited with status 3"),
+        ("raises", "ZeroDiv"),
+    ],
 )
 def test_a_measurement_that_fails_keeps_the_default_and_leaves_nothing(
     name: str, why: str, server: ForkServer, monkeypatch: pytest.MonkeyPatch

@@ -75,7 +75,7 @@ MISSING = {  # by the reason why RPCBatchedCollector does not have them
         "total_frames_per_collector",
     },
     "batches are the caller's, and no buffer of the collector is used again": {
-        "buffers", "fake_tensordict", "out_buffer", "out_tensordicts", "queue_out",
+        "buffers", "out_buffer", "out_tensordicts", "queue_out",
     },
     "next() and iteration make the rollouts": {"rollout", "yield_completed_trajectories"},
     "other names say it: is_running(), readiness, inference='learner', policy and replay_buffer": {
@@ -250,7 +250,9 @@ def test_a_trainer_learns_while_workers_collect(
         log_rewards=False,
     )  # fmt: skip
     trainer.train()
-    assert trainer.collected_frames >= 300 - 32 and trainer._optim_count > 0
+    # the trainer counts at the start of a round, the workers write until its end
+    assert 0 < trainer.collected_frames <= buffer.write_count and trainer._optim_count > 0
+    assert buffer.write_count >= 300
     assert collector.closed and not collector.is_running()
     assert collector.policy_version == trainer._optim_count
     buffer.storage.close()
@@ -295,9 +297,7 @@ def test_a_monitor_logs_the_counters_of_the_buffer_and_of_the_collector(
     buffer.update_priority(batch["index"], torch.ones(4), generation=batch["index_generation"])
     getattr(buffer, "flush", lambda: None)()
     expected = super(SharedReplayBuffer, buffer).stats() | buffer.storage.counters
-    assert buffer.stats() == expected and expected["stale_updates"] == len(
-        set(batch["index"].tolist())
-    )
+    assert buffer.stats() == expected and expected["stale_updates"] == 4
     logger = CSVLogger("log", log_dir=tmp_path)
     monitor = LoggerMonitor(logger, background=False, on_error="raise")
     monitor.watch(buffer, name="rows")

@@ -10,8 +10,9 @@ builds, and in the buffers over it the shared writer and sampler replace TorchRL
 ``SharedReplayBuffer``, as the refusal of TorchRL's class says; ``Sequence.expand`` finds the
 windows of this package. With ``--collector`` a test's ``Collector`` is an ``RPCBatchedCollector``
 with its worker in the same process, whose batches ``[N, T]`` get the shape of the env, which yields
-None instead of reports, and which raises the errors of env and policy themselves. Tests that need
-TorchRL's other collectors, or choose one by ``backend=``, are skipped.
+None instead of reports, and which raises the errors of env and policy themselves. Neither batches
+nor the rows of a buffer have ``worker_index``. Tests that need TorchRL's other collectors, or
+choose one by ``backend=``, are skipped.
 
 A test that built nothing of ours does not count. The others *pass*, are *refused* (they
 fail with an error of this package, which says that it does not do that), or *fail*; ``--list``
@@ -48,6 +49,7 @@ from torchrl.data.replay_buffers import replay_buffers, samplers, storages, writ
 from torchrl.envs import EnvBase
 
 import torchrl_dist
+from torchrl_dist.collect.worker import worker as collect_worker
 from torchrl_dist.errors import DeadlineError, PeerLostError, RemoteError, TorchRLDistError
 from torchrl_dist.replay.parts.drawn import Drawn
 from torchrl_dist.replay.parts.windows import Neighbours, Window
@@ -283,6 +285,10 @@ def _substitute_collector() -> None:
     for name in vars(collectors):
         if name.endswith("Collector") and name not in ("BaseCollector", "LLMCollector"):
             setattr(collectors, name, Collector if name == "Collector" else _needs_another)
+    write = collect_worker.write
+    collect_worker.write = lambda rows, buffer: write(
+        rows.exclude(("collector", "worker_index")), buffer
+    )
 
 
 # --- the count -----------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 if not getattr(sys, "_is_gil_enabled", lambda: True)():
     raise ImportError(
         "torchrl_dist needs Python's global interpreter lock, because its shared buffers are "
-        "tested only with that lock; this is a free-threaded Python. Run it with PYTHON_GIL=1, or "
-        "use the ordinary build."
+        "tested only with that lock, but this Python runs without the lock (free-threaded). Run it "
+        "with PYTHON_GIL=1, or use the ordinary build of Python."
     )
 
 __version__ = "0.1.0"

@@ -1,8 +1,8 @@
-"""Save and load a training state in one file, which a crash cannot leave half written.
+"""Save and load a training state in one file. A crash cannot leave the file half written.
 
 ``torch.save`` writes the file, so ``torch.load(path, weights_only=True)`` reads it without this
-package. The file holds only tensors, numbers, strings and containers of them, so that reading it
-runs no code. The rows of a replay buffer stay in the buffer's own directory.
+package. The file holds only tensors, numbers, strings and containers of these, so reading it runs
+no code. The rows of a replay buffer stay in the buffer's own directory.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Checkpoint:
     """Everything needed to play a policy or to continue training.
 
     Attributes:
-        recipe: name of the recipe that wrote it, such as ``"apex"``.
+        recipe: name of the recipe that wrote the checkpoint, such as ``"apex"``.
         config: the recipe's configuration as plain values.
-        policy: weights to act with. A recipe may choose the weights with the best evaluation.
-        policy_info: how ``policy`` was chosen, and its evaluation.
+        policy: weights to act with. A recipe may choose the weights that had the best evaluation.
+        policy_info: how ``policy`` was chosen, and the results of its evaluation.
         model: weights of the learner, including target networks, at the time of writing.
         optimizer: ``state_dict`` of the optimizer at the time of writing.
         counters: frames, updates, seconds and similar counts.
@@ -60,8 +60,8 @@ _FIELDS = tuple(Checkpoint.__dataclass_fields__)
 
 
 def save_checkpoint(path: str | os.PathLike[str], checkpoint: Checkpoint) -> Path:
-    """Write ``checkpoint`` to ``path``. An older file there stays intact until the new one is
-    complete.
+    """Write ``checkpoint`` to ``path``. An older file at ``path`` stays intact until the new file
+    is complete.
 
     Blocks until the bytes are on disk. Only one process may write to a path at a time.
 
@@ -89,7 +89,7 @@ def load_checkpoint(
 
     Args:
         path: the file.
-        recipe: the recipe that must have written it; ``None`` accepts any.
+        recipe: the recipe that must have written the checkpoint; ``None`` accepts any recipe.
         map_location: as for ``torch.load``.
 
     Raises:
@@ -100,7 +100,7 @@ def load_checkpoint(
     if not path.is_file():
         what = "is a directory" if path.is_dir() else "does not exist"
         raise CheckpointError(
-            f"checkpoint {path} {what}; expected a file written by a training run"
+            f"checkpoint {path} {what}; expected the checkpoint.pt of a training run; pass its path"
         )
     content = _read(path, map_location)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -110,36 +110,37 @@ def load_checkpoint(
     written = content.get("format_version", FORMAT_VERSION)
     if type(written) is not int:
         raise CheckpointError(
-            f"checkpoint {path} is damaged: its format version is {written!r}; use another one"
+            f"checkpoint {path} is damaged: its format version is {written!r}, expected a whole "
+            "number; use another checkpoint"
         )
     if written > FORMAT_VERSION:
         raise CheckpointError(
-            f"{path} has format version {written}, this torchrl_dist reads up to "
+            f"{path} has format version {written}, but this torchrl_dist reads versions up to "
             f"{FORMAT_VERSION}; update torchrl_dist"
         )
     missing = [name for name in ("format_version", *_FIELDS) if name not in content]
     if missing:
         raise CheckpointError(
-            f"checkpoint {path} is damaged: it lacks {', '.join(missing)}; use another one"
+            f"checkpoint {path} is damaged: it lacks {', '.join(missing)}; use another checkpoint"
         )
     for name in _FIELDS:
         expected = str if name == "recipe" else Mapping
         if not isinstance(content[name], expected):
             raise CheckpointError(
                 f"checkpoint {path} is damaged: {name} is a {type(content[name]).__name__}, "
-                f"expected a {expected.__name__}; use another one"
+                f"expected a {expected.__name__}; use another checkpoint"
             )
     if recipe is not None and content["recipe"] != recipe:
         raise CheckpointError(
-            f"{path} was written by the recipe {content['recipe']!r}, expected {recipe!r}; "
-            "use another one"
+            f"{path} was written by the recipe {content['recipe']!r}, expected {recipe!r}; use "
+            "another checkpoint"
         )
     return Checkpoint(**{name: content[name] for name in _FIELDS})
 
 
 class _Noting:
-    """A writable file that keeps the error of a failed write, because torch raises a different
-    error."""
+    """A writable file that keeps the error of a failed write, because torch raises another error
+    instead."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -187,17 +188,17 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 def _read(path: Path, map_location: Any) -> Any:
     try:
-        # torch.load does not notice a changed byte in a tensor, so check the checksums of the zip
+        # torch.load does not notice changed bytes in a tensor, so check the checksums of the zip
         # archive.
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
     except Exception as error:  # a flipped bit makes zipfile raise many kinds of errors
         raise CheckpointError(
-            f"checkpoint {path} is damaged or not a checkpoint ({error}); use another one"
+            f"checkpoint {path} is damaged or not a checkpoint ({error}); use another checkpoint"
         ) from error
     if damaged is not None:
         raise CheckpointError(
-            f"checkpoint {path} is damaged (wrong checksum of {damaged}); use another one"
+            f"checkpoint {path} is damaged (wrong checksum of {damaged}); use another checkpoint"
         )
     try:
         return torch.load(path, map_location=map_location, weights_only=True)
@@ -209,8 +210,8 @@ def _read(path: Path, map_location: Any) -> Any:
         ) from error
 
 
-# These are the built-in types' own conversions. Subclasses may override theirs: str() of an enum
-# member, for example, returns the member's name.
+# Call the conversions of the built-in types directly, because subclasses may override the methods
+# behind ``int()`` or ``str()``. For example, str() of an enum member returns the member's name.
 _NUMBERS_AND_TEXT: tuple[tuple[Any, Any], ...] = (
     (np.bool_, bool),
     (int, int.__int__),
@@ -242,7 +243,7 @@ def _plain(value: Any, where: str) -> Any:
         return items if isinstance(value, list) else tuple(items)
     raise CheckpointError(
         f"{where} is a {type(value).__name__}; a checkpoint may contain tensors, numbers, strings, "
-        "lists, tuples and dictionaries. Convert it to one of these"
+        "lists, tuples and dictionaries. Convert this value to one of these types"
     )
 
 

@@ -21,11 +21,13 @@ import atexit
 import contextlib
 import dataclasses
 import difflib
+import errno
 import gc
 import json
 import os
 import select
 import shlex
+import shutil
 import signal
 import sys
 import threading
@@ -41,7 +43,10 @@ from .stopping import Stopped
 from .ui import at_least
 
 _STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-_END_S = 10.0  # how long other modules' threads and exit functions may delay this process's exit
+# threads and exit functions of other modules may delay this process's exit by at most this many
+# seconds
+_END_S = 10.0
+_INTERRUPTS = (KeyboardInterrupt, Stopped)  # of a second stop signal
 _STOPPED = {number.name: 128 + number for number in _STOPS}
 
 
@@ -55,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def console() -> NoReturn:
-    """Entry point of the shell command: run it and exit with its code."""
+    """Entry point of the shell command. Runs the command and exits with its code."""
     global _is_fresh
     _is_fresh = True
     _open_standard_streams()
@@ -73,9 +78,10 @@ def console() -> NoReturn:
         code = 128 + signal.SIGPIPE
     finally:
         _end_in_time(code)
-    if _has_served:
-        # Run Python's exit functions, but skip those of C++ libraries, because the one of RPC
-        # sometimes aborts ("terminate called without an active exception").
+    if _may_abort:
+        # Run Python's exit functions, but not those of C++ libraries, because RPC's exit function,
+        # or a thread of an interrupted session, sometimes aborts ("terminate called without an
+        # active exception").
         atexit._run_exitfuncs()
         _leave(code)
     sys.exit(code)
@@ -84,7 +90,8 @@ def console() -> NoReturn:
 def _open_standard_streams() -> None:
     """Open descriptors 0, 1 and 2 on /dev/null where they are closed (``2>&-``).
 
-    Otherwise the next file that is opened would get this number, and libraries would print into it.
+    Otherwise, a file that is opened later would get one of these numbers, and libraries would print
+    into this file.
     """
     while True:
         number = os.open(os.devnull, os.O_RDWR)
@@ -98,7 +105,8 @@ def _open_standard_streams() -> None:
 
 
 def _delivered(code: int) -> int:
-    """Return ``code``. If it is 0 but a write to stdout failed, return the code of this failure."""
+    """Return ``code``. If ``code`` is 0 but a write to stdout failed, return the code of this
+    failure."""
     sys.stdout.flush()
     outputs = sys.modules.get(f"{__package__}.runtime.outputs")
     problem = outputs.problem_of(sys.stdout) if outputs is not None else None
@@ -141,12 +149,13 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-_is_fresh = False  # whether this process ran nothing before the command
-_has_served = False
+_is_fresh = False  # whether this process has run nothing before the command
+_may_abort = False
 
 
 def _tell_batch_script(code: int) -> None:
-    """Write the first rank's exit code to the file that the batch script (see ``slurm``) reads."""
+    """Write the first rank's exit code to the file that the batch script of ``torchrl-dist slurm``
+    reads."""
     path = os.environ.get("TORCHRL_DIST_EXIT_FILE")
     if not path:
         return
@@ -160,6 +169,7 @@ def _tell_batch_script(code: int) -> None:
 
 
 def _run(arguments: Sequence[str]) -> int:
+    global _may_abort
     try:
         parser = _parser(arguments[:1])
         if not arguments:
@@ -171,6 +181,7 @@ def _run(arguments: Sequence[str]) -> int:
     try:
         return options.command(options)
     except Stopped as stopped:
+        _may_abort = True
         return stopped.code if isinstance(stopped.code, int) else 1
     except SystemExit as exit_:
         _say(f"failed: something called sys.exit({'' if exit_.code is None else exit_.code!r})")
@@ -178,19 +189,39 @@ def _run(arguments: Sequence[str]) -> int:
     except (ConfigurationError, CheckpointError, DirectoryError) as error:
         return _refuse(str(error))
     except KeyboardInterrupt:
+        _may_abort = True
         _say("interrupted")
         return _STOPPED["SIGINT"]
     except TorchRLDistError as error:
         _say(f"failed: {error}")
         return 1
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename is None:
+            raise
+        _say(f"failed: {_without_space(error, training=arguments[:1] == ['train'])}")
+        return 1
+
+
+def _without_space(error: OSError, *, training: bool) -> str:
+    """Return a message about a file that was not written because its disk is full."""
+    path = Path(error.filename).absolute()
+    # the folder of a run that failed before its first checkpoint was removed
+    folder = next(each for each in path.parents if each.exists())
+    text = (
+        f"{path} could not be written: {error.strerror}, with {shutil.disk_usage(folder).free:,} "
+        f"bytes free in {folder}; free more of it, "
+    )
+    if training and any((each / "checkpoint.pt").exists() for each in (path, path.parent)):
+        return text + "and continue with --resume from the last checkpoint, which is intact"
+    return text + "and run the command again"
 
 
 class _Parser(argparse.ArgumentParser):
     """A parser that reports a wrong argument in one line.
 
-    It understands ``--total_frames`` as ``--total-frames``, because a configuration file names
-    options this way. It takes no abbreviations, because ``--frames`` would be
-    ``--frames-per-batch``.
+    A configuration file names options with underscores, so the parser also accepts
+    ``--total_frames`` for ``--total-frames``. It accepts no abbreviations, because ``--frames``
+    would then mean ``--frames-per-batch``.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -200,8 +231,9 @@ class _Parser(argparse.ArgumentParser):
         raise SystemExit(_refuse(f"{message} (see {self.prog} --help)"))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        # A command's parser refuses what it does not know. Otherwise the parser of all commands
-        # would do so, which knows neither the command's options nor its help.
+        # The parser of a command refuses unknown arguments. Otherwise the parser of all commands
+        # would refuse unknown arguments, but that parser knows neither the command's options nor
+        # its help.
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             names = [each.partition("=")[0] for each in unknown if each.startswith("-")]
@@ -232,7 +264,8 @@ def _say(text: str) -> None:
     """Print a line to stderr, with this process's rank if a launcher gave it one."""
     rank = os.environ.get("RANK")
     for name in _RANKS:
-        if not rank and os.environ.get(name, "0") != "0":  # a batch script is not a rank, but has 0
+        # "0" does not count, because a batch script has it, too, although it is not a rank
+        if not rank and os.environ.get(name, "0") != "0":
             rank = os.environ[name]
     kind, _, rest = text.partition(": ")
     if rank:
@@ -245,8 +278,8 @@ def _say(text: str) -> None:
 def _parser(command: Sequence[str] = ()) -> argparse.ArgumentParser:
     """Make the parser with the options of all commands.
 
-    It adds the options of ``bench`` and ``plan`` only if ``command`` names these commands, because
-    their modules import NumPy, which takes longer than all the rest.
+    The options of ``bench`` and ``plan`` are added only if ``command`` names these commands,
+    because their modules import NumPy, which takes longer than everything else.
     """
     parser = _Parser(
         prog="torchrl-dist",
@@ -282,8 +315,8 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         parser = recipes.add_parser(
             name,
             help=recipe.summary,
-            description=f"{recipe.description} Ctrl-C stops cleanly and leaves a checkpoint; "
-            "--resume continues from it.",
+            description=f"{recipe.description} Ctrl-C stops the run cleanly and leaves a "
+            "checkpoint; --resume continues from this checkpoint.",
             epilog=f"Under torchrun {recipe.ranks}: "
             f"torchrun --nproc-per-node 4 -m torchrl_dist train {name} --env {recipe.config().env}",
         )
@@ -291,14 +324,14 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
             "--resume",
             action="store_true",
             help="continue the run in the output folder, with the run's configuration and buffer; "
-            "options given here override the saved ones",
+            "options given here override the saved options",
         )
         parser.add_argument(
             "--config",
             dest="config_file",
             metavar="FILE",
             help="YAML file with any of the options below, named with underscores; options on the "
-            "command line override it",
+            "command line override the file",
         )
         parser.add_argument(
             "--print-config",
@@ -310,7 +343,8 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
             type=at_least(1),
             metavar="N",
             help="train with N seeds from --seed on, one after the other, each in its own folder "
-            "in OUTPUT_DIR (default: runs/RECIPE-ENV-seeds), and plot their mean and range",
+            "in OUTPUT_DIR (default: runs/RECIPE-ENV-seeds), and plot the mean and the range of "
+            "their returns",
         )
         add_options(parser, recipe.config)
         parser.add_argument(
@@ -346,7 +380,7 @@ def _train(options: argparse.Namespace) -> int:
     if forks and options.resume:
         _say(f"resuming the run in {_short(here.output_path)}")
     elif forks and unset:
-        _say("measuring how many processes pay")
+        _say("measuring how many processes pay off")
     elif forks:
         number = sum(here.roles(None).values())
         _say(f"starting {number} process{'es' * (number > 1)}")
@@ -378,9 +412,9 @@ def _train(options: argparse.Namespace) -> int:
             from .runtime import ForkServer, local_cluster, session
 
             server = None
-            if forks:  # before any user code runs
+            if forks:  # forked before any user code runs
                 server = stack.enter_context(ForkServer(fork=True))
-        look_at(config.env, discrete=config.discrete)
+        look_at(config.env, continuous=config.continuous)
         resume = claim(
             config.output_path,
             checkpoint=config.checkpoint_path,
@@ -390,6 +424,7 @@ def _train(options: argparse.Namespace) -> int:
             resume=options.resume,
             held=stack,
         )
+        stack.push(lambda kind, *_: _say_kept(config, launched) if kind in _INTERRUPTS else None)
         if resume:
             saved = config_to_resume(recipe.config, config.checkpoint_path, given)
             config = dataclasses.replace(saved, output_dir=here.output_dir)
@@ -427,9 +462,11 @@ def _train(options: argparse.Namespace) -> int:
             )
         job = stack.enter_context(opened)
         result = run(config, job, resume=resume)
-    # srun --unbuffered gives each task a terminal, but writes to a file
+    # srun --unbuffered gives each task a terminal although its output goes to a file
     at_terminal = sys.stdout.isatty() and "SLURM_STEP_ID" not in os.environ
     if options.json or not at_terminal:
+        if result["stopped_by"] is not None:
+            _say_kept(config, launched)
         return _print_result(result)
     print(own_files.printable(_summary(result, config, launched), lines=True), flush=True)
     return _exit_code(result)
@@ -440,8 +477,9 @@ def _train_seeds(options: argparse.Namespace, config: Any, given: dict[str, Any]
 
     if launcher := {"RANK", "SLURM_PROCID"} & os.environ.keys():
         raise ConfigurationError(
-            f"--seeds: got it in a job with {min(launcher)}, expected no launcher, because each "
-            "seed is a job of its own; for Slurm write torchrl-dist slurm --seeds 0-4 -- train ..."
+            f"--seeds was given in a job of a launcher, which set {min(launcher)}; expected no "
+            "launcher, because each seed is a separate job; for Slurm write torchrl-dist slurm "
+            "--seeds 0-4 -- train ..."
         )
     result, code = train_seeds(config, given, options.seeds, resume=options.resume, say=_say)
     if options.json or not sys.stdout.isatty():
@@ -469,22 +507,24 @@ def _figure(mean: float | None) -> str:
 
 
 def _check_shape(saved: Any, here: Any, launched: int) -> None:
-    """Refuse to resume if the command line gives other roles than the saved configuration."""
+    """Refuse to resume if the roles on the command line differ from those in the saved
+    configuration."""
     if saved.roles(launched) == here.roles(launched):
         return
     names = [name for name in ("learners", "collectors") if hasattr(saved, name)]
     differ = [name for name in names if getattr(saved, name) != getattr(here, name)]
     options = " ".join(f"--{name} {getattr(saved, name)}" for name in differ)
     raise ConfigurationError(
-        f"the run in {here.output_path} has {options}, not those given here: pass these or "
-        "new numbers to every rank, because only the first rank reads the checkpoint"
+        f"the run in {here.output_path} was started with {options}, but the command line of this "
+        "rank says otherwise; only the first rank reads the checkpoint, so pass these options to "
+        "every rank, with the numbers of the run or with new numbers"
     )
 
 
 @contextlib.contextmanager
 def _unsearched_imports() -> Iterator[None]:
-    """Turn off garbage collection during imports: it takes 1/4 of their time, and they leave no
-    garbage."""
+    """Turn off garbage collection during imports, because it would take a quarter of the time of
+    the imports, although imports leave no garbage."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -495,7 +535,7 @@ def _unsearched_imports() -> Iterator[None]:
 
 
 def _process_groups(config: Any, roles: dict[str, int]) -> dict[str, str] | None:
-    """Return the backend of the learners' torch.distributed group. None for a single learner."""
+    """Return the backend of the learners' torch.distributed group, or None for a single learner."""
     if roles["learner"] == 1:
         return None
     import torch
@@ -505,7 +545,7 @@ def _process_groups(config: Any, roles: dict[str, int]) -> dict[str, str] | None
 
 
 def _serve_rank_zero(config: Any, launched: int | None) -> int:
-    global _has_served
+    global _may_abort
     with _unsearched_imports():
         import torch
 
@@ -516,12 +556,12 @@ def _serve_rank_zero(config: Any, launched: int | None) -> int:
     groups = _process_groups(config, roles)
     with session(roles, timeout_s=config.timeout_s, process_group=groups) as job:
         job.serve()
-    _has_served = True
+    _may_abort = True
     return 0
 
 
 def _print_result(result: dict[str, Any]) -> int:
-    # JSON has no NaN
+    # print null instead of NaN, because JSON has no NaN
     finite = json.loads(json.dumps(result), parse_constant=lambda _: None)
     print(json.dumps(finite), flush=True)
     return _exit_code(result)
@@ -535,10 +575,9 @@ def _summary(result: dict[str, Any], config: Any, launched: int | None) -> str:
     """Return five lines for a user at a terminal: the result, and what to do next."""
     mean, stopped = result["mean_return"], result["stopped_by"]
     folder = shlex.quote(_short(config.output_path))
-    again = f"--resume --output-dir {folder}"
+    again = _resumption(config, launched)
     if stopped is None:  # this run has all its frames
         again += f" --total-frames {2 * result['frames']}"
-    start = "" if launched is None else "start the ranks again, with "
     end = "" if stopped is None else f", stopped by {stopped}"
     learned = "no evaluation yet"
     if mean is not None:
@@ -548,15 +587,37 @@ def _summary(result: dict[str, Any], config: Any, launched: int | None) -> str:
             f"{config.recipe} on {config.env}, seed {config.seed}: {result['frames']:,} frames, "
             f"{result['updates']:,} updates, {result['seconds']:,.0f} s{end}",
             learned,
-            f"play:   torchrl-dist play {folder}",
-            f"resume: {start or f'torchrl-dist train {config.recipe} '}{again}",
+            f"play:   {_command()} play {folder}",
+            f"resume: {again}",
             f"look:   tensorboard --logdir {folder}, or learning_curve.png in it",
         )
     )
 
 
+def _resumption(config: Any, launched: int | None) -> str:
+    """Return how to resume a run."""
+    start = f"{_command()} train {config.recipe}"
+    if launched is not None:
+        start = "start the ranks again, with"
+    return f"{start} --resume --output-dir {shlex.quote(_short(config.output_path))}"
+
+
+def _say_kept(config: Any, launched: int | None) -> None:
+    """If a run that was stopped has a checkpoint, say where it is and how to resume the run."""
+    if config.checkpoint_path.is_file():
+        _say(f"kept {_short(config.output_path)}; resume: {_resumption(config, launched)}")
+
+
+def _command() -> str:
+    """Return what starts this program in the user's shell: its name, or its path."""
+    program = Path(sys.argv[0])
+    if program.name != "torchrl-dist" or shutil.which(program.name):
+        return "torchrl-dist"
+    return shlex.quote(_short(program.absolute()))
+
+
 def _short(path: Path) -> str:
-    """Return ``path``, relative to the working directory if it is inside."""
+    """Return ``path``, relative to the working directory if it is inside that directory."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
@@ -657,9 +718,10 @@ def _add_clean(commands: argparse._SubParsersAction) -> None:
         help="list replay buffers that jobs left behind, or remove those of dead jobs",
         description=(
             "List replay directories, and say whether each is in use, kept, or left behind by a "
-            "job. --remove removes the directories whose job cannot be started again. It also "
-            "removes a replay directory that you name, even if it was kept or its job might be "
-            "started again. It never removes files of other users, or files that a process uses."
+            "job. --remove removes the directories whose job cannot be started again. --remove "
+            "also removes a replay directory that you name, even if it was kept or its job might "
+            "be started again. --remove never removes files of other users, or files that a "
+            "process uses."
         ),
     )
     clean.add_argument(
@@ -731,8 +793,11 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
         (replay, "the shared replay buffer compared with other buffers"),
         (collect, "how busy collectors keep the cores, compared with other collectors"),
         (remote, "a replay buffer in other processes, with every row sent by RPC"),
-        (law, "the sampling law of a buffer spread over workers, compared with a single buffer's"),
-        (ddp, "from which batch and network size several learner ranks pay off"),
+        (
+            law,
+            "how often a buffer spread over workers draws each row, compared with a single buffer",
+        ),
+        (ddp, "from which batch size and network size on several learner ranks pay off"),
         (learner, "how fast the recipes' gradient steps are, compared with plain PyTorch"),
         (checkpoint, "how long a checkpoint of a replay buffer takes, compared with a plain copy"),
         (plan, "the planner's predictions compared with measurements"),

@@ -2,10 +2,10 @@
 
     TorchRLDistError (RuntimeError)
     +-- ConfigurationError (ValueError)   an argument or an environment variable is invalid
-    +-- DeadlineError (TimeoutError)      a wait reached its deadline; names what it waited for
+    +-- DeadlineError (TimeoutError)      a wait reached its deadline; the message says for what
     |   +-- RateLimitError                a sample or a write waited for a buffer's rate limiter
     +-- PeerLostError (ConnectionError)   another process of the job is gone
-    +-- RemoteError                       a call raised in another process; has its traceback
+    +-- RemoteError                       a call raised in another process; has the traceback
     +-- DirectoryError                    a replay directory cannot be used as asked
     +-- CheckpointError                   a checkpoint is missing, damaged or not from this package
     +-- DriftError                        tensors that must be equal on all ranks differ
@@ -33,12 +33,13 @@ class ConfigurationError(TorchRLDistError, ValueError):
 
 
 class DeadlineError(TorchRLDistError, TimeoutError):
-    """A wait reached its deadline. The message says what it waited for and how long."""
+    """A wait reached its deadline. The message says for what the process waited, and for how
+    long."""
 
 
 class RateLimitError(DeadlineError):
-    """A sample or a write waited for a replay buffer's rate limiter until its deadline, or would
-    have waited indefinitely.
+    """A sample or a write waited for a replay buffer's rate limiter until the deadline of the call,
+    or would have waited indefinitely.
 
     The message says what was missing. Nothing was sampled or written.
     """
@@ -49,12 +50,12 @@ class PeerLostError(TorchRLDistError, ConnectionError):
 
 
 class RemoteError(TorchRLDistError):
-    """A call raised in another process.
+    """A call raised an error in another process.
 
     Attributes:
-        peer: name of the process, such as ``"collector2"``.
+        peer: name of that process, such as ``"collector2"``.
         host: name of its machine.
-        remote_traceback: the traceback, as formatted in that process.
+        remote_traceback: the traceback of the error, as formatted in that process.
     """
 
     def __init__(self, message: str, *, peer: str, host: str, remote_traceback: str) -> None:

@@ -1,8 +1,8 @@
 """Renew locks in forked children, and import libraries so that a process stays safe to fork.
 
-If another thread holds a lock during ``os.fork``, the child has a copy of the lock but not that
+If another thread holds a lock during ``os.fork``, the child has a copy of the lock but not of that
 thread, so the copy is never released. Each owner of locks registers a function here that makes new
-locks. One handler calls these functions in every child, before anything else runs there.
+locks. One handler calls these functions in every child, before anything else runs in the child.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 
-# Environment variables for imports before a fork. By default, the libraries start threads when they
-# are imported. Also, torch asks CUDA's runtime whether CUDA is available, and CUDA is then unusable
-# in forked children. The last variable silences TensorPipe's warnings about a lost peer, which
-# would otherwise come from every child.
+# Environment variables for imports before a fork. Without the first four, the libraries start
+# threads when they are imported, and torch asks CUDA's runtime whether CUDA is available, which
+# makes CUDA unusable in forked children. The last variable silences TensorPipe's warnings about a
+# lost peer, which would otherwise come from every child.
 TO_BE_FORKED = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -35,7 +35,7 @@ def now_and_in_children(owner: _T, renew: Callable[[_T], None]) -> None:
     """Call ``renew(owner)`` now, and again in every forked child while the owner lives.
 
     Args:
-        owner: only a weak reference to it is kept.
+        owner: only a weak reference to the owner is kept.
         renew: a function of the class or module, not bound to the owner. It makes new locks and
             repairs state that another thread may have left half changed. Must not block.
     """
@@ -45,8 +45,8 @@ def now_and_in_children(owner: _T, renew: Callable[[_T], None]) -> None:
 
 
 def renewed(owner: Any, name: str, make: Callable[[], _T]) -> _T:
-    """Return ``make()``, such as a new lock. In every forked child, the owner's attribute ``name``
-    gets another one."""
+    """Return ``make()``, such as a new lock. In every forked child, set the owner's attribute
+    ``name`` to the result of another ``make()``."""
 
     def renew(owner: Any) -> None:
         setattr(owner, name, make())
@@ -64,7 +64,8 @@ def _renew_all() -> None:
             continue
         try:
             key[1](owner)
-        except Exception as error:  # the other owners' functions must still run
+        # continue, because the functions of the other owners must still run
+        except Exception as error:
             sys.excepthook(type(error), error, error.__traceback__)
 
 
@@ -73,10 +74,11 @@ os.register_at_fork(after_in_child=_renew_all)
 
 @contextlib.contextmanager
 def imports_to_be_forked() -> Iterator[None]:
-    """Set the variables of ``TO_BE_FORKED``, and hide the GPUs, within this context; import the
-    libraries in it.
+    """Within this context, set the variables of ``TO_BE_FORKED`` and hide the GPUs. Import the
+    libraries within this context.
 
-    TorchRL counts the GPUs when it is imported, and NVIDIA's libraries then start a thread."""
+    The GPUs are hidden because TorchRL counts them when it is imported, and NVIDIA's libraries then
+    start a thread."""
     variables = {**TO_BE_FORKED, "CUDA_VISIBLE_DEVICES": ""}
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)

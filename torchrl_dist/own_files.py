@@ -1,11 +1,11 @@
-"""Use only files and folders that no other user of the machine made, changed or can replace.
+"""Use only files and folders that no other user of the machine has made or changed, or can replace.
 
-Several users share ``/tmp`` and ``/dev/shm``. Any of them can create a folder there that another
-user is about to use, and put links, pipes or huge files into it. Therefore this module uses a
-folder only if this process made it, with mode 0700, or if it belongs to this user and other users
-cannot write to it. Only plain files of this user are opened. Everything else is refused with a
-reason (:class:`NotOurs`). From the topmost parent that all users can write to, the parents are
-checked, too, because another user could replace a folder below it.
+Several users share ``/tmp`` and ``/dev/shm``. Any user can create a folder there that another user
+is about to use, and put links, pipes or huge files into this folder. Therefore this module uses a
+folder only if this process made it, with mode 0700, or if the folder belongs to this user and other
+users cannot write to it. Only plain files of this user are opened. Everything else is refused with
+a reason (:class:`NotOurs`). If all users can write to a parent, the owners of this parent and of
+all folders below it are checked, too, because another user could replace one of these folders.
 
 ``TORCHRL_DIST_GROUP`` names a Unix group whose members this user trusts. Folders of that group may
 belong to any member and be writable by all members.
@@ -35,8 +35,8 @@ _SMALL = 1 << 20
 
 
 class NotOurs(PermissionError):
-    """Another user owns, made or can change this file or folder. The message says which of
-    these."""
+    """Another user owns or made this file or folder, or can change it. The message says which of
+    these is the case."""
 
     def __init__(self, path: str | os.PathLike[str], why: str) -> None:
         super().__init__(errno.EPERM, why, os.fspath(path))
@@ -49,7 +49,7 @@ class NotOurs(PermissionError):
 
 
 def resolved(path: str | os.PathLike[str]) -> Path:
-    """Return the path with all links resolved; it need not exist.
+    """Return the path with all links resolved. The path need not exist.
 
     Raises:
         NotOurs: another user made one of the links, in a folder that all users can write to.
@@ -83,11 +83,11 @@ def resolved(path: str | os.PathLike[str]) -> Path:
 
 
 def make_folder(path: str | os.PathLike[str]) -> bool:
-    """Make a folder (mode 0700) and its missing parents. Return False if the folder existed and is
-    ours.
+    """Make a folder (mode 0700) and its missing parents. Return False if the folder existed and may
+    be used.
 
     Raises:
-        NotOurs: it or a parent of it exists, and another user could change the contents.
+        NotOurs: the folder or a parent of it exists, and another user could change the contents.
         OSError: it cannot be made.
     """
     folder = resolved(path)
@@ -119,7 +119,8 @@ def check_folder(path: str | os.PathLike[str]) -> None:
 
 
 def lock_folder(fd: int) -> bool:
-    """Lock the folder that ``fd`` is open on; return False if another process had locked it.
+    """Lock the folder that ``fd`` is open on; return False if another process had locked the
+    folder.
 
     The lock lasts until all copies of ``fd`` are closed. On network file systems that cannot lock
     folders, the result is always True.
@@ -134,7 +135,7 @@ def lock_folder(fd: int) -> bool:
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether ``folder`` is a folder, not a link to one, and :func:`check_folder` accepts it."""
+    """Whether ``folder`` is a folder (not a link to one) that :func:`check_folder` accepts."""
     try:
         if not stat.S_ISDIR(os.lstat(folder).st_mode):
             return False
@@ -165,7 +166,7 @@ def _check_folder(folder: Path) -> None:
     trusted = _is_trusted(status)
     if status.st_uid != os.geteuid() and not trusted:
         raise NotOurs(
-            folder, f"belongs to {_owner(status)}: expected a new folder, or one of this user's"
+            folder, f"belongs to {_owner(status)}; expected a new folder, or a folder of this user"
         )
     group_writes = status.st_mode & stat.S_IWGRP and not trusted
     if status.st_mode & stat.S_IWOTH or (group_writes and not _is_alone_in(status, folder)):
@@ -173,7 +174,7 @@ def _check_folder(folder: Path) -> None:
             folder,
             f"can be written to by other users: run chmod go-w {folder}"
             + (
-                f", or set {GROUP}=NAME if you trust all members of its group"
+                f", or set {GROUP}=NAME if you trust all members of the folder's group"
                 if group_writes
                 else ""
             ),
@@ -181,14 +182,14 @@ def _check_folder(folder: Path) -> None:
 
 
 def _is_strange(status: os.stat_result) -> bool:
-    """Whether a user other than this one and root owns it."""
+    """Whether the owner is neither this user nor root, and is not trusted."""
     return status.st_uid not in _administrators() | {os.geteuid()} and not _is_trusted(status)
 
 
 @functools.cache
 def _administrators() -> frozenset[int]:
-    """Return root's user ids. In a user namespace, root outside of it appears as the overflow
-    id."""
+    """Return root's user ids. In a user namespace, the root user outside of the namespace appears
+    as the overflow id."""
     try:
         mapped = Path("/proc/self/uid_map").read_text().split() != ["0", "0", "4294967295"]
         overflow = int(Path("/proc/sys/kernel/overflowuid").read_text())
@@ -209,7 +210,8 @@ def _is_trusted(status: os.stat_result) -> bool:
 
 
 def _is_alone_in(status: os.stat_result, folder: Path) -> bool:
-    """Whether the group that may write is the private group that distributions create per user."""
+    """Whether the group that may write is the private group that Linux distributions create for
+    each user."""
     try:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(status.st_gid)
         others = "system.posix_acl_access" in os.listxattr(folder)
@@ -259,7 +261,8 @@ def user_folders() -> list[Path]:
 
 
 def is_user_folder(path: Path) -> bool:
-    """Whether ``path`` has the name of a user folder and is ours. The folder may be anywhere."""
+    """Whether ``path`` has the name of a user folder, and :func:`is_ours` accepts it. The folder
+    may be anywhere."""
     pattern = rf"torchrl_dist-{os.geteuid()}(\.[0-9a-f]{{16}})?"
     return re.fullmatch(pattern, path.name) is not None and is_ours(path)
 
@@ -279,7 +282,7 @@ def _memory() -> Path:
 
 
 def open_new(path: str | os.PathLike[str]) -> int:
-    """Create a file with mode 0600; return a descriptor to read and write it.
+    """Create a file with mode 0600; return a descriptor to read and write the file.
 
     Raises:
         FileExistsError: the file exists.
@@ -291,9 +294,9 @@ def open_ours(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
     """Open a plain file of this user, or with ``os.O_DIRECTORY`` a folder; return a descriptor.
 
     Raises:
-        NotOurs: it is a link, a pipe or another special file, or it belongs to another user.
+        NotOurs: the path is a link, a pipe or another special file, or belongs to another user.
     """
-    # Without O_NONBLOCK, opening a pipe would wait for its other end.
+    # Without O_NONBLOCK, opening a pipe would wait until its other end is opened.
     try:
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -314,10 +317,11 @@ def open_ours(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
 
 
 def open_named(path: str | os.PathLike[str], *, append: bool) -> TextIO:
-    """Open a file that the user named for results, to write text; create it if it is missing.
+    """Open a file that the user named for results, to write text; create the file if it is missing.
 
     Raises:
-        NotOurs: it belongs to another user, or is a link or a pipe that another user may have made.
+        NotOurs: the file belongs to another user, or is a link or a pipe that another user may have
+            made.
     """
     if Path(path).is_relative_to("/dev") and not Path(path).is_relative_to(_MEMORY):
         return open(path, "w")  # such as /dev/stdout
@@ -331,17 +335,18 @@ def read_ours(path: str | os.PathLike[str], most: int = _SMALL) -> str:
     """Return the text of a small file of this user.
 
     Raises:
-        NotOurs: it is not a plain file, or it belongs to another user.
-        OSError: it does not exist, or it has more than ``most`` bytes.
+        NotOurs: the file is not a plain file, or belongs to another user.
+        OSError: the file does not exist, or has more than ``most`` bytes.
     """
     return _read(open_ours(path), path, most)
 
 
 def open_plain(path: str | os.PathLike[str]) -> int:
-    """Open a plain file of any user that the caller chose by name; return a descriptor to read it.
+    """Open a plain file that the caller chose by name and that may belong to any user. Return a
+    descriptor to read the file.
 
     Raises:
-        NotOurs: it is a pipe or another special file.
+        NotOurs: the file is a pipe or another special file.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -380,8 +385,8 @@ def atomic_write(
     Args:
         path: in a folder of this user. A link there is replaced, not followed.
         write: called with the file, open for bytes.
-        meanwhile: the new file's path until the file is complete. Default: ``.NAME.tmp`` next to
-            it.
+        meanwhile: the new file's path until the file is complete. The default is ``.NAME.tmp`` next
+            to ``path``.
         sync: whether the bytes must be on disk before the new file replaces ``path``.
     """
     path = Path(path)
@@ -394,10 +399,18 @@ def atomic_write(
             if sync:
                 os.fsync(file.fileno())
         os.replace(meanwhile, path)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError):
+            name_file(error, path)  # write() and fsync() name none
         with contextlib.suppress(OSError):
             meanwhile.unlink(missing_ok=True)
         raise
+
+
+def name_file(error: OSError, path: Path) -> None:
+    """Name the file in an error of the operating system that names none."""
+    if error.errno is not None and error.filename is None:
+        error.filename = str(path)
 
 
 def temporary(path: Path) -> Path:
@@ -409,7 +422,7 @@ def temporary(path: Path) -> Path:
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    """Escape control characters, which a terminal would obey. With ``lines``, line ends are
+    """Escape control characters, because a terminal would obey them. With ``lines``, line ends are
     kept."""
     return "".join(
         each

@@ -1,7 +1,8 @@
 """Predict the speed of a job in frames/s from measured costs and a layout of processes.
 
 This module only computes; ``torchrl_dist.plan`` measures and starts processes. Durations named CPU
-are seconds of one core; all others are seconds of wall-clock time. The model has three parts:
+are seconds of one core; all other durations are seconds of wall-clock time. The model has three
+parts:
 
 **Processes that share cores.** A process steps its environments, which takes CPU time D and idle
 time Z (asleep, on a GPU, in another process), and repeats. P such processes on C cores are an
@@ -14,14 +15,14 @@ the throughput X depends only on the means D and Z::
 and Z: Baskett, Chandy, Muntz and Palacios, J. ACM 22(2), 1975.)
 
 **A learner that takes one message after the other.** The learner spends m seconds on a message, b
-on a byte, and u on learning from a frame. So X is at most 1 / (m / F + b * B + u), if a message has
-F frames of B bytes. With a policy lag, the workers step while the learner works. Without a lag, the
-learner's seconds add to each round.
+seconds on a byte, and u seconds on learning from a frame. So X is at most 1 / (m / F + b * B + u)
+if a message has F frames of B bytes. With a policy lag, the workers step while the learner works.
+Without a lag, the learner's seconds are added to each round.
 
 **Waiting for the slowest.** A round ends with the slowest of W rollouts. The time of a rollout is a
-sum of K step times. The model takes it as lognormal with spread s / sqrt(K), where s is the
+sum of K step times. In the model, this time is lognormal with spread s / sqrt(K), where s is the
 relative spread of one step (Fenton, IRE Trans. 8(1), 1960). If F is its distribution function, the
-mean of the longest is E[max] = integral of F^-1(u^(1/W)) over 0 < u < 1.
+mean of the longest time is E[max] = integral of F^-1(u^(1/W)) over 0 < u < 1.
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ import numpy as np
 from torchrl_dist.errors import ConfigurationError
 
 MIN_GAIN = 1.1
-"""The least gain that justifies more processes or nodes, because these must be started and watched,
-and may fail. Besides, predictions are only precise to 10 %."""
+"""The least gain that justifies more processes or nodes. More processes must be started and
+watched, and may fail, and the predictions are only precise to 10 %."""
 
-_POINTS = 1024  # of the integral in `slowest`; 4096 points change it by less than 0.1 %
+# points of the integral in `slowest`; 4096 points change the result by less than 0.1 %
+_POINTS = 1024
 
 
 # ---- what was measured
@@ -51,16 +53,16 @@ class Costs:
     """Costs of one job, as ``torchrl_dist.plan.measure`` measures them on a node.
 
     Attributes:
-        step_cpu_s: pairs ``(envs, CPU seconds)`` in ascending order. Each is the cost of one step
-            of that many envs in one process, including policy, rollout loop and resets.
-        idle_s: idle time of one env's step, if a process steps its envs one after the other. For a
+        step_cpu_s: pairs ``(envs, CPU seconds)`` in ascending order. Each pair has the cost of one
+            step of that many envs in one process, including policy, rollout loop and resets.
+        idle_s: idle time in one env's step, if a process steps its envs one after the other. For a
             vectorized env, the idle time of a step of all its envs, divided by their number.
         spread: standard deviation of one env's step time over its mean.
         frame_bytes: bytes of one frame in a message.
         message_worker_s, message_learner_s: CPU per message, independent of its size.
         byte_worker_s, byte_learner_s: additional CPU per byte.
-        process_s: additional CPU per message of a node worker, for each env process; counts all
-            processes of the node.
+        process_s: additional CPU of the whole node for each message of a node worker, per env
+            process of this worker.
         latency_s: time from the end of a rollout on the worker until the learner has the batch,
             plus the time from the learner back to the worker.
         broadcast_s: the learner's CPU for sending new weights, per worker.
@@ -112,16 +114,17 @@ class Layout:
     """The processes and envs of a job.
 
     Attributes:
-        nodes: nodes with collectors. The learner is on the first.
-        processes: env processes per node. 0: a single process, in which the learner steps the envs.
+        nodes: nodes with collectors. The learner is on the first node.
+        processes: env processes per node. With 0, there is a single process, in which the learner
+            steps the envs.
         envs: envs per env process, or per group of an env process if there are groups.
         steps: steps of each env in a message.
         node_workers: whether a node sends one message for all of its processes.
-        lag: the maximum policy lag. 0: workers do not step while the learner learns.
-        wait_all: whether a batch has a rollout of every worker. False: only of the workers that
-            deliver first.
-        groups: if the policy runs at the learner, groups of envs per env process. 0: workers run
-            their own policy.
+        lag: the maximum policy lag. With 0, workers do not step while the learner learns.
+        wait_all: whether a batch has a rollout of every worker. If not, a batch has rollouts only
+            of the workers that deliver first.
+        groups: if the policy runs at the learner, groups of envs per env process. With 0, workers
+            run their own policy.
     """
 
     nodes: int = 1
@@ -189,7 +192,7 @@ def machine_repair(processes: int, cpu_s: float, idle_s: float, cores: float) ->
     weights, busy, weight = 1.0, 0.0, 1.0
     for n in range(1, processes + 1):
         weight *= (processes - n + 1) * cpu_s / idle_s / min(n, cores)
-        if weight > 1e200:  # rescale; only ratios count
+        if weight > 1e200:  # rescale, because only ratios count
             weights, busy, weight = weights / weight, busy / weight, 1.0
         weights += weight
         busy += weight * min(n, cores)
@@ -207,7 +210,7 @@ def _normal_quantiles(count: int) -> np.ndarray:
 def slowest(count: int, spread: float) -> float:
     """Return the mean of the longest of ``count`` lognormal durations.
 
-    Their mean is 1 and their standard deviation is ``spread``.
+    The durations have mean 1 and standard deviation ``spread``.
     """
     if count <= 1 or spread <= 0:
         return 1.0
@@ -252,18 +255,18 @@ class _Parts:
         per_process = layout.processes if layout.node_workers else 1
         own_s = costs.message_worker_s + size * costs.byte_worker_s
         own_s += layout.processes * costs.process_s if layout.node_workers else 0.0
-        # Seconds of one step of an env process, for one group.
+        # The seconds in which an env process steps one group.
         self._step_s = step_cpu_s
         self._cpu_s = step_cpu_s + own_s / (per_process * layout.steps * max(1, layout.groups))
         self._idle_s = in_step * costs.idle_s
         self._alone_s = self._step_s + self._idle_s
-        # Seconds of the learner per frame.
+        # The learner's seconds per frame.
         self._message_s = (costs.message_learner_s + size * costs.byte_learner_s) / self._frames
         self._learn_s = costs.learn_s
         if layout.groups:
             self._message_s += costs.request_s / in_step
             wait_s = costs.request_latency_s
-            if layout.groups > 1:  # the process steps its other groups meanwhile
+            if layout.groups > 1:  # the process steps its other groups while one waits
                 wait_s = max(0.0, wait_s - (layout.groups - 1) * self._alone_s) / layout.groups
             self._idle_s += wait_s
 
@@ -293,7 +296,8 @@ class _Parts:
             rate = layout.envs * self._steps_per_s(load)
             load += 0.5 * (min(1.0, rate * learner_s) - load)
         slow = 1.0
-        if layout.wait_all:  # a worker may be up to `lag` rollouts ahead, so differences even out
+        # A worker may be up to `lag` rollouts ahead, so differences between workers even out.
+        if layout.wait_all:
             count = layout.envs * layout.steps * (1 + layout.lag)
             slow = slowest(layout.stepping, self._costs.spread / math.sqrt(count))
         return self._result(rate / slow, slow)
@@ -342,7 +346,7 @@ def time_to(frames: float, prediction: Prediction, layout: Layout, costs: Costs)
 def rank(costs: Costs, layouts: Iterable[Layout], cores: int) -> list[tuple[Layout, Prediction]]:
     """Predict all layouts and sort them, fastest first.
 
-    Among layouts within 1 % of each other, the one with fewer processes comes first.
+    Among layouts within 1 % of each other, the layout with fewer processes comes first.
     """
     known = [(layout, predict(costs, layout, cores)) for layout in layouts]
     return sorted(
@@ -372,7 +376,8 @@ class Verdict:
 
 
 def decide(ranked: Sequence[tuple[Layout, Prediction]]) -> Verdict:
-    """Choose the smallest kind of job unless a larger kind is faster by the factor ``MIN_GAIN``."""
+    """Choose the smallest kind of job (one process, one node, several nodes), unless a larger kind
+    is faster by the factor ``MIN_GAIN``."""
 
     def best(kept: Iterable[tuple[Layout, Prediction]]) -> tuple[Layout, Prediction] | None:
         return max(kept, key=lambda each: each[1].frames_per_s, default=None)

@@ -19,8 +19,8 @@ def table(
 ) -> Any:
     """Return a table of ``rich``. Without a title it has no box.
 
-    Columns in ``left`` or ``folded`` are aligned to the left. All others are figures: they are
-    aligned to the right, and their lines are not broken.
+    Columns in ``left`` or ``folded`` are aligned to the left. All other columns contain figures.
+    Figures are aligned to the right, and their lines are not broken.
     """
     from rich.table import Table
 
@@ -38,14 +38,14 @@ def table(
 
 
 def show_table(*what: Any, width: int | None = 100, **how: Any) -> None:
-    """Print a :func:`table`, which has the same arguments."""
+    """Print a table. The arguments are those of :func:`table`."""
     from rich.console import Console
 
     Console(width=width).print(table(*what, **how))
 
 
 def at_least(least: int, kind: type = int) -> Callable[[str], Any]:
-    """Return a parser of finite numbers, which refuses those below ``least``."""
+    """Return a parser of finite numbers that refuses numbers below ``least``."""
 
     def parse(text: str) -> Any:
         with contextlib.suppress(ValueError):
