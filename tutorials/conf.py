@@ -34,7 +34,7 @@ myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 html_math_renderer = "mathml"  # see setup
 copybutton_exclude = ".linenos, .gp, .go"
-autosummary_generate = False  # the pages in api/ list their classes themselves
+templates_path = ["_templates"]
 suppress_warnings = ["mystnb.unknown_mime_type"]
 
 html_theme = "furo"
@@ -57,6 +57,41 @@ INVENTORIES = {
     "torchrl": "https://docs.pytorch.org/rl/stable/",
     "gymnasium": "https://gymnasium.farama.org/",
 }
+
+
+# The members on the page of each class. Others serve TorchRL or this package, or are inherited.
+MEMBERS = {
+    "RPCBatchedCollector": "closed, policy_version, update_policy_weights_, iterator, next, start, is_running, pause, async_shutdown, stats, set_seed, get_attr, set_attr, call, render, reset, state_dict, load_state_dict, shutdown",
+    "CollectReport": "shares",
+    "DistributedLoss": "no_sync, set_rows, check_drift, close",
+    "Ranks": "is_first, exchange, any, on_first, sums, means, own, seed, report, all_reduce, add_up",
+    "Rank": "state",
+    "TrainedPolicy": "predict",
+    "Session": "role, is_driver, of_role, check_peers, lost, lost_reason, pid_of, remote, call, submit, stop_requested, stop_signal, wait_stop, serve, barrier, on_leave, on_end, close",
+    "Remote": "call, submit",
+    "Peer": "name",
+    "World": "one_node, starter, from_env",
+    "ForkServer": "close",
+    "SharedMemmapStorage": "limiter, limiter_counts, directory, close, shape, write_count, next_slot, generations_of, write_at, fill_once, empty, get",
+    "SharedCursorWriter": "extend, write_at, generations_of",
+    "SharedMaxValueWriter": "extend",
+    "SharedReplayBuffer": "extend, add, sample, update_tensordict_priority, update_priority, update_if_present, stats, dumps, loads",
+    "SharedOfflineToOnlineReplayBuffer": "sample, update_tensordict_priority",
+    "SharedPrioritizedSampler": "alpha, beta, default_priority, sample, update_priority, mark_update",
+    "SharedRandomSampler": "sample",
+    "SharedSliceSampler": "sample, can_sample",
+    "SharedPrioritizedSliceSampler": "sample",
+    "HostedReplayBuffer": "flush, close, release",
+    "ReplayOwner": "capacity, release",
+    "RemoteStorage": "flush, close, counters, shape, write_count, next_slot, limiter, limiter_counts, write_at, empty, generations_of, get",
+    "RPCPrioritizedSampler": "alpha, beta, default_priority, sample, update_priority, mark_update",
+    "RPCRandomSampler": "sample",
+    "RPCSamplerWithoutReplacement": "sample, can_sample",
+    "RPCSliceSampler": "sample, can_sample",
+    "RPCPrioritizedSliceSampler": "sample",
+    "RateLimiter": "range, difference, missing_inserts, missing_samples, check_capacity, check_batch",
+}
+autosummary_context = {"shown": MEMBERS}
 
 
 def answers(url: str) -> bool:
