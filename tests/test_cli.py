@@ -9,6 +9,7 @@ import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,7 @@ from torchrl_dist.recipes.apex.config import ApexConfig
 from torchrl_dist.recipes.catalog import RECIPES
 from torchrl_dist.recipes.parts.networks import QNetwork
 from torchrl_dist.recipes.training.options import flag, from_plain, read_options
+from torchrl_dist.stopping import Stopped
 
 
 def a_policy(path: Path, env: str = "CartPole-v1") -> Path:
@@ -236,6 +238,58 @@ cli.console()
     refusal = [*shell, '"$0" -m torchrl_dist train apex --gamma 7 2>&-', sys.executable]
     done = subprocess.run(refusal, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_a_command_ends_with_its_code_while_a_thread_computes_in_torch(tmp_path: Path) -> None:
+    """Python's finalization aborts the process where such a thread asks for the interpreter."""
+    code = """
+import atexit, sys, threading, time, torch
+from torchrl_dist import cli
+def compute():
+    ones = torch.ones(64, 64)
+    while True:
+        torch.add(ones, ones)
+def write():
+    time.sleep(0.5)
+    print("written by a normal thread", flush=True)
+def main():
+    atexit.register(print, "an exit function", flush=True)
+    for _ in range(3):
+        threading.Thread(target=compute, daemon=True).start()
+    threading.Thread(target=write).start()
+    if sys.argv[1] == "raise":
+        raise ZeroDivisionError("of a command")
+    return 5
+cli.main = main
+cli.console()
+"""
+    for how, status in (("return", 5), ("raise", 1)):
+        command = [sys.executable, "-c", code, how]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == status, done
+        assert done.stdout == "written by a normal thread\nan exit function\n"
+        assert ("ZeroDivisionError: of a command" in done.stderr) == (status == 1)
+
+
+@pytest.mark.parametrize(
+    ("interrupt", "code"), [(KeyboardInterrupt(), 130), (Stopped(128 + signal.SIGTERM), 143)]
+)
+@pytest.mark.parametrize("error", [RuntimeError("half-done"), ConfigurationError("half-done")])
+def test_an_interrupt_stays_one_although_the_clean_up_fails(
+    interrupt, code, error, capsys, monkeypatch
+) -> None:
+    def interrupted(options: object) -> None:
+        try:
+            raise interrupt
+        finally:
+            try:
+                raise error
+            except type(error) as first:
+                raise type(error)("told otherwise") from first
+
+    monkeypatch.setattr("torchrl_dist.cli._inspect", interrupted)
+    assert main(["inspect", "x"]) == code
+    assert "half-done" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

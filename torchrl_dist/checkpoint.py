@@ -144,12 +144,12 @@ class _Noting:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self.error: OSError | None = None
+        self.error: BaseException | None = None
 
     def write(self, data: Any) -> int:
         try:
             return self._file.write(data)
-        except OSError as error:
+        except BaseException as error:  # including Ctrl-C
             self.error = error
             raise
 

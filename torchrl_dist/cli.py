@@ -46,7 +46,7 @@ _STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.S
 # threads and exit functions of other modules may delay this process's exit by at most this many
 # seconds
 _END_S = 10.0
-_INTERRUPTS = (KeyboardInterrupt, Stopped)  # of a second stop signal
+_FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a full disk
 _STOPPED = {number.name: 128 + number for number in _STOPS}
 
 
@@ -68,23 +68,24 @@ def console() -> NoReturn:
     try:
         code = main()
         code = _delivered(code)
-    except BrokenPipeError:
+    except Exception as error:
         reader = select.poll()
         reader.register(sys.stdout, 0)
-        if not reader.poll(0):
-            raise  # the broken pipe is not stdout
-        # stdout has no reader any more, as in "torchrl-dist ... | head"
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 128 + signal.SIGPIPE
+        if isinstance(error, BrokenPipeError) and reader.poll(0):
+            # stdout has no reader any more, as in "torchrl-dist ... | head"
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = 128 + signal.SIGPIPE
+        else:
+            sys.excepthook(*sys.exc_info())
     finally:
         _end_in_time(code)
-    if _may_abort:
-        # Run Python's exit functions, but not those of C++ libraries, because RPC's exit function,
-        # or a thread of an interrupted session, sometimes aborts ("terminate called without an
-        # active exception").
-        atexit._run_exitfuncs()
-        _leave(code)
-    sys.exit(code)
+    # Wait for threads and run exit functions as Python does, but do not let Python finalize itself:
+    # a daemon thread that still computes in torch, such as an evaluation that a stop signal cut
+    # short, or RPC's exit function would sometimes abort this process ("terminate called without
+    # an active exception").
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    _leave(code)
 
 
 def _open_standard_streams() -> None:
@@ -150,7 +151,6 @@ def _leave(code: int) -> NoReturn:
 
 
 _is_fresh = False  # whether this process has run nothing before the command
-_may_abort = False
 
 
 def _tell_batch_script(code: int) -> None:
@@ -169,7 +169,6 @@ def _tell_batch_script(code: int) -> None:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    global _may_abort
     try:
         parser = _parser(arguments[:1])
         if not arguments:
@@ -180,26 +179,41 @@ def _run(arguments: Sequence[str]) -> int:
         return exit_.code if isinstance(exit_.code, int) else 1
     try:
         return options.command(options)
-    except Stopped as stopped:
-        _may_abort = True
-        return stopped.code if isinstance(stopped.code, int) else 1
-    except SystemExit as exit_:
-        _say(f"failed: something called sys.exit({'' if exit_.code is None else exit_.code!r})")
-        return 1
-    except (ConfigurationError, CheckpointError, DirectoryError) as error:
-        return _refuse(str(error))
-    except KeyboardInterrupt:
-        _may_abort = True
+    except BaseException as error:
+        return _code_of(error, training=arguments[:1] == ["train"])
+
+
+def _code_of(error: BaseException, *, training: bool) -> int:
+    """Say how the command failed, and return its exit code. Raise an error of an unknown kind."""
+    interrupt = _interrupt_behind(error)
+    if isinstance(interrupt, SystemExit):
+        return interrupt.code if isinstance(interrupt.code, int) else 1
+    if interrupt is not None:
         _say("interrupted")
         return _STOPPED["SIGINT"]
-    except TorchRLDistError as error:
-        _say(f"failed: {error}")
-        return 1
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename is None:
-            raise
-        _say(f"failed: {_without_space(error, training=arguments[:1] == ['train'])}")
-        return 1
+    if isinstance(error, (ConfigurationError, CheckpointError, DirectoryError)):
+        return _refuse(str(error))
+    if isinstance(error, SystemExit):
+        text = f"something called sys.exit({'' if error.code is None else repr(error.code)})"
+    elif isinstance(error, TorchRLDistError):
+        text = str(error)
+    elif isinstance(error, OSError) and error.filename is not None and error.errno in _FULL:
+        text = _without_space(error, training=training)
+    else:
+        raise error
+    _say(f"failed: {text}")
+    return 1
+
+
+def _interrupt_behind(error: BaseException | None) -> KeyboardInterrupt | Stopped | None:
+    """Return the second stop signal that led to ``error``.
+
+    It is not always ``error`` itself. It may interrupt any line, so the clean-up of a half-done
+    step may raise another error.
+    """
+    while error is not None and not isinstance(error, (KeyboardInterrupt, Stopped)):
+        error = error.__context__
+    return error
 
 
 def _without_space(error: OSError, *, training: bool) -> str:
@@ -424,7 +438,9 @@ def _train(options: argparse.Namespace) -> int:
             resume=options.resume,
             held=stack,
         )
-        stack.push(lambda kind, *_: _say_kept(config, launched) if kind in _INTERRUPTS else None)
+        stack.push(
+            lambda _, error, __: _say_kept(config, launched) if _interrupt_behind(error) else None
+        )
         if resume:
             saved = config_to_resume(recipe.config, config.checkpoint_path, given)
             config = dataclasses.replace(saved, output_dir=here.output_dir)
@@ -545,7 +561,6 @@ def _process_groups(config: Any, roles: dict[str, int]) -> dict[str, str] | None
 
 
 def _serve_rank_zero(config: Any, launched: int | None) -> int:
-    global _may_abort
     with _unsearched_imports():
         import torch
 
@@ -556,7 +571,6 @@ def _serve_rank_zero(config: Any, launched: int | None) -> int:
     groups = _process_groups(config, roles)
     with session(roles, timeout_s=config.timeout_s, process_group=groups) as job:
         job.serve()
-    _may_abort = True
     return 0
 
 

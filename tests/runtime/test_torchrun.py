@@ -123,6 +123,8 @@ def test_after_a_lost_rank_torchrun_restarts_all_and_they_meet_again(tmp_path):
 def the_driver_waits_for_a_stop(folder: str) -> None:
     with session(ROLES, timeout_s=30) as me:
         if me.role == "learner":
+            # it answers once its session is open, which also handles signals from then on
+            me.call(me.peers[1], os.getpid)
             Path(folder, "ready").touch()
             assert me.wait_stop(40)
             answer = me.call(me.peers[1], os.getpid)
@@ -138,7 +140,8 @@ def test_a_signal_to_torchrun_lets_the_driver_finish_through_the_others(tmp_path
 
     job = run_job(the_driver_waits_for_a_stop, {"folder": str(tmp_path)}, nproc=2,
                   on_start=interrupt)  # fmt: skip
-    assert (tmp_path / "answer").read_text() == "True", str(job)
+    assert (tmp_path / "answer").exists(), str(job)
+    assert (tmp_path / "answer").read_text() == "True"
 
 
 SLURM_TASK = """

@@ -116,10 +116,9 @@ class Pulse:
         self._waiting_since = time.time()
         if self._thread is None and not self._end.is_set():
             remove_pulses_of_the_dead()
-            self._thread = threading.Thread(
-                target=self._run, name="torchrl_dist-pulse", daemon=True
-            )
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="torchrl_dist-pulse", daemon=True)
+            thread.start()
+            self._thread = thread  # started, because Ctrl-C may come in between, and close() joins
 
     def took(self, frames_by_worker: Mapping[int, int]) -> None:
         """Record that the caller has got a batch. ``frames_by_worker`` has all frames so far, by
