@@ -202,13 +202,12 @@ def test_frames_that_rows_share_are_refused_and_other_values_are_not(folder: Pat
 # --- while others read, write and die ------------------------------------------------------------
 
 
-def patch_for(folder: Path, seconds: float, seed: int) -> None:
-    """Patch random rows, which all processes read, for some time."""
+def patch_until(end: Path, folder: Path, seed: int) -> None:
+    """Patch random rows, which all processes read, until the file ``end`` exists."""
     rb = make(folder, 64)
     rng = torch.Generator().manual_seed(seed)
-    end = time.monotonic() + seconds
     value = 10_000 * (seed + 1)
-    while time.monotonic() < end:
+    while not end.exists():
         batch = rb.sample()
         value += 10
         index, stamps = batch["index"], batch["index_generation"]
@@ -229,25 +228,30 @@ def assert_whole(batch: TensorDict) -> None:
 def test_no_row_is_torn_by_patches(folder: Path, tmp_path: Path, unit: Sequence | None) -> None:
     rb = make(folder, 64, sample_unit=unit)
     rb.extend(rows(64))
-    writers = [start(patch_for, folder, 4.0, seed) for seed in range(2)]
-    end = time.monotonic() + 3.5
-    reads = 0
-    while time.monotonic() < end:
-        assert_whole(rb.sample())
-        assert_whole(rb.storage[:])
-        reads += 1
-        if reads % 50 == 0:
-            rb.dumps(tmp_path / "dump")
-            copy = SharedReplayBuffer(
-                storage=SharedMemmapStorage(64, scratch_dir=f"{folder}-copy", job_id="copy"),
-                batch_size=8,
-                priority_key="priority",
-            )
-            copy.loads(tmp_path / "dump")
-            assert_whole(copy[:])
-            copy.storage.close()
+    writers = [start(patch_until, tmp_path / "end", folder, seed) for seed in range(2)]
+    words = rb.storage.directory.words
+    start_s = time.monotonic()
+    reads, enough = 0, False
+    try:
+        while (spent := time.monotonic() - start_s) < 3.5 or (not enough and spent < 60):
+            assert_whole(rb.sample())
+            assert_whole(rb.storage[:])
+            reads += 1
+            enough = reads > 100 and words[Word.PATCHES] > 200
+            if reads % 50 == 0:
+                rb.dumps(tmp_path / "dump")
+                copy = SharedReplayBuffer(
+                    storage=SharedMemmapStorage(64, scratch_dir=f"{folder}-copy", job_id="copy"),
+                    batch_size=8,
+                    priority_key="priority",
+                )
+                copy.loads(tmp_path / "dump")
+                assert_whole(copy[:])
+                copy.storage.close()
+    finally:
+        (tmp_path / "end").touch()
     assert [end_of(pid) for pid in writers] == [0, 0]
-    assert reads > 100 and rb.storage.directory.words[Word.PATCHES] > 200
+    assert enough, (reads, words[Word.PATCHES])
 
 
 def test_a_process_killed_during_a_patch_leaves_whole_rows(folder: Path) -> None:
