@@ -153,6 +153,7 @@ def test_an_index_below_zero_names_no_row(folder: Path) -> None:
             ValueError,
             "patch must not contain version_key",
         ),
+        ({"version_key": "c64", "version": torch.ones(2) * 1j}, ValueError, "no order"),
         ({"index": torch.tensor([0, 99])}, IndexError, "below 16"),
         ({"generation": torch.tensor([1])}, ValueError, "2 indices and 1 generations"),
         ({"patch": {"text": torch.ones(2)}}, ValueError, "not tensors"),
@@ -161,7 +162,8 @@ def test_an_index_below_zero_names_no_row(folder: Path) -> None:
 )
 def test_wrong_arguments_change_nothing(folder: Path, arguments, error, message) -> None:
     rb = make(folder)
-    rb.extend(rows(4).set("text", NonTensorData("x", batch_size=[4])))
+    text = NonTensorData("x", batch_size=[4])
+    rb.extend(rows(4).set("text", text).set("c64", torch.zeros(4, dtype=torch.complex64)))
     before = rb[:]
     given = {"index": torch.tensor([0, 1]), "generation": torch.tensor([1, 1])}
     given |= {"patch": {"id": torch.tensor([5, 6])}}

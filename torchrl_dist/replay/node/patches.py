@@ -114,6 +114,11 @@ def patch_of(
             f"version_key={version_key!r} holds {list(spec.columns[number].shape)} per row, "
             "expected one number per row; name a key with one number per row"
         )
+    if spec.columns[number].dtype.is_complex:
+        raise ConfigurationError(
+            f"version_key={version_key!r} holds {spec.columns[number].dtype}, which has no order; "
+            "name a key with real numbers"
+        )
     return Patch(columns, number, newer)
 
 
