@@ -289,6 +289,8 @@ def test_an_interrupt_stays_one_although_the_clean_up_fails(
 
     monkeypatch.setattr("torchrl_dist.cli._inspect", interrupted)
     assert main(["inspect", "x"]) == code
+    monkeypatch.setattr("torchrl_dist.cli._parser", interrupted)  # while it imports modules
+    assert main(["inspect", "x"]) == code
     assert "half-done" not in capsys.readouterr().err
 
 

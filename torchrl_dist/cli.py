@@ -68,13 +68,15 @@ def console() -> NoReturn:
     try:
         code = main()
         code = _delivered(code)
-    except Exception as error:
+    except BaseException as error:
         reader = select.poll()
         reader.register(sys.stdout, 0)
         if isinstance(error, BrokenPipeError) and reader.poll(0):
             # stdout has no reader any more, as in "torchrl-dist ... | head"
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = 128 + signal.SIGPIPE
+        elif isinstance(error, KeyboardInterrupt):
+            code = _STOPPED["SIGINT"]
         else:
             sys.excepthook(*sys.exc_info())
     finally:
@@ -83,6 +85,7 @@ def console() -> NoReturn:
     # a daemon thread that still computes in torch, such as an evaluation that a stop signal cut
     # short, or RPC's exit function would sometimes abort this process ("terminate called without
     # an active exception").
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it would only skip a part of the clean-up
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     _leave(code)
@@ -170,14 +173,14 @@ def _tell_batch_script(code: int) -> None:
 
 def _run(arguments: Sequence[str]) -> int:
     try:
-        parser = _parser(arguments[:1])
-        if not arguments:
-            parser.print_help(sys.stderr)
-            return 2
-        options = parser.parse_args(arguments)
-    except SystemExit as exit_:  # argparse: --help, --version, wrong arguments
-        return exit_.code if isinstance(exit_.code, int) else 1
-    try:
+        try:
+            parser = _parser(arguments[:1])
+            if not arguments:
+                parser.print_help(sys.stderr)
+                return 2
+            options = parser.parse_args(arguments)
+        except SystemExit as exit_:  # argparse: --help, --version, wrong arguments
+            return exit_.code if isinstance(exit_.code, int) else 1
         return options.command(options)
     except BaseException as error:
         return _code_of(error, training=arguments[:1] == ["train"])
