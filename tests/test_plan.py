@@ -71,7 +71,7 @@ def test_the_command_measures_a_sleeping_env_and_prints_how_many_processes_pay(c
     assert main(["plan", *arguments, "--updates-per-frame", "0"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert SLEEP_S <= found["measured"]["step_s"] < 5 * SLEEP_S
-    assert 0.8 * SLEEP_S <= found["measured"]["idle_s"] < 5 * SLEEP_S
+    assert 0.4 * SLEEP_S <= found["measured"]["idle_s"] < 5 * SLEEP_S
     assert found["verdict"] == "do not distribute across nodes"
     assert found["processes_that_pay"] > 4  # twice the cores: they sleep
     best, *others = found["predicted"]
