@@ -365,7 +365,7 @@ def test_a_policy_that_hangs_holds_up_those_of_another_exploration_type_only_for
         waits.next()
     assert of_the_same.next().numel() == 5  # whatever waits
     monkeypatch.setattr(exploration, "_WAIT_S", 0.1)
-    with pytest.raises(RemoteError, match="has waited 0.1 s for its turn: a call of the policy"):
+    with pytest.raises(RemoteError, match="has waited 0.1 s for calls under another exp"):
         build(Counter, constant(2), timeout_s=5, **other).next()
     gate.set()
     assert waits.next()["action"].argmax(-1).tolist() == [[2] * 5]

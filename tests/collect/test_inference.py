@@ -354,7 +354,7 @@ def test_options_that_do_not_go_with_a_policy_at_the_learner_are_refused(fork_se
         for arguments, message in (
             ({"policy": None}, "needs a module as policy="),
             ({"policy": other_keys}, "elsewhere"),
-            ({"policy": TensorDictSequential(versions, policy())}, "the collector writes itself"),
+            ({"policy": TensorDictSequential(versions, policy())}, "is reserved for values"),
             ({"readiness": Preempt()}, "readiness"),
             ({"num_envs": 3}, "cannot be divided"),
             ({"policy": TensorDictSequential(memory, head)}, "recurrent"),

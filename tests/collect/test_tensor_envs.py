@@ -123,7 +123,7 @@ def check_simulator(rows: TensorDictBase) -> None:
 def test_an_env_of_isaac_labs_kind_is_a_vector_env(fork_server: ForkServer) -> None:
     make = lambda: gymnasium.wrappers.OrderEnforcing(IsaacLike())  # noqa: E731
     with RPCBatchedCollector(make, half, frames_per_batch=24) as collector:
-        with pytest.warns(UserWarning, match=r"observations are NaN"):
+        with pytest.warns(UserWarning, match=r"are therefore NaN"):
             check_simulator(collector.next())
         assert collector.call("where") == ["in the simulator"]
     worker = Node(WorkerConfig(make, half, frames_per_rollout=24, env_processes=1), fork_server)

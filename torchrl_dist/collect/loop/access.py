@@ -14,7 +14,7 @@ from torchrl_dist.errors import ConfigurationError
 
 
 def visit(envs: Any, index: int | None, what: str, name: str, args: tuple, kwargs: dict) -> list:
-    """Get or set an attribute of envs, or call a method.
+    """Get or set an attribute of each env, or call a method of each env.
 
     Args:
         envs: a sequence of gymnasium envs, a vector env, a TorchRL env, or a sequence of these.
@@ -22,8 +22,8 @@ def visit(envs: Any, index: int | None, what: str, name: str, args: tuple, kwarg
         what: ``"get"``, ``"set"`` (to ``args[0]``) or ``"call"``.
 
     Returns:
-        one result per env. A vector env or TorchRL env without separate envs inside gives a single
-        result.
+        one result per env. A vector env or TorchRL env that has no separate envs inside gives a
+        single result.
 
     Raises:
         ConfigurationError: ``index`` is given, but the envs cannot be accessed one by one.
@@ -37,12 +37,14 @@ def visit(envs: Any, index: int | None, what: str, name: str, args: tuple, kwarg
             return [_visit_one(envs[index], what, name, args, kwargs)]
     if index not in (None, 0) or (index == 0 and _size(envs) > 1):
         raise ConfigurationError(
-            f"the envs of {envs} cannot be accessed one by one; choose all (env=None), or build "
-            "the worker from single envs (make_env returns one env; pass num_envs=...)"
+            f"env={index} selects a single env, but the envs of {envs} cannot be accessed one by "
+            "one; pass env=None to select all envs, or build the worker from single envs: let "
+            "make_env return one env, and pass num_envs="
         )
     if isinstance(envs, AsyncVectorEnv):
         if what == "set":
-            # if the value is a list, AsyncVectorEnv would divide it among the envs
+            # one copy per env, because AsyncVectorEnv would divide a value that is a list among the
+            # envs
             envs.set_attr(name, [args[0]] * envs.num_envs)
             return [None] * envs.num_envs
         return list(envs.call(name, *args, **kwargs) if what == "call" else envs.get_attr(name))
@@ -50,7 +52,8 @@ def visit(envs: Any, index: int | None, what: str, name: str, args: tuple, kwarg
 
 
 def _single(envs: Any) -> Any:
-    """Return the single envs in the order of their indices, if ``envs`` contains such envs."""
+    """Return the single envs that ``envs`` contains, in the order of their indices. A vector env or
+    TorchRL env that contains no single envs stays as it is."""
     if isinstance(envs, SyncVectorEnv):
         return envs.envs
     if isinstance(envs, Sequence):

@@ -1,10 +1,10 @@
 """Step several gymnasium envs together, and hide how each kind of vector env resets its envs.
 
 A driver's ``step`` writes two observations per env. The first observation is the true next
-observation, even at the end of an episode. The second observation is the policy's next input. After
-a reset, it is the first observation of the new episode. Each call makes one transition per env.
-With next-step autoreset, however, a call may only reset an env: ``valid`` is then false for this
-env, and the rollout drops the step.
+observation, even at the end of an episode. The second observation is the policy's next input, which
+after a reset is the first observation of the new episode. Each call of ``step`` makes one
+transition per env. With next-step autoreset, however, a call may only reset an env: ``valid`` is
+then false for this env, and the rollout drops the step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from torchrl_dist.collect.loop.spaces import ObservationLeaf
 from torchrl_dist.errors import ConfigurationError
 
-# The only native vector env whose envs can be seeded one by one (by CartPoleDriver).
+# The only native vector env whose envs can be seeded one by one. CartPoleDriver does so.
 _CARTPOLE = (
     CartPoleVectorEnv,
     "gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv",
@@ -43,13 +43,13 @@ def observation_of(answer: Any, env: Any) -> Any:
     if isinstance(answer, tuple) and len(answer) == 2:
         return answer[0]
     raise ConfigurationError(
-        f"{env}: reset() returned {_described(answer)}, expected the tuple (observation, info). "
+        f"{env}: reset() returned {_described(answer)}; expected the tuple (observation, info). "
         f"{_OLD_API}"
     )
 
 
 def transition_of(answer: Any, env: Any) -> tuple[Any, Any, Any, Any, Any]:
-    """Return what ``env.step`` returned.
+    """Return the result of ``env.step`` as a tuple of five values.
 
     Raises:
         ConfigurationError: ``env.step`` did not return five values.
@@ -57,8 +57,8 @@ def transition_of(answer: Any, env: Any) -> tuple[Any, Any, Any, Any, Any]:
     if isinstance(answer, Sequence) and len(answer) == 5:
         return tuple(answer)
     raise ConfigurationError(
-        f"{env}: step() returned {_described(answer)}, expected (observation, reward, terminated, "
-        f"truncated, info). {_OLD_API}"
+        f"{env}: step() returned {_described(answer)}; expected the tuple (observation, reward, "
+        f"terminated, truncated, info). {_OLD_API}"
     )
 
 
@@ -69,28 +69,29 @@ def _described(answer: Any) -> str:
 
 
 _OLD_API = (
-    "The env has the old API of gym; change these methods as "
+    "The env seems to have the old API of gym; change reset() and step() as "
     "https://gymnasium.farama.org/introduction/migration_guide describes"
 )
 
 
 class EnvDriver(Protocol):
-    """N envs stepped together. The rollout sets ``leaves``, the tensors of an observation, before
-    the first reset."""
+    """N envs that are stepped together. The rollout sets ``leaves``, which describe the tensors of
+    an observation, before the first reset."""
 
     num_envs: int
-    one_seed_only: bool  # the envs cannot be seeded one by one
+    one_seed_only: bool  # whether the envs cannot be seeded one by one
     single_observation_space: gymnasium.Space
     single_action_space: gymnasium.Space
     leaves: tuple[ObservationLeaf, ...]
-    target: Any  # the envs, as :func:`torchrl_dist.collect.loop.access.visit` takes them
-    valid: np.ndarray | None  # bool [N] for the last step; None if every step is a transition
+    target: Any  # the argument ``envs`` of :func:`torchrl_dist.collect.loop.access.visit`
+    valid: np.ndarray | None  # bool [N], for the last step; None if all steps are transitions
 
     def reset(self, seeds: Sequence[int] | None, current: Arrays) -> None:
-        """Start new episodes in all envs, and write their observations into ``current``."""
+        """Start new episodes in all envs, and write the first observations into ``current``."""
 
     def reset_some(self, envs: Sequence[int], current: Arrays) -> None:
-        """Start new episodes in ``envs``, and write their observations into ``current``.
+        """Start new episodes in the envs with these indices, and write the first observations into
+        ``current``.
 
         Raises:
             ConfigurationError: the envs cannot be reset one by one.
@@ -104,8 +105,8 @@ class EnvDriver(Protocol):
 
 
 class EnvListDriver:
-    """A list of single envs. This driver is cheaper than SyncVectorEnv, which merges infos and
-    copies results."""
+    """A driver of a list of single envs. This driver is faster than SyncVectorEnv, because
+    SyncVectorEnv merges infos and copies results."""
 
     valid: np.ndarray | None = None
     one_seed_only = False
@@ -119,12 +120,13 @@ class EnvListDriver:
         self._reward = np.zeros(self.num_envs)
         self._terminated = np.zeros(self.num_envs, dtype=bool)
         self._truncated = np.zeros(self.num_envs, dtype=bool)
-        # Envs expect an action of the type that their space samples: an int, not an array.
+        # Envs with a Discrete action space expect an int as action, not an array, because the space
+        # samples ints.
         self._scalar_action = isinstance(self.single_action_space, gymnasium.spaces.Discrete)
 
     def reset(self, seeds: Sequence[int] | None, current: Arrays) -> None:
-        # If the observation is a single plain array of this shape, it is written directly, which
-        # saves a tenth of a CartPole step.
+        # An observation that is a single array of this shape is written without conversion, which
+        # saves a tenth of the time of a CartPole step.
         first, *more = self.leaves
         self._plain = first.shape if first.plain and not more else None
         for i, env in enumerate(self.envs):
@@ -135,8 +137,8 @@ class EnvListDriver:
                 if "unexpected keyword argument 'seed'" not in str(error):
                     raise
                 raise ConfigurationError(
-                    f"{env}: reset() takes no seed, expected reset(seed=None, options=None). "
-                    f"{_OLD_API}"
+                    f"{env}: reset() does not accept seed=; expected reset(seed=None, "
+                    f"options=None). {_OLD_API}"
                 ) from error
             self._write(current, i, observation_of(answer, env))
 
@@ -155,11 +157,11 @@ class EnvListDriver:
             except (TypeError, ValueError):
                 observation, reward, terminated, truncated, _ = transition_of(answer, env)
             try:
-                # GymWrapper also takes None as 0
+                # GymWrapper also treats a reward of None as 0
                 self._reward[i] = 0.0 if reward is None else reward
                 self._terminated[i] = terminated
                 self._truncated[i] = truncated
-            except (TypeError, ValueError):  # arrays of one element, which GymWrapper accepts
+            except (TypeError, ValueError):  # arrays of one element, as in GymWrapper
                 self._reward[i] = np.asarray(reward).item()
                 self._terminated[i] = np.asarray(terminated).item()
                 self._truncated[i] = np.asarray(truncated).item()
@@ -197,7 +199,8 @@ def _arrays(value: Any) -> Any:
 
 
 def _device_of(value: Any) -> torch.device | None:
-    """Return the device of the first tensor in an observation, or None if it has no tensor."""
+    """Return the device of the first tensor in an observation, or None if the observation has no
+    tensor."""
     if isinstance(value, Mapping):
         devices = (_device_of(part) for part in value.values())
         return next((device for device in devices if device is not None), None)
@@ -205,7 +208,7 @@ def _device_of(value: Any) -> torch.device | None:
 
 
 class TensorEnv:
-    """Give a vector env of torch tensors an interface of NumPy arrays."""
+    """Give an interface of NumPy arrays to a vector env whose interface has torch tensors."""
 
     def __init__(self, env: Any, device: torch.device) -> None:
         self._env, self._device = env, device
@@ -268,16 +271,16 @@ class _VectorDriver:
     def _after(
         self, observation: Any, results: list[Any], done: np.ndarray, following: Arrays, info: Any
     ) -> Any:
-        """Return the policy's next input after a step that ended the episodes ``done [N]``, given
-        what the env returned. ``results`` are reward, terminated and truncated. The observation is
-        already in ``following``."""
+        """Return the policy's next input after a step that ended episodes in the envs ``done [N]``.
+        The other arguments are the results of the step: ``results`` are reward, terminated and
+        truncated, and ``following`` already contains the observation."""
         raise NotImplementedError
 
     def reset_some(self, envs: Sequence[int], current: Arrays) -> None:
         if envs:
             raise ConfigurationError(
-                f"{self.env} resets its envs itself, so they cannot be reset one by one; call "
-                "reset() without an index to start new episodes in all envs"
+                f"{self.env} resets its envs itself, so these envs cannot be reset one by one; "
+                "call reset() without an index to start new episodes in all envs"
             )
 
     def close(self) -> None:
@@ -285,11 +288,12 @@ class _VectorDriver:
 
 
 class MaskedResetDriver(_VectorDriver):
-    """Reset ended envs by a mask before the next step, instead of automatically.
+    """A driver that resets the envs whose episodes ended, by a mask, before the next step.
 
-    Used for envs with autoreset mode DISABLED, and for gymnasium's SyncVectorEnv and AsyncVectorEnv
-    in next-step mode. The two gymnasium envs must not be wrapped, because a wrapper might reset all
-    envs on a masked reset, or ignore the masked reset.
+    This driver is used for vector envs with autoreset mode DISABLED, and for gymnasium's
+    SyncVectorEnv and AsyncVectorEnv in next-step mode. A SyncVectorEnv or AsyncVectorEnv must not
+    be wrapped, because a wrapper might reset all envs on a masked reset, or ignore the masked
+    reset.
     """
 
     def reset_some(self, envs: Sequence[int], current: Arrays) -> None:
@@ -310,8 +314,8 @@ class MaskedResetDriver(_VectorDriver):
 
 
 class SameStepDriver(_VectorDriver):
-    """An env that resets in the step that ends an episode, and returns the episode's last
-    observation in ``info``."""
+    """A driver of a vector env that resets an env in the step that ends an episode, and returns the
+    episode's last observation in ``info``."""
 
     _warned = False
     _ended: np.ndarray | None = None  # bool [N] for the last step; None if no episode ended
@@ -333,7 +337,7 @@ class SameStepDriver(_VectorDriver):
             elif final is None:
                 raise ConfigurationError(
                     f"{self.env} declares same-step autoreset, but the info of a step that ended "
-                    f"an episode has no 'final_obs' (it has {sorted(info)}), so the last "
+                    f"an episode has no key 'final_obs' (its keys are {sorted(info)}), so the last "
                     "observation of the episode is lost; let the env add 'final_obs' to the info"
                 )
             for i in np.flatnonzero(done).tolist() if final is not None else ():
@@ -343,25 +347,27 @@ class SameStepDriver(_VectorDriver):
         return observation
 
     def _check_kept(self, ended: np.ndarray, following: Arrays, current: Arrays) -> None:
-        """Warn if an env seems to overwrite its last observation. Gymnasium does not copy this
-        observation before it resets the env."""
+        """Warn if an env seems to overwrite the last observation of an episode. The env can do so,
+        because gymnasium does not copy this observation before it resets the env."""
         if all(np.array_equal(a[ended], b[ended]) for a, b in zip(following, current, strict=True)):
             self._warned = True
             warnings.warn(
-                f"the last observation of an episode of {self.env} equals the first observation of "
-                "the next episode. If the env changes its observation in place, the last "
-                "observation is lost, because gymnasium does not copy it in same-step autoreset: "
-                "let the env return copies, or build the vector env with autoreset disabled",
+                f"the last observation of an episode of {self.env} equals the first observation "
+                "of the next episode. If the env changes its observation in place, the last "
+                "observation is lost, because gymnasium does not copy the last observation in "
+                "same-step autoreset: let the env return copies, or build the vector env with "
+                "autoreset disabled",
                 stacklevel=2,
             )
 
     def _mark_lost(self, ended: np.ndarray, following: Arrays) -> None:
-        """Set the unknown last observation of these episodes to NaN, as TorchRL does."""
+        """Set the unknown last observations of the episodes that ended to NaN, as TorchRL does."""
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"{self.env} does not return the last observation of an episode; in its place, "
-                "('next', ...) observations are NaN (0 if they are not floating-point)",
+                f"{self.env} does not return the last observation of an episode; the ('next', "
+                "...) observations of an episode's last step are therefore NaN (0 if they are "
+                "not floating-point)",
                 stacklevel=2,
             )
         for out in following:
@@ -373,8 +379,8 @@ def _index(tree: Any, i: int) -> Any:
 
 
 class NextStepDriver(_VectorDriver):
-    """A vector env with next-step autoreset that cannot be reset by mask. Steps that only reset an
-    env are not ``valid``."""
+    """A driver of a vector env with next-step autoreset that cannot be reset by mask. ``valid`` is
+    false for an env if the last step only reset this env."""
 
     def __init__(self, env: Any) -> None:
         super().__init__(env)
@@ -394,8 +400,8 @@ class NextStepDriver(_VectorDriver):
 
 
 class EnvPoolDriver(NextStepDriver):
-    """EnvPool, which resets an env in the step after an episode's end and takes its seed only when
-    it is made."""
+    """A driver of an EnvPool, which resets an env in the step after the end of an episode, and
+    accepts a seed only when the EnvPool is made."""
 
     DEFAULT_SEED = 42
 
@@ -403,14 +409,14 @@ class EnvPoolDriver(NextStepDriver):
 
     def __init__(self, env: Any) -> None:
         super().__init__(env)
-        # false, because reset() warns about seeds instead of refusing them
+        # false, because this driver's reset() warns about seeds instead of refusing them
         self.one_seed_only = False
         if env.is_async:
             raise ConfigurationError(
                 f"make_env returned an EnvPool of {self.num_envs} envs with "
-                f"batch_size={env.config['batch_size']}, so it steps only some of its envs at a "
-                "time; leave batch_size out, and use more workers or env_processes so that a slow "
-                "env delays fewer other envs"
+                f"batch_size={env.config['batch_size']}, which steps only some of the envs at a "
+                "time; expected an EnvPool that steps all envs. Leave batch_size out; if slow "
+                "envs delay the others, use more workers or env_processes"
             )
         self._seeds: list[int] | None = None  # the seeds of the first reset with seeds
 
@@ -432,10 +438,11 @@ class EnvPoolDriver(NextStepDriver):
 
 
 class CartPoleDriver(_VectorDriver):
-    """Gymnasium's native vector CartPole, whose envs are reset in the step that ends an episode.
+    """A driver of gymnasium's native vector CartPole, which resets an env in the step that ends an
+    episode.
 
-    The env itself resets only in the next step, which is then not a transition. The env's state is
-    in plain arrays, so this driver can reset it in the same step.
+    Gymnasium's vector CartPole itself resets an env only in the next step, which is then not a
+    transition. Its state is in plain arrays, so this driver can reset an env in the same step.
     """
 
     ATTRIBUTES = ("state", "steps", "prev_done", "low", "high")
@@ -536,11 +543,11 @@ def require_different(envs: Iterable[Any]) -> None:
 
 
 def vector_driver(env: Any) -> EnvDriver:
-    """Return the driver for a vector env, by its declared autoreset mode (default: next-step).
+    """Return the driver that fits the declared autoreset mode of a vector env (default: next-step).
 
     Raises:
-        ConfigurationError: the env contains one env twice, or is of an unknown class and does not
-            declare a mode.
+        ConfigurationError: the vector env contains the same env twice, or is of an unknown class
+            and does not declare an autoreset mode.
     """
     if type(env) is CartPoleVectorEnv and all(
         hasattr(env, name) for name in CartPoleDriver.ATTRIBUTES
@@ -555,13 +562,14 @@ def vector_driver(env: Any) -> EnvDriver:
         declared = AutoresetMode.SAME_STEP
     elif declared is None and not isinstance(env, VectorEnv):
         raise ConfigurationError(
-            f"{env} steps {_of_chain(env, 'num_envs')} envs and does not declare when it resets "
-            "them; set metadata['autoreset_mode'] of its class to a gymnasium.vector.AutoresetMode"
+            f"{env} steps {_of_chain(env, 'num_envs')} envs, but does not declare when it resets "
+            "these envs; set metadata['autoreset_mode'] of its class to a "
+            "gymnasium.vector.AutoresetMode"
         )
     mode = AutoresetMode.NEXT_STEP if declared is None else AutoresetMode(declared)
     if mode is AutoresetMode.SAME_STEP:
         return SameStepDriver(env)
-    # Without shared memory, AsyncVectorEnv's workers miss a masked reset (gymnasium 1.4.0).
+    # Without shared memory, AsyncVectorEnv's workers ignore a masked reset (gymnasium 1.4.0).
     maskable = type(env) is SyncVectorEnv or (type(env) is AsyncVectorEnv and env.shared_memory)
     if mode is AutoresetMode.DISABLED or maskable:
         return MaskedResetDriver(env)

@@ -1,12 +1,13 @@
-"""Let threads share TorchRL's exploration type, of which a process has only one (tensordict
+"""Let threads share TorchRL's exploration type. A process has only one exploration type (tensordict
 0.14.3).
 
-Calls under the same type run concurrently. A call under another type waits until they have ended.
-A policy that hangs therefore delays only calls under another type, which fail after a minute.
+Calls under the same exploration type run concurrently. A call under another type waits until all
+running calls have ended. A policy that hangs therefore delays only calls under other exploration
+types, and these calls raise an error after a minute.
 
-Ctrl-C may interrupt between any two instructions, even inside a context manager. Therefore every
-change is recorded before it is made. :meth:`Exploring.call` may undo a change twice, which does no
-harm.
+Ctrl-C may interrupt a call between any two instructions, even inside a context manager. Every
+change is therefore recorded before the change is made. :meth:`Exploring.call` may undo the same
+change twice, because a second undo has no effect.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ _WAIT_S = 60.0
 
 
 def _setter(kind: ExplorationType | None) -> Callable[..., None]:
-    """Return a function that sets the type. The function is the ``__exit__`` of a prepared context
-    manager, because restoring an earlier type is the cheapest way to set a type."""
+    """Return a function that sets the exploration type to ``kind``. The function is the
+    ``__exit__`` of a prepared context manager, because restoring an earlier type is the cheapest
+    way to set a type."""
     setting = set_exploration_type(kind)
     setting.prev = kind
     return setting.__exit__
@@ -43,8 +45,8 @@ def _set(kind: ExplorationType | None) -> None:
 
 
 class _Call:
-    """One call of a function under an exploration type. ``since`` is when the call began to run, on
-    time.monotonic()."""
+    """One call of a function under an exploration type. ``since`` is the time at which the call
+    began to run, by ``time.monotonic()``."""
 
     __slots__ = ("since", "thread", "type", "what")
 
@@ -55,15 +57,15 @@ class _Call:
 
 
 class _UnderWay:
-    """The calls of this process. Guarded by ``lock``. Entering ``lock`` itself is cheaper than
-    entering its condition ``changed``.
+    """The running and waiting calls of this process. ``lock`` guards all attributes. Methods
+    acquire ``lock`` itself, because acquiring it through the condition ``changed`` takes longer.
 
     Attributes:
-        calls: in the order in which they began. All calls have the same type, except for calls
-            inside other calls.
-        waits: the calls that wait until ``calls`` have ended.
-        outside: if ``is_set``, the type that was set before the first call. This type is restored
-            after the last call.
+        calls: the running calls, in the order in which they began. All running calls have the same
+            exploration type, except for calls inside other calls.
+        waits: the calls that wait until the running calls have ended.
+        outside: if ``is_set``, the exploration type that was set before the first running call.
+            This type is restored after the last running call.
     """
 
     def __init__(self) -> None:
@@ -76,7 +78,8 @@ class _UnderWay:
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
         self.waits: list[_Call] = []
-        # After a fork: a thread of the parent may have held tensordict's lock or set the type.
+        # After a fork, replace tensordict's lock and restore the exploration type, because a thread
+        # of the parent process may have held the lock or set the type.
         kept = getattr(probabilistic, "_interaction_type", None)
         if kept is not None and hasattr(kept, "_lock"):
             kept._lock = threading.Lock()
@@ -95,10 +98,10 @@ class _UnderWay:
                 self.waits.append(call)
                 if not self.changed.wait_for(lambda: self._fits(call), _WAIT_S):
                     raise DeadlineError(
-                        f"{call.what}, under {call.type}, has waited {_WAIT_S:g} s for its turn: "
-                        f"{self}. A process has one exploration type of TorchRL at a time: give "
-                        "both collectors the same type, or run one of the collectors in another "
-                        "process"
+                        f"{call.what} under {call.type} has waited {_WAIT_S:g} s for calls under "
+                        f"another exploration type to end: {self}. A process has only one "
+                        "exploration type of TorchRL at a time; give both collectors the same "
+                        "exploration type, or run one of the collectors in another process"
                     )
                 self.waits.remove(call)
                 call.since = time.monotonic()
@@ -109,8 +112,8 @@ class _UnderWay:
             _set(call.type)
 
     def end(self, call: _Call) -> None:
-        """Undo what ``begin`` has done, even if ``begin`` was interrupted. Repeated calls do no
-        harm."""
+        """Undo the changes that ``begin`` made, even if ``begin`` was interrupted. A second ``end``
+        of the same call has no effect."""
         with self.lock:
             for calls in (self.calls, self.waits):
                 if call in calls:
@@ -127,8 +130,8 @@ class _UnderWay:
             self.changed.notify_all()
 
     def _fits(self, call: _Call) -> bool:
-        """Whether a call may run now, because no call of another type runs, or because its own
-        thread is inside a call."""
+        """Whether the call may run now. A call may run if no call under another exploration type is
+        running, or if the call's own thread is already inside a call."""
         return (
             not self.calls
             or self.calls[0].type is call.type
@@ -149,13 +152,14 @@ _now = _UnderWay()
 
 
 def held_up() -> str:
-    """Describe the calls that other calls of this process wait for; empty if no call waits."""
+    """Describe the running calls if other calls of this process wait for them. If no call waits,
+    return an empty string."""
     with _now.lock:
         return str(_now) if _now.waits else ""
 
 
 class Exploring:
-    """Make calls under one exploration type."""
+    """Call functions under one exploration type."""
 
     def __init__(self, type: ExplorationType, what: str) -> None:
         self._type, self._what = type, what
@@ -174,6 +178,6 @@ class Exploring:
                 return function(*args)
             finally:
                 _now.end(call)
-        except BaseException:  # the interrupt may have prevented the call of end() above
+        except BaseException:  # an interrupt may have prevented end() above
             _now.end(call)
             raise

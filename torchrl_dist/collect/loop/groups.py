@@ -1,7 +1,7 @@
-"""A worker's envs in groups, for a policy in another process (double buffering).
+"""Divide a worker's envs into groups, for a policy in another process (double buffering).
 
-While one group waits for its actions, the worker steps another group. A request's round trip
-therefore costs no time if it is shorter than the other groups' steps.
+While one group waits for its actions, the worker steps another group. A request for actions
+therefore costs no time if its round trip is shorter than the steps of the other groups.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from torchrl_dist.collect.loop.rollout import GymnasiumRollout, Values, make_rol
 from torchrl_dist.collect.loop.spaces import Key
 from torchrl_dist.errors import ConfigurationError
 
-# At the deadline, the learner answers with an error. If no answer comes at all, the worker raises
-# an error this many seconds after the deadline.
+# At the deadline of a request for actions, the learner answers with an error. If the learner does
+# not answer at all, the worker raises an error this many seconds after the deadline.
 _LATE_S = 5.0
 
 
 class PendingActions(Protocol):
     def result(self, timeout: float) -> Values:
-        """Block for the policy's outputs."""
+        """Block until the policy's outputs arrive, and return the outputs."""
 
 
 class Learner(Protocol):
-    """A ``torchrl_dist.runtime.Remote`` to an ``RPCInferenceTransport``, or a substitute."""
+    """A ``torchrl_dist.runtime.Remote`` to an ``RPCInferenceTransport``, or an object with the same
+    method."""
 
     def submit(
         self, method: str, values: Values, *, timeout_s: float | None = None
@@ -41,9 +42,10 @@ class Inference:
     """How a worker gets actions from the learner.
 
     Attributes:
-        inputs: keys of the observations that the policy reads; only these observations are sent.
+        inputs: keys of the observations that the policy reads. The worker sends only these
+            observations.
         groups: number of groups into which a worker, or an env process, divides its envs.
-        timeout_s: limit of the wait for actions.
+        timeout_s: the longest time to wait for actions, in seconds.
     """
 
     learner: Learner
@@ -53,8 +55,8 @@ class Inference:
 
 
 class GroupedRollout:
-    """A :class:`~torchrl_dist.collect.loop.rollout.Rollout` of several groups. Not thread-safe,
-    except for ``stop``."""
+    """A :class:`~torchrl_dist.collect.loop.rollout.Rollout` that steps several groups of envs. Not
+    thread-safe, except for ``stop``."""
 
     ragged = False
 
@@ -65,11 +67,11 @@ class GroupedRollout:
         self.steps, self.specs = groups[0].steps, groups[0].specs
         self.one_seed_only = any(group.one_seed_only for group in groups)
         self.target = [group.target for group in groups]
-        self.policy_version = 0  # not used, because the learner's answers contain the version
-        self.at_random = False  # never set
+        self.policy_version = 0  # not used: the learner's answers contain the version
+        self.at_random = False  # has no effect, because the learner's policy chooses all actions
 
     def call_policy_once(self) -> None:
-        pass  # there is no policy here: the learner has it
+        pass  # nothing to call, because the policy is in the learner's process
 
     def seed(self, seeds: Sequence[int]) -> None:
         first = 0
@@ -78,8 +80,8 @@ class GroupedRollout:
             first += group.num_envs
 
     def run(self, steps: int, enough: Callable[[int], bool] = never) -> TensorDict:
-        """Make a rollout as ``Rollout.run`` does. ``enough`` must always return false, because all
-        groups must have the same length."""
+        """Make a rollout as ``Rollout.run`` does. ``enough`` must always return false, because the
+        rollouts of all groups must have the same length."""
         loops: list[Generator[Values, Values, TensorDict]] = []
         answers: list[PendingActions] = []
         for group in self._groups:
@@ -135,14 +137,14 @@ def make_grouped_rollout(
     :func:`~torchrl_dist.collect.loop.rollout.make_rollout`.
 
     Raises:
-        ConfigurationError: ``num_envs`` is not a multiple of the number of groups, or the envs are
-            TorchRL's or have next-step autoreset.
+        ConfigurationError: ``num_envs`` is not a multiple of the number of groups; the envs are
+            TorchRL envs or have next-step autoreset; or the envs have no key that the policy reads.
     """
     groups = inference.groups
     if num_envs % groups:
         raise ConfigurationError(
-            f"num_envs={num_envs} cannot be divided into {groups} env_groups; pass num_envs= that "
-            "is a multiple of env_groups="
+            f"num_envs={num_envs} cannot be divided into env_groups={groups} groups of equal size; "
+            "pass a num_envs= that is a multiple of env_groups="
         )
     options |= {"frames": -(-frames // groups), "num_envs": num_envs // groups}
     built = [make_rollout(make_env, None, **options) for _ in range(groups)]
@@ -152,16 +154,17 @@ def make_grouped_rollout(
             for each in built:
                 each.close()
             raise ConfigurationError(
-                "inference='learner' supports gymnasium envs, but neither TorchRL envs nor vector "
-                "envs with next-step autoreset. Pass other envs, or leave inference out"
+                "the envs are TorchRL envs, or need TorchRL's GymWrapper, or are vector envs with "
+                "next-step autoreset; inference='learner' supports only other gymnasium envs. "
+                "Change make_env, or leave inference= out"
             )
     envs = [each for each in (rollout.driver for rollout in fit) if isinstance(each, EnvListDriver)]
     require_different(env for driver in envs for env in driver.envs)
     known = fit[0].observed
     if not any(key in known for key in inference.inputs):
         raise ConfigurationError(
-            f"the policy reads {list(inference.inputs)}, and the envs give "
-            f"{sorted(known, key=str)}; expected at least one key in both. Change the policy's "
+            f"the policy reads the keys {list(inference.inputs)}, but the envs give the keys "
+            f"{sorted(known, key=str)}; expected at least one common key. Change the policy's "
             "in_keys"
         )
     return GroupedRollout(fit, inference)

@@ -1,7 +1,7 @@
-"""Join rollouts ``[N, T]`` of several workers to one batch, and mark the ends of rollouts that were
-cut.
+"""Join rollouts ``[N, T]`` of several workers into one batch, and mark the last steps of rollouts
+as truncated.
 
-Pure functions of TensorDicts.
+All functions of this module work on TensorDicts and keep no other state.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _TRAJECTORY = ("collector", "traj_ids")
 
 def ends_of(following: TensorDictBase) -> Tensor:
     """Return at which steps an episode ends, bool ``[N, T]``. An episode ends at a step where any
-    done entry of ``following [N, T]`` is true, even the entry of a single agent. TorchRL's
-    collectors use the same rule."""
+    done entry of ``following [N, T]`` is true, even if only the entry of a single agent is true.
+    TorchRL's collectors use the same rule."""
     return _joined(following, "done").any(-1)
 
 
 def rewards_of(following: TensorDictBase) -> Tensor:
-    """Return the reward of each step, ``[N, T]``: the sum of all reward entries, including those of
-    agents."""
+    """Return the reward of each step, ``[N, T]``: the sum of all reward entries, including the
+    entries of single agents."""
     return _joined(following, "reward").sum(-1)
 
 
@@ -52,7 +52,8 @@ def _joined(following: TensorDictBase, name: str) -> Tensor:
 
 
 def truncate_last(rollout: TensorDict) -> None:
-    """Mark each env's last step as truncated and done, in place, unless that step is done."""
+    """Mark the last step of each env as truncated and done, in place, unless the step is already
+    done."""
     _have_truncated(rollout)
     following = rollout.get("next")
     for key in [key for key in following.keys(True, True) if _last(key) == "done"]:
@@ -60,23 +61,23 @@ def truncate_last(rollout: TensorDict) -> None:
 
 
 def set_truncated(rollout: TensorDict) -> None:
-    """Mark the last step of each env as truncated and done, in place, as TorchRL does. The env
-    itself continues its episode."""
+    """Mark the last step of each env as truncated and done, in place, as TorchRL does, even if the
+    step is already done. The env itself continues its episode."""
     following = rollout.get("next")
     found = [key for key in following.keys(True, True) if _last(key) == "truncated"]
     if not found:
         raise ConfigurationError(
             "set_truncated=True needs the key 'truncated', which the env does not have; add this "
-            "key by TorchRL's env.add_truncated_keys()"
+            "key with TorchRL's env.add_truncated_keys()"
         )
     for key in found:
         _end_last(following, _beside(key, "done"), even_if_done=True)
 
 
 def without_next_observations(rollout: TensorDict) -> TensorDict:
-    """Leave out the entries of ``"next"`` that the next row has, too, as TorchRL's ``compact_obs``
-    does. These entries are all those that ``rollout`` also has outside ``"next"``, except done
-    flags and rewards."""
+    """Return ``rollout`` without the entries of ``"next"`` that the following row repeats, as
+    TorchRL's ``compact_obs`` does. These entries are all keys that ``rollout`` has both inside and
+    outside ``"next"``, except done flags and rewards."""
     here = set(rollout.keys(True, True, is_leaf=is_leaf_nontensor))
     kept = ("reward", "done", "terminated", "truncated")
     following = rollout.get("next").keys(True, True, is_leaf=is_leaf_nontensor)
@@ -85,11 +86,12 @@ def without_next_observations(rollout: TensorDict) -> TensorDict:
 
 
 def _end_last(following: TensorDictBase, key: Key, *, even_if_done: bool) -> None:
-    """Set the done entry ``key`` of each env's last step, and the truncated entry next to it."""
+    """Set the done entry ``key`` of each env's last step. Also set the truncated entry of the same
+    level, unless the step was already done and ``even_if_done`` is false."""
     done, truncated = following.get(key), following.get(_beside(key, "truncated"))
     truncated[:, -1] |= even_if_done | ~done[:, -1]
     done[:, -1] = True
-    # set again, because a lazy stack returns copies
+    # write the entries back, because a lazy stack returns copies
     following.set(key, done).set(_beside(key, "truncated"), truncated)
 
 
@@ -102,9 +104,9 @@ def is_ragged(td: TensorDictBase) -> bool:
 
 
 def stack(parts: Sequence[TensorDictBase], dim: int) -> TensorDictBase:
-    """Stack to a TensorDict or, if shapes differ, to a lazy stack, as TorchRL's ``Collector`` does.
-    Unlike ``maybe_dense_stack`` of tensordict 0.14.3, this function also accepts parts of which
-    only some are lazy stacks."""
+    """Stack ``parts`` into a TensorDict or, if shapes differ, into a lazy stack, as TorchRL's
+    ``Collector`` does. Unlike ``maybe_dense_stack`` of tensordict 0.14.3, this function also works
+    if only some of ``parts`` are lazy stacks."""
     try:
         return TensorDict.maybe_dense_stack(parts, dim=dim)
     except RuntimeError:
@@ -114,7 +116,7 @@ def stack(parts: Sequence[TensorDictBase], dim: int) -> TensorDictBase:
 
 
 def size_bytes(rows: TensorDictBase) -> int:
-    """Return the total size of all tensors in ``rows``."""
+    """Return the total size of all tensors in ``rows``, in bytes."""
     if isinstance(rows, LazyStackedTensorDict) and not is_non_tensor(rows):
         return sum(size_bytes(part) for part in rows.tensordicts)
     values = rows.values(is_leaf=is_leaf_nontensor)
@@ -130,8 +132,8 @@ def _beside(key: Key, name: str) -> Key:
 
 
 def _have_truncated(rollout: TensorDict) -> None:
-    """Add ``truncated`` entries of False where they are missing, for example because a TorchRL env
-    reports ``terminated`` but not ``truncated``."""
+    """Add missing ``truncated`` entries, filled with False. They are missing, for example, if a
+    TorchRL env reports ``terminated`` but not ``truncated``."""
     following = rollout.get("next")
     keys = set(following.keys(True, True))
     for key in [key for key in keys if _last(key) == "done"]:
@@ -144,12 +146,15 @@ def _have_truncated(rollout: TensorDict) -> None:
 def join(
     rollouts: Sequence[TensorDict], masked: bool, dim: int | Literal["stack"] = 0
 ) -> TensorDict:
-    """Concatenate rollouts along the envs or another dimension, or stack them.
+    """Concatenate rollouts along the dimension of the envs or another dimension, or stack rollouts
+    along a new first dimension.
 
     Args:
-        masked: add a bool ``[N, T]`` at ``("collector", "mask")``. Rollouts may then differ in T.
-            Shorter rollouts are padded with zeros, and their trajectory ids are padded with -1.
-        dim: the dimension to concatenate along (0: the envs), or ``"stack"``.
+        masked: add a mask of the valid steps, bool ``[N, T]``, at ``("collector", "mask")``.
+            Rollouts may then differ in T. Shorter rollouts are padded with zeros, and their
+            trajectory ids are padded with -1.
+        dim: the dimension along which rollouts are concatenated (0 is the dimension of the envs),
+            or ``"stack"``.
     """
     if masked:
         rollouts = _padded(rollouts)

@@ -20,22 +20,22 @@ def initialize(
 ) -> None:
     """Give lazy parameters their shapes and values, before copies of the policy are made.
 
-    This function builds an env for the sake of its specs, and calls a copy of the policy. In the
-    policy itself only lazy parameters and buffers change.
+    This function builds an env, because the policy's inputs follow from the env's specs, and calls
+    a copy of the policy. In the policy itself, only lazy parameters and buffers change.
 
     Args:
         close: whether to close the env afterwards.
         options: arguments of :func:`~torchrl_dist.collect.loop.rollout.make_rollout`.
 
     Raises:
-        ConfigurationError: building the env, or the call, failed.
+        ConfigurationError: the env could not be built, or the call of the policy failed.
     """
     named = chain(policy.named_parameters(), policy.named_buffers())
     names = {name for name, tensor in named if is_lazy(tensor)}
     if not names:
         return
     try:
-        called = copy.deepcopy(policy).to("cpu").eval()  # fails with lazy buffers (torch 2.13)
+        called = copy.deepcopy(policy).to("cpu").eval()  # raises for lazy buffers (torch 2.13)
         rollout = make_rollout(make_env, called, **options)
         try:
             with torch.no_grad():
@@ -47,7 +47,7 @@ def initialize(
         policy.load_state_dict(shaped, strict=False)
     except Exception as error:
         raise ConfigurationError(
-            f"the policy has lazy layers ({sorted(names)}), and the call that should give them "
-            f"their shapes raised {error!r}; run the policy once before you pass it to the "
-            "collector"
+            f"the policy has lazy parameters ({sorted(names)}), and the call that should give "
+            f"shapes to these parameters raised {error!r}; call the policy once before you pass "
+            "the policy to the collector"
         ) from error

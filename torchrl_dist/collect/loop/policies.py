@@ -1,12 +1,12 @@
-"""Call a collector's policy, either with a TensorDict or, if the result is known to be equal,
-without a TensorDict.
+"""Call a collector's policy with a TensorDict or, if the result is known to be the same, with plain
+values.
 
-``TensorDictModule.__call__`` costs more than a small network. The call dispatches arguments and, if
-pandas is not installed, searches the disk for pandas for every tensor that it writes
-(``TensorDictBase.from_any``, tensordict 0.14.3). For a few known classes, :func:`act` therefore
-does the work of ``__call__`` itself. ``act`` does so only for exactly these classes, not for
-subclasses, and only if no method was replaced and no hook is set. The modules inside policies of
-these classes, and all other policies, are called as usual.
+``TensorDictModule.__call__`` costs more than a small network. The call dispatches arguments. If
+pandas is not installed, the call also searches the disk for pandas, once for every tensor that it
+writes (``TensorDictBase.from_any``, tensordict 0.14.3). For a few known classes, :func:`act`
+therefore does the work of ``__call__`` itself. ``act`` does so only for exactly these classes, not
+for subclasses, and only if no method was replaced and no hook is set. The modules inside policies
+of these classes, and all other policies, are called as usual.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _PROBABILISTIC = (
     SafeProbabilisticTensorDictSequential,
     ProbabilisticActor,
 )
-# classes that are accepted as the last part of a chain, where they are called as usual
+# classes that may be the last part of a chain; modules of these classes are called as usual
 _SAMPLERS = (ProbabilisticTensorDictModule, SafeProbabilisticModule)
 _METHODS = (
     "__call__",
@@ -122,18 +122,18 @@ class UnfitPolicyError(ConfigurationError, TypeError):
 
 
 _EXPECTED = (
-    "A policy is called with a TensorDict, and must return one. A module or function of tensors "
-    "must name its arguments after the observations, or be wrapped: TensorDictModule(module, "
-    "in_keys=['observation'], out_keys=['action'])"
+    "A policy is called with a TensorDict, and must return a TensorDict. A module or function "
+    "that takes tensors must name its arguments after the observations, or be wrapped: "
+    "TensorDictModule(module, in_keys=['observation'], out_keys=['action'])"
 )
 
 
 def act(policy: Policy, values: Values, n: int, known: Collection[type]) -> Values:
-    """Return the values, by key, that a TensorDict ``td [n]`` with ``values`` has after
+    """Return the values, by key, that a TensorDict ``td [n]`` of ``values`` contains after the call
     ``policy(td)``.
 
-    ``values`` may be changed. If the policy returns another TensorDict or a dict, its entries are
-    added.
+    The result is ``values`` itself, changed in place. If the policy returns another TensorDict or a
+    dict, the entries of the returned object are added.
 
     Args:
         known: result of :func:`known_classes`.
@@ -155,7 +155,7 @@ def _call(module: Any, values: Values, n: int, known: Collection[type]) -> Value
             if _writes_its_outputs(module):
                 inputs = [values.get(plain_key(key)) for key in module.in_keys]
                 if all(value is not None for value in inputs):
-                    # this lookup takes a quarter of the time of module.module
+                    # this lookup takes a quarter of the time of the attribute ``module.module``
                     inner = module._modules.get("module")
                     made = (module.module if inner is None else inner)(*inputs)
                     keys = module.out_keys
@@ -224,8 +224,8 @@ def _write(keys: Iterable[Key], made: Any, values: Values, n: int) -> None:
         made = (made,)
     if len(made) != len(keys):
         raise RuntimeError(
-            f"a module of the policy returned {len(made)} tensors, expected one for each of its "
-            f"out_keys {keys}"
+            f"a module of the policy returned {len(made)} tensors; expected one tensor for each of "
+            f"its out_keys {keys}. Correct the module or its out_keys"
         )
     for key, value in zip(keys, made, strict=True):
         if type(value) is Tensor and value.ndim and value.size(0) == n:
@@ -245,7 +245,7 @@ def _call_with_tensordict(policy: Policy, values: Values, n: int) -> Values:
             raise UnfitPolicyError(f"{_EXPECTED}; this policy raised {error!r}") from error
         raise
     values.clear()
-    values.update(flat(td))  # even if ``out`` is another TensorDict, because TorchRL reads both
+    values.update(flat(td))  # also if ``out`` is another TensorDict, because TorchRL reads both
     if out is td or out is None:
         return values
     if isinstance(out, dict):
@@ -263,9 +263,11 @@ def flat(td: TensorDictBase) -> Values:
 def nested(
     data: Mapping[Key, Any], batch_size: list[int], names: list[str | None] | None = None
 ) -> TensorDict:
-    """Build a TensorDict from flat keys and tensors whose shapes must begin with ``batch_size``.
+    """Build a nested TensorDict from tensors by key. The shapes of the tensors must begin with
+    ``batch_size``.
 
-    TensorDict's checks, which would take much of the time of a short rollout, are skipped.
+    This function skips TensorDict's checks, because they would take much of the time of a short
+    rollout.
     """
     size = torch.Size(batch_size)
     root: dict[str, Any] = {}
@@ -284,7 +286,8 @@ def nested(
 class PolicyCalls:
     """Call a policy with TorchRL's exploration type set.
 
-    With ``clones``, results are cloned, because the policy's next call may overwrite them.
+    If ``clones`` is true, results are cloned, because the next call of a compiled policy may
+    overwrite the results of the call before.
     """
 
     def __init__(
@@ -296,11 +299,11 @@ class PolicyCalls:
         self._known = known_classes()
 
     def begin(self) -> None:
-        """Record that a rollout begins."""
+        """Check which classes are known. Call this method at the beginning of a rollout."""
         self._known = known_classes()
 
     def on_values(self, values: Values, n: int) -> Values:
-        """See :func:`act`."""
+        """Call :func:`act` with the exploration type set."""
         out = self._exploring.call(act, self._policy, values, n, self._known)
         return {key: value.clone() for key, value in out.items()} if self._clones else out
 
@@ -324,7 +327,7 @@ def _name(policy: Policy) -> str:
 
 
 def cpu_copy(policy: nn.Module, *, travels: bool) -> nn.Module:
-    """Return a copy on the CPU, because the learner may change or move the original.
+    """Return a copy of the policy on the CPU, because the learner may change or move the original.
 
     Args:
         travels: whether the copy will be pickled for another process.
@@ -335,29 +338,29 @@ def cpu_copy(policy: nn.Module, *, travels: bool) -> nn.Module:
     parametrized = [name for name, module in policy.named_modules() if is_parametrized(module)]
     if travels and parametrized:
         raise ConfigurationError(
-            f"the policy's {', '.join(map(repr, parametrized[:3]))} is parametrized "
-            "(torch.nn.utils.parametrize, which spectral_norm and weight_norm use), and torch "
-            f"does not pickle such modules. {_BUILD_THERE}"
+            f"the policy's {', '.join(map(repr, parametrized[:3]))} is parametrized (by "
+            "torch.nn.utils.parametrize, which spectral_norm and weight_norm use), and torch "
+            f"cannot pickle parametrized modules. {_BUILD_THERE}"
         )
     try:
         return copy.deepcopy(policy).to("cpu")
     except Exception as error:
         raise ConfigurationError(
-            f"the policy cannot be copied for the workers: {error} {_BUILD_THERE}"
+            f"the policy cannot be copied for the workers ({error}). {_BUILD_THERE}"
         ) from error
 
 
 _BUILD_THERE = (
-    "Let each worker build its own policy: policy_factory=make_policy, together with policy= for "
-    "the weights"
+    "Let each worker build its own policy: pass policy_factory=make_policy, together with policy= "
+    "for the weights"
 )
 
 
 @dataclass(frozen=True)
 class Compilation:
     """``compile_policy=`` and ``cudagraph_policy=`` of TorchRL's collectors: True, or keyword
-    arguments for ``torch.compile`` (also ``warmup``, the number of plain calls before compilation)
-    and for ``CudaGraphModule``."""
+    arguments for ``torch.compile`` and ``CudaGraphModule``. The arguments of ``compile_policy`` may
+    also contain ``warmup``, the number of calls before the compilation."""
 
     compile_policy: bool | Mapping[str, Any] | None = None
     cudagraph_policy: bool | Mapping[str, Any] | None = None
@@ -373,8 +376,10 @@ class Compilation:
         graphs = self.cudagraph_policy not in (None, False)
         if graphs and torch.cuda.is_available() and (device := _device(policy)) != "cuda":
             raise ConfigurationError(
-                f"cudagraph_policy={self.cudagraph_policy}: the policy of this worker is on "
-                f"{device!r}; expected 'cuda', because a CUDA graph contains only work of a GPU"
+                f"cudagraph_policy={self.cudagraph_policy} needs a policy on 'cuda', because a "
+                "CUDA graph contains only work of a GPU, but the policy of this worker is on "
+                f"{device!r}; let policy_factory= build the policy on a GPU, or leave "
+                "cudagraph_policy= out"
             )
         if compiles:
             policy = compile_with_warmup(policy, **_options(self.compile_policy))
@@ -399,10 +404,10 @@ def on_tensordicts(
 ) -> Policy:
     """Return a policy that takes a TensorDict.
 
-    If every required argument has the name of an observation, return a wrapper that calls the
-    policy with tensors, as in TorchRL's collectors. Otherwise, return the policy itself. A policy
-    that is wrapped returns the action, or a tuple of the action and of the tensors that become
-    ``"output1"``, ``"output2"``, ...
+    If every required argument of the policy has the name of an observation, return a wrapper that
+    calls the policy with tensors, as TorchRL's collectors do. Otherwise, return the policy itself.
+    A wrapped policy must return the action, or a tuple: the action, followed by tensors that get
+    the keys ``"output1"``, ``"output2"``, ...
 
     Raises:
         ConfigurationError: the policy is not callable.
@@ -410,7 +415,8 @@ def on_tensordicts(
     """
     if not callable(policy):
         raise ConfigurationError(
-            f"policy={policy!r}: expected a module or a function of a TensorDict, or None"
+            f"policy={policy!r} cannot be called; expected a module or function that takes a "
+            "TensorDict, or None for random actions"
         )
     if (
         isinstance(policy, (TensorDictModuleBase, torch._dynamo.eval_frame.OptimizedModule))
@@ -434,15 +440,15 @@ def on_tensordicts(
             raise UnfitPolicyError(
                 "Arguments to policy.forward are incompatible with entries in the observations: "
                 f"the policy takes {list(signature.parameters)}, but the env gives "
-                f"{sorted(observed, key=str)}; the policy does not take one TensorDict either. "
-                f"{_EXPECTED}"
+                f"{sorted(observed, key=str)}; the policy cannot be called with a single "
+                f"TensorDict either. {_EXPECTED}"
             ) from error
         return policy
     return _OnTensors(policy, takes, action_keys or ["action"])
 
 
 class _OnTensors:
-    """Call a policy of tensors with a TensorDict."""
+    """A policy that takes a TensorDict and calls a policy that takes tensors."""
 
     def __init__(self, policy: Callable[..., Any], names: list[str], action_keys: list[Key]):
         self.policy = policy

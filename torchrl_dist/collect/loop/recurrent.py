@@ -18,15 +18,16 @@ IS_INIT = "is_init"
 
 
 def carried_state(policy: Any, num_envs: int) -> dict[Key, Tensor]:
-    """Return the state of ``num_envs`` new episodes, by key.
+    """Return the policy's state at the start of ``num_envs`` episodes, by key.
 
-    The state is all that the policy reads at a ``key`` and writes at ``("next", key)``, as
-    TorchRL's LSTMModule and GRUModule do. If the policy reads ``"is_init"``, as Ornstein-Uhlenbeck
-    noise does, the state also has this key, with True for every env (bool ``[num_envs, 1]``). For
-    other policies, the state is empty.
+    The state consists of the values that the policy reads at a key and writes at ``("next", key)``,
+    as TorchRL's LSTMModule and GRUModule do. If the policy reads ``"is_init"``, as
+    Ornstein-Uhlenbeck noise does, the state also has this key, with True for every env (bool
+    ``[num_envs, 1]``). For other policies, the state is empty.
 
     Raises:
-        ConfigurationError: no module of the policy defines the state of a new episode.
+        ConfigurationError: the policy has a state, but no module of the policy defines the state of
+            a new episode.
     """
     reads = {plain_key(key) for key in getattr(policy, "in_keys", ())}
     writes = {plain_key(key) for key in getattr(policy, "out_keys", ())}
@@ -50,10 +51,10 @@ def carried_state(policy: Any, num_envs: int) -> dict[Key, Tensor]:
 
 
 def with_state_of(policy: Any, env: EnvBase) -> EnvBase:
-    """Return a TorchRL env that has the state of the policy's new episodes.
+    """Return a TorchRL env that writes the policy's state at the start of each episode.
 
-    ``InitTracker`` and the primers of the policy's modules are appended if they write keys that the
-    policy reads and that the env does not write.
+    This function appends ``InitTracker`` and the primers of the policy's modules to ``env``, if
+    they write keys that the policy reads and the env does not write.
     """
     specs = (env.full_observation_spec, env.full_state_spec)
     has = {plain_key(key) for spec in specs for key in spec.keys(True, True)}
@@ -71,10 +72,10 @@ def _modules(policy: Any) -> list[nn.Module]:
 
 
 def _primers(policy: Any) -> list[Any]:
-    """Return the transforms that make the policy's state of a new episode."""
+    """Return the transforms that write the policy's state at the start of an episode."""
     if not isinstance(policy, nn.Module):
         return []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the warning about a missing primer
+        warnings.simplefilter("ignore")  # ignores the warning about a missing primer
         primer: Any = get_primers_from_module(policy)
     return [] if primer is None else list(getattr(primer, "transforms", [primer]))

@@ -1,7 +1,8 @@
-"""T steps of N envs as one TensorDict ``[N, T]``, with the entries of TorchRL's ``Collector``.
+"""Make rollouts: T steps of N envs as one TensorDict ``[N, T]``, with the same entries as a batch
+of TorchRL's ``Collector``.
 
 :class:`GymnasiumRollout` steps gymnasium envs. This class calls the policy once per step for all
-envs and writes results into preallocated tensors, because every step of a TorchRL env costs some
+envs and writes results into preallocated tensors, because every step of a TorchRL env costs about
 300 us in addition to the env's own work. :class:`TorchRLRollout` steps TorchRL envs.
 :class:`TorchRLRollout` also steps gymnasium envs, inside TorchRL's wrapper, if ``GymnasiumRollout``
 does not support their spaces.
@@ -58,13 +59,13 @@ from torchrl_dist.collect.loop.spaces import (
 from torchrl_dist.errors import ConfigurationError
 
 _DONE_KEYS = ("done", "terminated", "truncated")
-# With next-step autoreset, envs that reset less often get ahead of the other envs. If the envs are
-# alike, their lead grows slowly, like a random walk, so a small lead needs no warning.
+# With next-step autoreset, envs that reset less often get ahead of the other envs. If all envs are
+# alike, this lead grows slowly, like a random walk, so a small lead needs no warning.
 _WARN_ROLLOUTS_AHEAD = 4
 _MAX_ROLLOUTS_AHEAD = 200
-_CHUNK = 256  # for this many steps, views of the blocks are made together
-_DRAWS = 64  # number of an env's random actions that are drawn together
-_DRAWN = 8  # number of TorchRL's random actions that are checked
+_CHUNK = 256  # number of steps for which views of the blocks are made at once
+_DRAWS = 64  # number of random actions that are drawn at once for each env
+_DRAWN = 8  # number of TorchRL's random actions that are compared with the action space
 
 
 def never(_: int) -> bool:
@@ -78,9 +79,9 @@ class RolloutStopped(Exception):
 class Rollout(Protocol):
     """N envs and a policy that make rollouts on request.
 
-    Every transition contains the value of ``policy_version`` at the time of its step. With
-    ``at_random`` the next rollout uses random actions, and all other outputs of the policy are
-    zero.
+    Every transition contains the value of ``policy_version`` at the time of its step. If
+    ``at_random`` is true, the next rollout uses random actions, and all other outputs of the policy
+    are zero.
     """
 
     num_envs: int
@@ -88,13 +89,13 @@ class Rollout(Protocol):
     policy_version: int
     at_random: bool
     ragged: bool  # shapes may differ between rows
-    target: Any  # the envs, as :func:`torchrl_dist.collect.loop.access.visit` takes them
+    target: Any  # the argument ``envs`` of :func:`torchrl_dist.collect.loop.access.visit`
 
     def seed(self, seeds: Sequence[int]) -> None:
         """Seed the envs (one seed per env) and start new episodes in all envs."""
 
     def run(self, steps: int, enough: Callable[[int], bool] = never) -> TensorDict:
-        """Return ``steps`` transitions of each env, ``[N, steps]``, which follow the previous
+        """Return ``steps`` transitions of each env, ``[N, steps]``. They continue the previous
         rollout.
 
         Args:
@@ -110,18 +111,19 @@ class Rollout(Protocol):
         """Initialize the policy's lazy layers by a call outside rollouts. No env is stepped."""
 
     def reset(self, envs: Sequence[int] | None = None) -> None:
-        """Start new episodes in all envs, or in ``envs``.
+        """Start new episodes in all envs or, if ``envs`` is given, only in the envs with these
+        indices.
 
         Raises:
             ConfigurationError: the envs cannot be reset one by one.
         """
 
     def resize(self, steps: int) -> None:
-        """Set the usual length of a rollout."""
+        """Set the usual number of steps of a rollout."""
 
     @property
     def specs(self) -> dict[str, str]:
-        """Descriptions, by name, of the specs or spaces that must be equal in all workers."""
+        """Descriptions of the specs or spaces, by name. They must be equal in all workers."""
 
     def stop(self) -> None: ...
 
@@ -130,7 +132,7 @@ class Rollout(Protocol):
 
 @dataclass
 class Episodes:
-    """Follow the episodes of N envs through consecutive rollouts. Pure bookkeeping.
+    """Track the episodes of N envs through consecutive rollouts. This class steps no env.
 
     Trajectory ids are ``base + k * stride + offset`` for k = 0, 1, .... If the stride is the number
     of workers of the job and each worker has a different offset, no two workers use the same id.
@@ -149,10 +151,10 @@ class Episodes:
         self.restart()
 
     def restart(self, envs: Sequence[int] | None = None) -> list[int]:
-        """Abandon the running episodes and begin new ones, in all envs or in ``envs``.
+        """Abandon the running episodes and begin new episodes, in all envs or only in ``envs``.
 
         Returns:
-            the abandoned trajectory ids if ``envs`` is given, else an empty list.
+            the ids of the abandoned trajectories if ``envs`` is given, else an empty list.
         """
         if envs is not None:
             abandoned = self._current[envs].tolist()
@@ -165,13 +167,14 @@ class Episodes:
         return []
 
     def split(self) -> None:
-        """Continue the running episodes under new trajectory ids. Their returns and lengths are not
-        reset."""
+        """Continue the running episodes under new trajectory ids. The episodes keep their returns
+        and lengths."""
         self._current = self._take(self.num_envs)
 
     def count_steps(self, done: np.ndarray) -> np.ndarray:
-        """Return ``[N, T]``: for each step of a rollout, the number of earlier steps in the step's
-        episode. Call before :meth:`advance`, with the rollout's ``done [N, T]``."""
+        """Return, for each step of a rollout, the number of earlier steps in the same episode,
+        ``[N, T]``. Call this method with the rollout's ``done [N, T]``, before :meth:`advance`
+        updates the lengths of the running episodes."""
         steps = np.arange(done.shape[1])
         begun = np.zeros(done.shape, np.int64)
         begun[:, 1:] = np.where(done[:, :-1], steps[1:], 0)
@@ -186,7 +189,7 @@ class Episodes:
     def advance(
         self, reward: np.ndarray, done: np.ndarray
     ) -> tuple[np.ndarray, list[float], list[int]]:
-        """Count a rollout, given its ``reward [N, T]`` and ``done [N, T]``.
+        """Add a rollout with ``reward [N, T]`` and ``done [N, T]`` to the running episodes.
 
         Returns:
             trajectory ids ``[N, T]``, and the returns and lengths of the episodes that ended.
@@ -198,7 +201,8 @@ class Episodes:
             self._lengths += steps
             return ids, [], []
         ends = done.ravel()
-        # Parts of episodes, env by env. A part begins at the first step of an env, or after an end.
+        # Divide the rollout into parts of episodes, env by env. A part begins at the first step of
+        # an env, or after the end of an episode.
         begins = np.zeros(n * steps, bool)
         begins[1:] = ends[:-1]
         begins[::steps] = True
@@ -207,10 +211,10 @@ class Episodes:
         ended = ends[lasts]
         going_on = starts % steps == 0
         numbers = self._take(int(ended.sum()))
-        before = (np.cumsum(done) - ends).reshape(n, steps)  # number of ends before each step
+        before = (np.cumsum(done) - ends).reshape(n, steps)  # episodes that ended before each step
         anew = before > before[:, :1]
         ids[anew] = numbers[before[anew] - 1]
-        self._current[env[ended]] = numbers  # if an env has several ends, the last one counts
+        self._current[env[ended]] = numbers  # an env keeps the last of its numbers
         # Sum each part separately. If sums were differences of a running sum, an infinite or huge
         # reward in one episode would spoil the sums of all later episodes.
         with np.errstate(invalid="ignore"):
@@ -225,10 +229,11 @@ class Episodes:
 
 
 class _Given:
-    """The policy's inputs from the envs in a rollout, with memory for every step.
+    """The inputs that the policy gets from the envs in a rollout, with separate memory for every
+    step.
 
     Attributes:
-        places: by key, the views that the last call of ``values`` returned.
+        places: the views that the last call of ``values`` returned, by key.
     """
 
     def __init__(
@@ -242,8 +247,8 @@ class _Given:
         self._observations = [np.empty((steps + 1, n, *leaf.shape), leaf.dtype) for leaf in leaves]
         for block, now in zip(self._observations, first, strict=True):
             block[0] = now
-        # Done flags at the root are false, because an observation at the root is from a reset or
-        # from inside an episode.
+        # The done flags at a rollout's root are always false, because an observation at the root
+        # comes from a reset or from inside an episode.
         ends = [np.zeros((steps, n, 1), bool) for _ in _DONE_KEYS]
         self._blocks = [torch.from_numpy(array) for array in (*self._observations, *ends)]
         self._steps: list[tuple[Tensor, ...]] = []
@@ -251,10 +256,11 @@ class _Given:
         self._size = (n, steps)
 
     def values(self, t: int) -> Values:
-        """Return the inputs of step ``t``. Call for each step, in order."""
+        """Return the policy's inputs of step ``t``. Call this method once for each step, in
+        order."""
         i = t % _CHUNK
         if i == 0:
-            # leave out the blocks' last entry, the observation after the last step
+            # Leave out a block's entry ``steps``, which is the observation after the last step.
             end = min(t + _CHUNK, self._size[1])
             views = [block[t:end].unbind(0) for block in self._blocks]
             self._steps = list(zip(*views, strict=True))
@@ -262,14 +268,15 @@ class _Given:
         return self.places.copy()
 
     def after(self, t: int) -> list[np.ndarray]:
-        """Return the arrays to fill with the observations of the step after ``t``."""
+        """Return the arrays into which the caller must write the observations of step ``t + 1``."""
         return [block[t + 1] for block in self._observations]
 
     def share_changes(self, following: Sequence[np.ndarray], done: np.ndarray) -> None:
-        """Copy the policy's in-place changes of observations to ("next", ...) of the previous step.
+        """If the policy changed observations in place, copy the changes to ("next", ...) of the
+        step before.
 
-        In TorchRL, both observations are the same tensor, unless an env was reset between the two
-        steps.
+        The reason is that in TorchRL, an observation and the ("next", ...) observation of the step
+        before are the same tensor, unless an env was reset between the two steps.
         """
         _, steps = self._size
         for block, after in zip(self._blocks, following, strict=False):
@@ -279,7 +286,7 @@ class _Given:
                         after[:, t - 1] = block[t].numpy()
 
     def recorded(self, without: Collection[Key]) -> dict[Key, Tensor]:
-        """Return copies of all values, ``[N, T, ...]``, by key."""
+        """Return copies of all values, ``[N, T, ...]``, by key, except for the keys ``without``."""
         _, steps = self._size
         return {
             key: block[:steps].transpose(0, 1).clone(memory_format=torch.contiguous_format)
@@ -289,13 +296,14 @@ class _Given:
 
 
 class _Made:
-    """The policy's outputs in a rollout. Memory is allocated for the keys written in the first
-    step.
+    """The policy's outputs in a rollout. Memory is allocated for the keys that the policy writes in
+    the first step.
 
     Attributes:
         actions: NumPy array ``[T, N, ...]``.
-        carried: keys of outputs that are inputs of the next step, in addition to the env's values.
-        overwritten: keys of observations that the policy replaces.
+        carried: keys of the outputs that the policy gets as inputs of the next step, in addition to
+            the env's values.
+        overwritten: keys of observations that the policy replaces by other tensors.
     """
 
     def __init__(self, out: Values, given: _Given, n: int, steps: int) -> None:
@@ -345,7 +353,7 @@ class _Made:
 
     @staticmethod
     def _write(place: Tensor, key: Key, value: Tensor) -> None:
-        # checked, because copy_ would convert the dtype and broadcast the shape
+        # Check dtype and shape, because copy_ would convert the dtype and broadcast the shape.
         if value.dtype is not place.dtype or value.shape != place.shape:
             raise ConfigurationError(
                 f"the policy wrote {key!r} as {value.dtype} {list(value.shape)}, but as "
@@ -363,11 +371,13 @@ class _Made:
 
 
 class _Followed:
-    """The results of the envs' steps in a rollout.
+    """The results of all steps of the envs in a rollout.
 
     Attributes:
-        observations: ``[N, T, ...]`` for each leaf, before any reset.
-        valid: bool ``[N, T]``, False where a step only reset its env; None if no step only resets.
+        observations: for each tensor of an observation, its values ``[N, T, ...]`` after each step,
+            before any reset.
+        valid: bool ``[N, T]``, False where a step only reset its env; None if the driver has no
+            such steps.
     """
 
     def __init__(self, leaves: Sequence[ObservationLeaf], driver: EnvDriver, steps: int) -> None:
@@ -379,15 +389,16 @@ class _Followed:
         self._terminated = np.empty((n, steps, 1), bool)
         self._truncated = np.empty((n, steps, 1), bool)
         self.valid = None if driver.valid is None else np.empty((n, steps), bool)
-        # [T, N, ...], because the index [t] takes half the time of [:, t].
+        # These views are [T, N, ...], because indexing by [t] takes half the time of indexing by
+        # [:, t].
         self._nexts = [array.swapaxes(0, 1) for array in self.observations]
         self._rewards = self._reward[:, :, 0].T
         self._ends = self._terminated[:, :, 0].T
         self._cuts = self._truncated[:, :, 0].T
 
     def record(self, t: int, actions: Any, current: Sequence[np.ndarray]) -> np.ndarray:
-        """Step the envs, and write the observations at the root of the next step into ``current``.
-        Return which envs begin an episode in the next step, bool ``[N]``."""
+        """Step the envs, and write the policy's next inputs into ``current``. Return which envs
+        begin an episode in the next step, bool ``[N]``."""
         self._rewards[t], done, cut = self._driver.step(
             actions, [array[t] for array in self._nexts], current
         )
@@ -401,7 +412,8 @@ class _Followed:
         return ~valid
 
     def transitions(self, t: int) -> int:
-        """Return the smallest number of transitions that an env has after step ``t``."""
+        """Return the number of transitions that every env has after step ``t``: the smallest number
+        of any env."""
         return t + 1 if self.valid is None else int(self.valid[:, : t + 1].sum(1).min())
 
     @property
@@ -435,7 +447,8 @@ def _unwritten(given: Values, made: Values) -> Values:
 
 
 def _is_private(key: Key) -> bool:
-    """Whether batches leave this key out, as in TorchRL: its name begins with an underscore."""
+    """Whether a name in the key begins with an underscore. Batches leave such keys out, as in
+    TorchRL."""
     return any(name.startswith("_") for name in ((key,) if isinstance(key, str) else key))
 
 
@@ -455,13 +468,13 @@ def _set_specs(policy: nn.Module, space: spaces.Space, categorical: bool) -> Non
 
 
 class _Loop:
-    """The common part of the loops below; see :class:`Rollout`."""
+    """The common part of the classes that implement :class:`Rollout` in this module."""
 
     steps: int
     ragged = False
     policy_version = 0
     at_random = False
-    _unwritten: Values | None = None  # the policy's other outputs in rows of random actions
+    _unwritten: Values | None = None  # zeros for the policy's other outputs, if actions are random
     _stop = False
 
     def resize(self, steps: int) -> None:
@@ -471,8 +484,8 @@ class _Loop:
         self._stop = True
 
     def _ends(self, done: int, enough: Callable[[int], bool]) -> bool:
-        """Return whether the rollout ends after a step, given that each env has ``done``
-        transitions."""
+        """Return whether the rollout ends after a step after which each env has ``done``
+        transitions. If :meth:`stop` was called, raise RolloutStopped."""
         if self._stop:
             raise RolloutStopped
         return enough(done)
@@ -498,7 +511,7 @@ class GymnasiumRollout(_Loop):
     ) -> None:
         self.driver = driver
         self.target = driver.target
-        self.one_seed_only = driver.one_seed_only  # the envs cannot be seeded one by one
+        self.one_seed_only = driver.one_seed_only  # whether the envs cannot be seeded one by one
         self.num_envs = n = driver.num_envs
         self.steps = -(-frames // n)
         leaves = observation_leaves(driver.single_observation_space, categorical_action_encoding)
@@ -508,7 +521,7 @@ class GymnasiumRollout(_Loop):
         self._rngs = [np.random.default_rng() for _ in range(n)]
         self._draws: list[Tensor] = []
         if type(policy) is RandomPolicy and getattr(policy, "action_spec", None) is None:
-            policy = None  # draws from the env's action space, as in TorchRL's collectors
+            policy = None  # None draws from the env's action space, as in TorchRL's collectors
         if isinstance(policy, nn.Module):
             _set_specs(policy, driver.single_action_space, categorical_action_encoding)
         self._new_state = carried_state(policy, n)
@@ -534,30 +547,30 @@ class GymnasiumRollout(_Loop):
             return values
         if not self.at_random:
             return self._policy.on_values(values, self.num_envs)
-        if self._unwritten is None:  # so that random rows have the same keys as the policy's rows
+        if self._unwritten is None:  # gives random rows the same keys as the policy's rows
             asked = {key: value.clone() for key, value in values.items()}
             self._unwritten = _unwritten(values, self._policy.on_values(asked, self.num_envs))
         return self._unwritten | values | {"action": self._draw()}
 
     def _draw(self) -> Tensor:
-        if not self._draws:  # env by env, because each env has its own seed
+        if not self._draws:  # draws env by env, because each env has its own generator
             by_env = [self._codec.sample(rng, _DRAWS) for rng in self._rngs]
             self._draws = list(torch.stack(by_env, 1).unbind(0))
         return self._draws.pop()
 
     def call_policy_once(self) -> None:
-        """Call the policy with zeros."""
+        """Call the policy with zeros as observations."""
         first = [np.zeros_like(now) for now in self._current]
         values = _Given(self._leaves, first, self.num_envs, 1).values(0)
         self._act(values | self._state)
 
     def seed(self, seeds: Sequence[int]) -> None:
-        """Seed as TorchRL does: reset with the seeds, and once more without seeds to begin
-        episodes."""
+        """Seed the envs as TorchRL does: reset all envs with the seeds, then reset all envs again
+        without seeds to begin episodes."""
         self._reset(seeds)
         self._reset(None)
-        # These generators must differ from the envs' own generators, for which gymnasium uses the
-        # seed alone.
+        # The generators of random actions must differ from the envs' own generators, which
+        # gymnasium seeds with the seed alone.
         self._rngs = [np.random.default_rng([seed, 1]) for seed in seeds]
         self._draws = []
         self._started = True
@@ -571,14 +584,14 @@ class GymnasiumRollout(_Loop):
     def _carry_on(self, out: Values, carried: Sequence[Key], begins: np.ndarray) -> None:
         """Pass the policy's state and its other outputs to the next step.
 
-        Where an episode ``begins``, the state is that of a new episode, and all other outputs are
-        zero. TorchRL does the same if only some envs are reset, but keeps the old values if all
-        envs are reset. Here the old values are never kept, so that rows do not depend on how envs
-        are divided among workers.
+        In envs where an episode ``begins``, the state is that of a new episode, and all other
+        outputs are zero. TorchRL does the same if only some envs are reset, but keeps the old
+        outputs if all envs are reset. This method never keeps old outputs, because rows must not
+        depend on how envs are divided among workers.
         """
         self._others = {key: out[key] for key in carried}
         which = begins.tobytes()
-        if 1 in which:  # this takes a tenth of the time of any()
+        if 1 in which:  # ``1 in`` takes a tenth of the time of any()
             kept = torch.from_numpy(~begins) if 0 in which else None
             self._forget_others(kept)
         if not self._new_state:
@@ -592,7 +605,8 @@ class GymnasiumRollout(_Loop):
             self._state[key] = torch.where(_like(first, new), new, after)
 
     def _forget_others(self, kept: Tensor | None) -> None:
-        """Zero the policy's other outputs, except in the envs ``kept [N]``."""
+        """Set the policy's outputs other than its state to zero, except in the envs where
+        ``kept [N]`` is true. None means no env."""
         for key, value in self._others.items():
             if isinstance(value, Tensor):
                 self._others[key] = (
@@ -636,8 +650,8 @@ class GymnasiumRollout(_Loop):
     ) -> Generator[Values, Values, TensorDict]:
         """Run a rollout for a policy in another process.
 
-        Yield the observations ``[N, ...]`` of each step, receive the policy's outputs by
-        ``send()``, and return the rollout.
+        The generator yields the observations ``[N, ...]`` of each step, receives the policy's
+        outputs by ``send()``, and returns the rollout.
         """
         self._begin()
         return (yield from self._loop(steps, enough))[0]
@@ -655,7 +669,8 @@ class GymnasiumRollout(_Loop):
         loop, act = self._loop(steps, enough), self._act
         values = next(loop)
         while True:
-            # outside the try block, because a StopIteration that the policy raises is an error
+            # Call the policy outside the try block, because a StopIteration that the policy raises
+            # must not end the rollout.
             out = act(values)
             try:
                 values = loop.send(out)
@@ -689,42 +704,43 @@ class GymnasiumRollout(_Loop):
         self._current = [now.copy() for now in self._current]
         given.share_changes(followed.observations, followed.done)
         data = given.recorded(made.overwritten) | followed.observed() | made.recorded()
-        if IS_INIT in self._state:  # is_init is false in "next", as with InitTracker
+        if IS_INIT in self._state:  # as InitTracker does, set is_init to false in "next"
             data["next", IS_INIT] = torch.zeros(n, steps, 1, dtype=torch.bool)
         data |= followed.ended()
-        if "policy_version" not in data:  # answers of a policy at the learner contain the version
+        if "policy_version" not in data:  # a policy at the learner has written its version
             data["policy_version"] = torch.full((n, steps), self.policy_version)
         rollout = nested(data, [n, steps], names=[None, "time"])
         return (rollout if t + 1 == steps else rollout[:, : t + 1]), followed.valid
 
     def _checked(self, out: Values) -> Values:
-        """Return the policy's outputs, or raise if they cannot be recorded. Called once per
-        rollout."""
-        if self._policy is not None:  # answers of a policy at the learner contain the version
+        """Return the policy's outputs, or raise ConfigurationError if they cannot be recorded.
+        Called once per rollout."""
+        if self._policy is not None:  # a policy at the learner may write its version
             refuse_stamps(out, "the policy")
         action = out.get("action")
         expected = (self.num_envs, *self._codec.shape)
         if not isinstance(action, Tensor) or tuple(action.shape) != expected:
-            got, hint = "nothing", "; the policy is called with a TensorDict of the observations"
+            got, hint = "nothing", "; let the policy write it into the TensorDict of observations"
             if action is not None:
                 got, hint = f"shape {tuple(action.shape)}", self._codec.hint
             raise ConfigurationError(
-                f"the policy wrote {got} as 'action'; expected {expected} for "
-                f"{self.driver.single_action_space} and {self.num_envs} envs{hint}"
+                f"the policy wrote {got} as 'action'; expected shape {expected} for the action "
+                f"space {self.driver.single_action_space} and {self.num_envs} envs{hint}"
             )
         for key, value in out.items():
             if tuple(value.shape[:1]) != (self.num_envs,):
                 raise ConfigurationError(
-                    f"the policy wrote {key!r} with shape {tuple(value.shape)}; expected "
-                    f"[{self.num_envs}, ...], one row per env"
+                    f"the policy wrote {key!r} with shape {tuple(value.shape)}; expected shape "
+                    f"[{self.num_envs}, ...], because each of the {self.num_envs} envs needs one "
+                    "row. Correct the policy's output"
                 )
         return out
 
     def _run_ragged(self, steps: int, enough: Callable[[int], bool]) -> TensorDict:
         """Drop steps that only reset an env, and continue until each env has ``steps`` transitions.
 
-        Envs that reset less often then have more transitions. The additional transitions begin the
-        next rollout.
+        Envs that reset less often then have more than ``steps`` transitions. The additional
+        transitions become the beginning of the next rollout.
         """
         have = [0 if part is None else part.shape[0] for part in self._surplus]
         while (ahead := min(have)) < steps and not enough(ahead):
@@ -741,7 +757,7 @@ class GymnasiumRollout(_Loop):
                 self._surplus[i] = kept
                 have[i] = kept.shape[0]
         steps = min(steps, *have)
-        # no entry is None, because steps > 0
+        # ``parts`` has an entry for each env, because steps > 0
         parts = [part for part in self._surplus if part is not None]
         out: TensorDict = torch.stack([part[:steps] for part in parts], 0)
         self._surplus = [part[steps:].clone() for part in parts]
@@ -754,8 +770,8 @@ class GymnasiumRollout(_Loop):
         advice = (
             f"{self.driver} uses a separate step to reset an env (next-step autoreset), so the "
             f"envs that end episodes least often are {rows} steps ahead of the other envs, and "
-            f"their rows wait for {ahead:.0f} rollouts. If possible, build the vector env with "
-            "same-step autoreset or with autoreset disabled"
+            f"rows of these envs are delivered {ahead:.0f} rollouts late. If possible, build the "
+            "vector env with same-step autoreset or with autoreset disabled"
         )
         if ahead > _MAX_ROLLOUTS_AHEAD:
             raise ConfigurationError(advice)
@@ -790,7 +806,7 @@ class TorchRLRollout(_Loop):
             policy, list(env.observation_spec.keys(True, True)), list(env.action_keys)
         )
         self._policy = compilation.calls(takes_tensordicts, exploration_type)
-        # Policies in an env's transforms also use the exploration type.
+        # If the env's transforms contain policies, these policies also use the exploration type.
         inside = any(isinstance(module, TensorDictModuleBase) for module in env.modules())
         step = env.step_and_maybe_reset
         self._step = self._policy.exploring(step) if inside else step
@@ -898,13 +914,14 @@ def make_rollout(
     categorical_action_encoding: bool = False,
     compilation: Compilation | None = None,
 ) -> GymnasiumRollout | TorchRLRollout:
-    """Build the envs in this process, and the loop that fits them.
+    """Build the envs in this process, and return a rollout object of the class that can step them.
 
     Each env makes ``frames / num_envs`` steps per rollout, rounded up. ``resize`` changes this
-    number.
+    number later.
 
     Raises:
-        ConfigurationError: ``make_env`` does not return an env, or its spaces are not supported.
+        ConfigurationError: ``make_env`` does not return an env, or the env's spaces are not
+            supported.
     """
     first = make_env if isinstance(make_env, str) else make_env()
     acting: Any = {"exploration_type": exploration_type, "compilation": compilation}
@@ -930,16 +947,16 @@ def make_rollout(
         if has_start(observed) or has_start(taken):
             driver.close()
             raise ConfigurationError(
-                f"{error}. TorchRL's GymWrapper, which steps such envs, does not accept a "
-                "Discrete space that starts at another number than 0; let the space start at 0"
+                f"{error}. TorchRL's GymWrapper, which steps such envs, does not accept a Discrete "
+                "space whose start is not 0; let the space start at 0"
             ) from None
         env = _wrapped(driver.envs, categorical_action_encoding, error, at_random=policy is None)
     return TorchRLRollout(env, policy, frames, **acting)
 
 
 def _require_random_actions(env: GymWrapper, space: Any) -> None:
-    """Refuse a space if TorchRL draws random actions outside it. Examples are Text spaces, and a
-    Box with one bound, where TorchRL may draw infinity."""
+    """Raise ConfigurationError if TorchRL draws random actions that are not in the action space.
+    Examples are Text spaces, and a Box with one bound, for which TorchRL may draw infinity."""
     with torch.random.fork_rng(devices=[]):
         for _ in range(_DRAWN):
             drawn = env.full_action_spec.rand()
@@ -947,14 +964,14 @@ def _require_random_actions(env: GymWrapper, space: Any) -> None:
             action = env.read_action(drawn[env.action_key] if one else drawn.to_dict())
             if not space.contains(action):
                 raise ConfigurationError(
-                    f"TorchRL drew the random action {action}, which is not in {space}; pass a "
-                    "policy"
+                    f"TorchRL drew the random action {action}, which is not in the action space "
+                    f"{space}; pass policy=, because random actions do not work with this space"
                 )
 
 
 def _different(make_env: Callable[[], Any], first: EnvBase) -> Callable[[], EnvBase]:
-    """Wrap ``make_env``, so that returning the same env twice raises. ``first`` is an env that
-    ``make_env`` has already returned."""
+    """Wrap ``make_env``, so that the wrapper raises if ``make_env`` returns the same env twice.
+    ``first`` is an env that ``make_env`` has already returned."""
     made = [first]
 
     def make() -> EnvBase:
@@ -975,7 +992,7 @@ def _has_reward_space(env: Any) -> bool:
 def _wrapped(
     envs: Sequence[Any], categorical: bool, reason: UnknownSpaceError, *, at_random: bool
 ) -> EnvBase:
-    """Wrap gymnasium envs in TorchRL's wrapper."""
+    """Return one TorchRL env that steps these gymnasium envs in TorchRL's GymWrapper."""
     try:
         wrapped = [GymWrapper(env, categorical_action_encoding=categorical) for env in envs]
         if at_random:

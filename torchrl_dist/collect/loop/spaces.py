@@ -23,7 +23,7 @@ from torchrl_dist.errors import ConfigurationError
 
 
 class UnknownSpaceError(ConfigurationError):
-    """The space is not supported here. TorchRL's ``GymWrapper`` may support the space."""
+    """This module does not support the gymnasium space. TorchRL's ``GymWrapper`` may support it."""
 
 
 Key = str | tuple[str, ...]
@@ -41,8 +41,8 @@ def join_key(first: str, key: Key) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ObservationLeaf:
-    """One tensor of an observation: where it is in the env's observation, and how it is written to
-    a TensorDict.
+    """One tensor of an observation, with its place in the env's observation and its key and format
+    in a TensorDict.
 
     Attributes:
         key: the tensor's key in the TensorDict.
@@ -50,8 +50,9 @@ class ObservationLeaf:
             observation is not a dict.
         shape: shape per env.
         one_hot: number of classes if integers must be written one-hot, else 0.
-        start: the first value, or values, of a (Multi)Discrete space; None for 0. In the
-            TensorDict, classes count from 0, as for actions.
+        start: the smallest value of a Discrete space, or the smallest values of a MultiDiscrete
+            space; None if they are 0. In the TensorDict, observations and actions count classes
+            from 0.
     """
 
     key: Key
@@ -72,12 +73,12 @@ class ObservationLeaf:
         return observation
 
     def write(self, out: np.ndarray, observation: Any) -> None:
-        """Write the observation of one env into ``out [*shape]``, or of all envs into
-        ``[N, *shape]``.
+        """Write the observation of one env into ``out [*shape]``, or the observations of all envs
+        into ``out [N, *shape]``.
 
         Raises:
-            ConfigurationError: the shape differs by more than axes of length one, or the value is
-                not in a Discrete space.
+            ConfigurationError: the observation's shape differs from the declared shape by more than
+                axes of length one, or the value is not in its Discrete space.
         """
         value = np.asarray(self.read(observation) if self.path else observation)
         if self.one_hot:
@@ -85,9 +86,9 @@ class ObservationLeaf:
             index = self._shaped(value, out.shape[:-1])[..., None].astype(np.int64) - start
             if index.min() < 0 or index.max() >= self.one_hot:
                 raise ConfigurationError(
-                    f"the env's observation {self.key!r} is {value}; expected a value from "
-                    f"{start} to {start + self.one_hot - 1}, as its space says; correct the env or "
-                    "its space"
+                    f"the env returned {value} as observation {self.key!r}; expected a value from "
+                    f"{start} to {start + self.one_hot - 1}, as the observation space declares. "
+                    "Correct the env or its observation space"
                 )
             out[...] = 0
             np.put_along_axis(out, index, 1, axis=-1)
@@ -97,29 +98,31 @@ class ObservationLeaf:
             out[...] = self._shaped(value, out.shape) - self.start
 
     def _shaped(self, value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """Return ``value`` in this shape. NumPy's assignment alone would broadcast ``[1]`` to any
-        shape."""
+        """Return ``value``, reshaped to ``shape`` if only axes of length one differ. The shape is
+        checked here, because NumPy's assignment would broadcast ``[1]`` to any shape."""
         if value.shape == shape:
             return value
-        # A scalar Box has no axis, but some envs return an array with one.
+        # Axes of length one may differ, because some envs return an array with one axis for a
+        # scalar Box, whose shape has no axis.
         if [n for n in value.shape if n != 1] == [n for n in shape if n != 1]:
             return value.reshape(shape)
         raise ConfigurationError(
-            f"the env's observation {self.key!r} has shape {value.shape}; expected {shape}, as its "
-            "space says; correct the env or its space"
+            f"the env returned observation {self.key!r} with shape {value.shape}; expected "
+            f"{shape}, as the observation space declares. Correct the env or its observation space"
         )
 
 
 def has_start(space: spaces.Space) -> bool:
     """Whether the space is, or contains, a (Multi)Discrete space that does not start at 0.
-    TorchRL's ``GymWrapper`` ignores the start."""
+    TorchRL's ``GymWrapper`` ignores the start of such a space."""
     if isinstance(space, spaces.Dict | spaces.Tuple):
         parts = space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces
         return any(map(has_start, parts))
     return bool(np.any(getattr(space, "start", 0)))
 
 
-# Keys of a rollout's root that are not observations.
+# An observation must not have one of these keys, because a rollout's root uses them for other
+# values.
 _TAKEN = frozenset(
     ("action", "collector", "done", "next", "policy_version", "reward", "terminated", "truncated")
 )
@@ -128,22 +131,23 @@ _STAMPS = frozenset(("collector", "policy_version"))
 
 
 def refuse_stamps(keys: Iterable[Key], author: str) -> None:
-    """Raise ConfigurationError if a key of a rollout's root is one that the collector writes."""
+    """Raise ConfigurationError if one of ``keys``, at the root of a rollout, is reserved for the
+    collector."""
     for key in keys:
         if (key if isinstance(key, str) else key[0]) in _STAMPS:
             raise ConfigurationError(
-                f"{author} wrote {key!r}, a key that the collector writes itself; write the value "
-                "under another key"
+                f"{author} wrote the key {key!r}, which is reserved for values that the collector "
+                "writes; write the value under another key"
             )
 
 
 def observation_leaves(space: spaces.Space, categorical: bool) -> tuple[ObservationLeaf, ...]:
-    """Return the leaves of an env's (single) observation space, in the space's order.
+    """Return the tensors that make up an observation of a single env, in the order of its space.
 
     Raises:
-        UnknownSpaceError: the space is not supported here.
-        ConfigurationError: the space is an empty Dict, or has a part with a name that rollouts use
-            for something else.
+        UnknownSpaceError: this module does not support the space.
+        ConfigurationError: the space is an empty Dict, or one of its parts has a name that rollouts
+            use for other values.
     """
     if isinstance(space, spaces.Dict):
         leaves = tuple(_dict_leaves(space, (), (), categorical))
@@ -154,8 +158,8 @@ def observation_leaves(space: spaces.Space, categorical: bool) -> tuple[Observat
         for leaf in leaves:
             if (name := leaf.key if isinstance(leaf.key, str) else leaf.key[0]) in _TAKEN:
                 raise ConfigurationError(
-                    f"the observation space has a part {name!r}, a name that rollouts use for "
-                    "something else; rename it, for example by "
+                    f"the observation space has a part named {name!r}, but rollouts use this name "
+                    "for other values; rename the part, for example with "
                     "gymnasium.wrappers.TransformObservation"
                 )
         return leaves
@@ -203,9 +207,10 @@ def _leaf(
         start = space.start if space.start.any() else None
         return ObservationLeaf(key, path, space.shape, space.dtype, start=start)
     raise UnknownSpaceError(
-        f"observation {key!r} has space {space}; supported are Box, Discrete, MultiBinary, "
-        "MultiDiscrete (with categorical_action_encoding=True) and Dict of these. Wrap the env "
-        "in gymnasium.wrappers.FlattenObservation, or return a TorchRL env from make_env"
+        f"observation {key!r} has the space {space}, which is not supported; expected Box, "
+        "Discrete, MultiBinary, MultiDiscrete (with categorical_action_encoding=True) or a Dict "
+        "of these. Wrap the env in gymnasium.wrappers.FlattenObservation, or return a TorchRL env "
+        "from make_env"
     )
 
 
@@ -216,10 +221,10 @@ class ActionCodec:
     Attributes:
         shape: shape of the policy's action, per env.
         to_env: converts the policy's NumPy array ``[N, *shape]`` to the argument of
-            ``VectorEnv.step``. Always makes a new array, because an env may change or keep its
-            argument.
-        sample: ``(generator, N)`` -> random actions in the policy's format, with the distribution
-            of the space's own ``sample()``.
+            ``VectorEnv.step``. ``to_env`` always makes a new array, because an env may change or
+            keep its argument.
+        sample: a function that takes a random generator and N, and draws N actions in the policy's
+            format with the distribution of the space's own ``sample()``.
         hint: text added to the error message if the policy's action has another shape.
     """
 
@@ -230,7 +235,7 @@ class ActionCodec:
 
 
 def action_codec(space: spaces.Space, categorical: bool) -> ActionCodec:
-    """Return the codec of an env's (single) action space.
+    """Return the codec for the action space of a single env.
 
     Raises:
         UnknownSpaceError: the space is not Discrete, MultiDiscrete, MultiBinary or Box.
@@ -255,10 +260,12 @@ def action_codec(space: spaces.Space, categorical: bool) -> ActionCodec:
 
 
 _ONE_HOT_HINT = (
-    "; for integer actions pass categorical_action_encoding=True to the collector "
-    "(default: one-hot, as TorchRL's GymEnv)"
+    "; actions are one-hot by default, as in TorchRL's GymEnv. If the policy writes integer "
+    "actions, pass categorical_action_encoding=True to the collector"
 )
-_CATEGORICAL_HINT = "; the collector was built with categorical_action_encoding=True"
+_CATEGORICAL_HINT = (
+    "; actions are integers, because the collector was built with categorical_action_encoding=True"
+)
 
 
 def _discrete_codec(n: int, start: int, dtype: np.dtype, categorical: bool) -> ActionCodec:
@@ -297,7 +304,7 @@ def _multi_discrete_codec(space: spaces.MultiDiscrete, categorical: bool) -> Act
             sample_classes,
             _CATEGORICAL_HINT,
         )
-    if len(set(nvec.tolist())) == 1:  # TorchRL stacks equal spaces and concatenates unequal ones
+    if len(set(nvec.tolist())) == 1:  # TorchRL stacks parts of equal size, and concatenates others
         n = int(nvec[0])
         return ActionCodec(
             (len(nvec), n),
@@ -336,19 +343,20 @@ def _box_codec(space: spaces.Box) -> ActionCodec:
 
 
 _Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
-_FARTHEST = 10**6  # largest distance of a draw from its only bound; P(distance > 40) < 1e-17
+_FARTHEST = 10**6  # limit of a draw's distance from its only bound; P(distance > 40) < 1e-17
 
 
 def _float_box(space: spaces.Box) -> _Draw:
     """Return a function that makes many draws with the distribution of ``space.sample()``: uniform
-    between two bounds, exponential from a single one, and normal without bounds."""
+    between two bounds, exponential from a single bound, and normal without bounds."""
     below, above = space.bounded_below, space.bounded_above
     both = below & above
     low = np.where(below, space.low, 0).astype(np.float64)
     high = np.where(above, space.high, 0).astype(np.float64)
     start, stop = np.where(both, low, 0), np.where(both, high, 0)
     with np.errstate(over="ignore"):
-        # false if the difference of the bounds overflows, as for a Box of all float64 values
+        # ``finite`` is false if the difference of the bounds overflows, as for a Box of all float64
+        # values.
         finite = np.isfinite(stop - start).all()
 
     def between(rng: np.random.Generator, size: tuple[int, ...]) -> np.ndarray:
@@ -366,8 +374,8 @@ def _float_box(space: spaces.Box) -> _Draw:
 
 
 def _integer_box(space: spaces.Box) -> _Draw:
-    """Return a function like that of :func:`_float_box`, with each draw rounded down. Draws between
-    two bounds include both bounds."""
+    """Return a function like the one that :func:`_float_box` returns, but with each draw rounded
+    down to an integer. Draws between two bounds may equal either bound."""
     below, above, dtype = space.bounded_below, space.bounded_above, space.dtype
     both = below & above
     low = np.where(below, space.low, 0).astype(dtype)
@@ -382,7 +390,7 @@ def _integer_box(space: spaces.Box) -> _Draw:
     info = np.iinfo(str(dtype))
 
     def room(bounds: np.ndarray, end: int) -> np.ndarray:
-        """Return how far a draw may be from its only bound."""
+        """Return, for each bound, how far a draw may be from it without an overflow."""
         steps = [min(_FARTHEST, abs(end - int(bound))) for bound in bounds.flat]
         return np.array(steps).reshape(bounds.shape)
 

@@ -13,19 +13,21 @@ from torchrl_dist.collect.loop.policies import flat
 
 
 class TrajectoryAssembler:
-    """Keep the parts of trajectories until they end, then return them whole.
+    """Keep the parts of each trajectory until the trajectory ends, then return the whole
+    trajectory.
 
     Trajectories are returned in the order of the batches in which they ended and, within a batch,
     in the order in which they began, as in TorchRL.
     """
 
     def __init__(self) -> None:
-        # in the order in which the trajectories began
+        # parts of unfinished trajectories, by trajectory id, in the order in which the trajectories
+        # began
         self._open: dict[int, list[TensorDictBase]] = {}
         self._whole: deque[TensorDictBase] = deque()
 
     def __len__(self) -> int:
-        """Return how many whole trajectories are waiting."""
+        """Return the number of whole trajectories that can be taken."""
         return len(self._whole)
 
     def add(self, batch: TensorDictBase) -> None:
@@ -35,7 +37,7 @@ class TrajectoryAssembler:
         done = ends_of(batch.get("next"))
         starts = [(0, row) for row in range(len(batch))]
         starts += [(t + 1, row) for row, t in (ids[:, 1:] != ids[:, :-1]).nonzero().tolist()]
-        end_of: dict[int, int] = {}  # for each row, the step at which the next part begins
+        end_of: dict[int, int] = {}  # by row of the batch, the step at which the next part begins
         ends = []
         for start, row in sorted(starts, reverse=True):
             ends.append(end_of.get(row, ids.shape[1]))
@@ -50,13 +52,13 @@ class TrajectoryAssembler:
             self._whole.append(torch.cat(self._open.pop(trajectory), 0))
 
     def forget_parts(self, ids: Iterable[int] | None = None) -> None:
-        """Drop the unfinished trajectories with these ids, or all unfinished ones, because these
-        trajectories will not be continued."""
+        """Drop the unfinished trajectories with these ids or, without ids, all unfinished
+        trajectories. Call this method for trajectories that will not be continued."""
         for trajectory in list(self._open) if ids is None else ids:
             self._open.pop(trajectory, None)
 
     def forget(self) -> None:
-        """Drop all trajectories."""
+        """Drop all trajectories, whole and unfinished."""
         self._open.clear()
         self._whole.clear()
 
@@ -71,7 +73,8 @@ class TrajectoryAssembler:
         return torch.cat([self._whole.popleft() for _ in range(count)], 0)
 
     def take_padded(self, count: int) -> TensorDict:
-        """Return the next ``count`` trajectories, ``[count, longest]``, padded with zeros.
+        """Return the next ``count`` trajectories, padded with zeros and stacked to ``[count, steps
+        of the longest]``.
 
         ``("collector", "mask")`` is true for valid steps. Non-tensor data are padded with their
         last value.
@@ -92,6 +95,6 @@ def _padded(trajectory: TensorDictBase, steps: int) -> TensorDictBase:
         return trajectory
     out = pad(trajectory, [0, steps])
     for key, value in flat(trajectory).items():
-        if not isinstance(value, torch.Tensor):  # pad() drops other data (tensordict 0.14.3)
+        if not isinstance(value, torch.Tensor):  # pad() drops non-tensor data (tensordict 0.14.3)
             out.set(key, torch.cat([value, *[value[-1:]] * steps], 0))
     return out
