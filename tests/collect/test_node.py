@@ -368,7 +368,7 @@ def test_a_successor_that_is_never_ready_is_replaced_too(build, tmp_path, monkey
         if stats.replaced:
             break
         time.sleep(0.02)
-    assert "not ready within 0.5 s" in stats.replaced[0]
+    assert "did not build its envs within 0.5 s" in stats.replaced[0]
     monkeypatch.undo()
     collect_until_complete(worker, request + 1)
 
@@ -398,7 +398,7 @@ def test_a_process_that_dies_three_times_in_a_row_is_an_error(build: Any) -> Non
         def step(self, action: Any) -> Any:
             die()
 
-    with pytest.raises(PeerLostError, match="env process 0 .*SIGKILL; 3 processes in a row"):
+    with pytest.raises(PeerLostError, match="env process 0 .*SIGKILL; 3 env processes"):
         build(Mortal, env_processes=1).collect(request=0)
 
 

@@ -1,1 +1,1 @@
-"""Env processes of one node, which together write one rollout into shared memory."""
+"""Env processes of one node, which write one rollout into shared memory together."""

@@ -1,8 +1,8 @@
-"""An env process of a node worker: a rollout worker in a separate process.
+"""The code of an env process: a rollout worker that a node worker runs in a separate process.
 
-The process gets calls over a socket and answers there. Its rows, its policy's weights and a count
-of its steps are in memory that it shares with the node worker. By this count, the node worker
-detects processes that hang.
+The env process receives calls over a socket, and sends its answers over the same socket. Its rows,
+its policy's weights and a count of its steps are in memory that it shares with the node worker. The
+node worker reads the count of steps to detect env processes that hang.
 """
 
 from __future__ import annotations
@@ -42,28 +42,31 @@ from torchrl_dist.runtime.surroundings import Surroundings
 
 _SEED_STRIDE = 1_000_003
 # Indices of int64 words in the control block. From FIRST_PROGRESS on, the block has one word per
-# process, in which the process counts its steps.
+# env process, in which the env process counts its steps.
 CUT_REQUEST, CUT_LEAST, STOP, FIRST_PROGRESS = range(4)
 # Tensors of these dtypes can be pickled, but not unpickled (torch 2.13).
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
-BUILT = 0  # number of the answer that the envs are built; it comes first, without a request
+# Number of the first answer of an env process, which says that the envs are built. The env process
+# sends this answer without a request.
+BUILT = 0
 
 
 class Message(NamedTuple):
-    """Tell a process to call a method.
+    """A request to an env process to call a method.
 
-    ``call`` holds the pickled arguments. The arguments are pickled separately, so that arguments
-    that cannot be unpickled make only this call fail.
+    ``call`` holds the pickled arguments. The arguments are pickled separately from the message, so
+    that only this call fails if the arguments cannot be unpickled.
     """
 
-    number: int  # the answer has the same number
+    number: int  # number of the request; the answer carries the same number
     method: str
     call: bytes
 
 
 class Failure(NamedTuple):
-    """The exception that a call raised. ``cause`` is its pickle, which the node worker may be
-    unable to unpickle."""
+    """The exception that a call raised in an env process. ``cause`` is the pickled exception, which
+    the node worker may be unable to unpickle. ``cause`` is None if the exception cannot be
+    pickled."""
 
     summary: str
     trace: str
@@ -71,11 +74,11 @@ class Failure(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The answer to the message with the same number.
+    """The answer of an env process to the request with the same number.
 
     The content is the call's result, or a ``Failure``, which the node worker converts to a
-    RemoteError. The content is pickled separately, so that the number can be read even if the
-    content cannot.
+    RemoteError. The content is pickled separately from the number, so that the node worker can read
+    the number even if the content cannot be unpickled.
     """
 
     number: int
@@ -89,7 +92,8 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class RowsAddress:
-    """Where a process writes its rows: from env ``first_env`` on, in a block with this layout."""
+    """Where an env process writes its rows: in the block at ``path`` with this layout, from env
+    ``first_env`` on."""
 
     path: str
     layout: RolloutLayout
@@ -98,15 +102,15 @@ class RowsAddress:
 
 @dataclass(frozen=True)
 class EnvProcessJob:
-    """The arguments of an env process, sent to it as a pickle.
+    """The arguments of an env process. The fork server receives them as a pickle.
 
     Attributes:
         registrations: result of :func:`dump_registrations`.
         config: the node worker's config, pickled.
         control: path of the control block.
         trajectory_base: argument of ``RolloutWorker.set_trajectory_base``.
-        generation: how many earlier processes had the same index and were replaced.
-        numbered: how many trajectories those processes have numbered.
+        generation: the number of earlier env processes that had the same index and were replaced.
+        numbered: the number of trajectory ids that these earlier env processes have used.
     """
 
     surroundings: Surroundings
@@ -118,17 +122,18 @@ class EnvProcessJob:
     numbered: int = 0
 
     def run(self, index: int, ready: Callable[[], None], end: int) -> None:
-        """Run the process from beginning to end, in a fresh fork of the server.
+        """Run the env process from beginning to end, in a fresh fork of the server.
 
         Args:
-            end: file descriptor of a socket; the node worker has the other end.
+            end: file descriptor of one end of a pair of sockets. The node worker has the other end.
         """
         self.surroundings.adopt()
         adopt_registrations(self.registrations)
-        # the node worker may be gone
+        # these errors are expected if the node worker has ended
         with Connection(end) as connection, contextlib.suppress(EOFError, ConnectionError):
             self._serve(index, connection, ready)
-        # Called here, because the fork ends by os._exit(), which does not run exit functions.
+        # Run exit functions here, because the forked process ends by os._exit(), which does not run
+        # exit functions.
         atexit._run_exitfuncs()
 
     def _serve(self, index: int, connection: Connection, ready: Callable[[], None]) -> None:
@@ -164,10 +169,11 @@ class EnvProcessJob:
 
 
 def config_of_part(config: WorkerConfig, index: int, generation: int) -> WorkerConfig:
-    """Return the config of one process of a node worker. For seeds and ids, each env process of the
-    job counts as one worker."""
+    """Return the config of one env process of a node worker. For seeds and trajectory ids, each env
+    process of the job counts as one worker."""
     seed, frames = config.seed, config.frames_per_rollout
-    # a different seed, so that the predecessor's episodes are not repeated
+    # A successor gets a different seed, because it must not repeat the episodes of the env process
+    # that it replaces.
     if seed is not None and generation:
         seed = (seed + generation * _SEED_STRIDE) % 2**31
     return replace(
@@ -199,7 +205,7 @@ def _call(target: Any, method: str, call: bytes) -> Any:
 def _answer(connection: Connection, number: int, call: Callable[[], Any]) -> None:
     try:
         content = _dumps(call())
-    # including SystemExit, and the error of a result that cannot be pickled
+    # This covers SystemExit, and results that cannot be pickled.
     except BaseException as error:
         content = pickle.dumps(_failure(error))
     connection.send_bytes(pickle.dumps((number, content)))
@@ -227,7 +233,7 @@ def _failure(error: BaseException) -> Failure:
 
 
 class _Part:
-    """The process's share of the node worker's envs."""
+    """The envs of the node worker that this env process steps."""
 
     def __init__(self, config: WorkerConfig, words: np.ndarray, index: int) -> None:
         self.worker = _Watched(config, words, FIRST_PROGRESS + index)
@@ -236,8 +242,9 @@ class _Part:
     def collect(
         self, rows: RowsAddress | None, **options: Any
     ) -> tuple[TensorDictBase | None, RolloutStats]:
-        """See ``RolloutWorker.collect``, except that the weights are a ``WeightsAddress``. Rows
-        that fit into the block at the address ``rows`` are written there, and not returned."""
+        """Do the same as ``RolloutWorker.collect``, but take the weights from a ``WeightsAddress``.
+        Write rows that fit into the block at the address ``rows`` into this block, and return None
+        instead of these rows."""
         data, stats = self.worker.collect(**options)
         if data is None or rows is None:
             return data, stats
@@ -250,8 +257,8 @@ class _Part:
 
 
 class _Watched(RolloutWorker):
-    """A rollout worker that counts its steps, is cut and stopped, and gets its weights through
-    memory shared with the node worker."""
+    """A rollout worker that shares memory with the node worker. The rollout worker counts its steps
+    there, and finds there its weights and requests to cut or stop a rollout."""
 
     def __init__(self, config: WorkerConfig, words: np.ndarray, progress: int) -> None:
         self._words, self._progress = words, progress
@@ -268,7 +275,7 @@ class _Watched(RolloutWorker):
         return bool(self._words[STOP])
 
     def _gives_up(self) -> bool:
-        self._words[self._progress] += 1  # waiting must not count as hanging
+        self._words[self._progress] += 1  # count a step, because waiting must not look like hanging
         return self._told_to_stop
 
     def _watch(self, request: int | None) -> Callable[[int], bool]:

@@ -1,11 +1,13 @@
-"""A worker whose envs run in several processes of its node, which send one rollout together.
+"""A worker whose envs run in several processes of its node. All processes together make one
+rollout.
 
-The processes are forked from a server that has imported everything. Together they write one rollout
-into shared memory, from which they also read the policy's weights. A process that dies, hangs or is
-paused is killed and replaced. The current rollouts are delivered without the parts of that process.
+The env processes are forked from a server that has already imported all modules. Together they
+write one rollout into shared memory. They also read the policy's weights from shared memory. An env
+process that dies, hangs or is paused is killed and replaced. The rollouts in progress are delivered
+without the parts of that env process.
 
-Processes do not wait for the slowest process. After its part of a rollout, a process begins the
-next rollout if the collector has already asked for it.
+Env processes do not wait for the slowest env process. After its part of a rollout, an env process
+begins the next rollout if the collector has already requested that rollout.
 """
 
 from __future__ import annotations
@@ -55,20 +57,21 @@ from torchrl_dist.runtime.awake import awake, start_clock
 from torchrl_dist.stopping import giving_up_when
 from torchrl_dist.weights import PackedWeights
 
-# Rollouts in memory at a time. The collector has at most two requests in flight.
+# The number of rollouts that are in shared memory at a time. Two suffice, because the collector has
+# at most two requests in flight.
 _BLOCKS = 2
-_GLANCE_S = 1.0  # how often to check for dead processes that no connection reports
-# The step limit is at least this long, because a process that waits for a replay buffer increases
-# its count only every half second.
+_GLANCE_S = 1.0  # the period of checks for dead processes that no connection reports
+# If rows go to a replay buffer, the limit of a step is at least this long, because an env process
+# that waits for the buffer increases its count of steps only every half second.
 _LEAST_LIMIT_S = 2.0
-# Processes are killed after this fraction of the time for closing, so that everything is closed in
-# time.
+# Env processes that still run are killed after this fraction of the time limit for closing, so that
+# the rest of the time suffices to close everything else.
 _PATIENCE = 0.8
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """One process's part of a rollout. ``rows`` is None if they are in the shared block."""
+    """One env process's part of a rollout. ``rows`` is None if the rows are in the shared block."""
 
     index: int
     rows: TensorDict | None
@@ -92,11 +95,11 @@ class _Calls:
     """Calls of a method in several processes, such as those that make one rollout.
 
     Attributes:
-        order: the requested rollout, if the calls make one.
-        block: number of the block with the rollout's rows.
-        pending: index of each process that has not answered -> number of the awaited answer.
+        order: the requested rollout, if the calls make a rollout, else None.
+        block: number of the shared block with the rollout's rows.
+        pending: number of the awaited answer, by index of each process that has not answered.
         answers: results, or RemoteErrors, by index of the process, in the order of their arrival.
-        failure: the error if a process could not be replaced.
+        failure: the error that was raised because a process could not be replaced, else None.
     """
 
     order: _Order | None = None
@@ -109,14 +112,15 @@ class _Calls:
 class NodeWorker:
     """Do what a :class:`RolloutWorker` does, with ``config.env_processes`` processes.
 
-    Env i of the job has the same seed, weights and place in the batch, however envs are divided
-    into workers and processes. Call all methods in one thread, except for ``expect``, ``cut`` and
-    ``stop``. In a main thread, Ctrl-C could leave a message to a process unfinished;
-    :class:`PinnedWorker` calls the methods in a thread where no signal handler runs.
+    However envs are divided into workers and env processes, env i of the job has the same seed,
+    weights and place in the batch. Call all methods in one thread, except for ``expect``, ``cut``
+    and ``stop``. In a main thread, Ctrl-C could leave a message to a process unfinished.
+    :class:`PinnedWorker` therefore calls the methods in another thread, where no signal handler
+    runs.
 
     Args:
-        server: the server to fork from. By default, this is a new server, whose imports take
-            seconds.
+        server: the fork server that starts the env processes. None means a new server, which needs
+            seconds for its imports.
 
     Raises:
         RemoteError: a process could not build its envs.
@@ -126,10 +130,12 @@ class NodeWorker:
 
     def __init__(self, config: WorkerConfig, server: ForkServer | None = None) -> None:
         if config.env_processes < 1:
-            raise ConfigurationError(f"env_processes={config.env_processes}: expected at least 1")
+            raise ConfigurationError(
+                f"env_processes={config.env_processes}: expected at least 1; correct env_processes="
+            )
         start_clock()
-        # A buffer over hosts is reached through the session. Env processes are not in the session,
-        # so this process writes their rows.
+        # Processes reach a buffer over hosts through the session. Env processes are not in the
+        # session, so this process writes the rows for them.
         self._buffer: Any = None
         if reached_by_session(config.replay_buffer):
             self._buffer = config.replay_buffer
@@ -142,11 +148,11 @@ class NodeWorker:
         self._blocks: list[SharedBlock] = []
         self._views: list[TensorDict] = []
         self._layout: RolloutLayout | None = None
-        self._expected: dict[int, _Order] = {}  # rollouts to make, by request
+        self._expected: dict[int, _Order] = {}  # requested rollouts, by request number
         self._under_way: list[_Calls] = []
         self._unnumbered = 0  # calls of ``collect`` without a request number
         self._selector = selectors.DefaultSelector()
-        self._waker = Waker()  # woken when a rollout is expected
+        self._waker = Waker()  # wakes the thread when a rollout was requested
         self._selector.register(self._waker, selectors.EVENT_READ, self._begin_ahead)
         self._relay = None if config.inference is None else Relay(config.inference)
         if self._relay is not None:
@@ -186,7 +192,8 @@ class NodeWorker:
         self._pool.numbers_at_stake = _BLOCKS * self._envs * (self.steps + 1)
 
     def _take_weights(self, packed: PackedWeights) -> None:
-        """Use newer weights. All processes share one copy."""
+        """Use these weights, unless they are older than the current weights. All env processes
+        share one copy."""
         address = self._weights.address
         if address is None or packed.version >= address.version:
             self._weights.write(packed)
@@ -201,7 +208,7 @@ class NodeWorker:
         self._tell_all("set_trajectory_base", base)
 
     def set_hooks(self, hooks: Hooks) -> None:
-        """See ``RolloutWorker.set_hooks``. Sets the hooks in all processes."""
+        """See ``RolloutWorker.set_hooks``. Set the hooks in all env processes."""
         self.config = replace(self.config, hooks=hooks)
         self._pool.job = replace(self._pool.job, config=cloudpickle.dumps(self.config))
         self._tell_all("set_hooks", hooks)
@@ -228,30 +235,32 @@ class NodeWorker:
         return self._tell_all("visit_envs", inside, what, name, args, kwargs, only=process)[0]
 
     def _tell_all(self, method: str, *args: Any, only: int | None = None) -> list[Any]:
-        """Call a method in all processes, or in one. Return the answer of each process, or of its
-        successor if the process ended during the call.
+        """Call a method in all env processes, or only in the env process with index ``only``.
+        Return each answer. If a process ended during the call, its successor answers instead.
 
         Raises:
             RemoteError: the method raised.
             PeerLostError: a process and its next two successors ended in a row.
-            DeadlineError: not all processes answered within ``config.call_timeout_s``. The calls
-                continue.
+            DeadlineError: not all processes answered within ``config.call_timeout_s``. The late
+                calls continue in their processes.
         """
         until = awake() + self.config.call_timeout_s
         asked = [p for p in self._pool.processes if only in (None, p.index)]
         answers: dict[int, Any] = {}
         while missing := [p for p in asked if p.index not in answers]:
             if self._pool.stopped:
-                raise ConfigurationError("this worker is closed; build a new collector")
+                raise ConfigurationError(
+                    "this worker is closed, so its envs cannot be called; build a new collector"
+                )
             self._finish_all(until)
             self._pool.welcome(missing, until, all_of_them=True)
             if awake() >= until:
                 raise DeadlineError(
                     f"{method}: env processes {[process.index for process in missing]} did not "
-                    f"answer within {self.config.call_timeout_s:g} s; their envs hang, or "
-                    "timeout_s= of the collector is too short"
+                    f"answer within {self.config.call_timeout_s:g} s. If their envs do not hang, "
+                    "raise timeout_s= of the collector"
                 )
-            # If a process is not ready here, this worker is being closed.
+            # A process that is still not ready here means that this worker is being closed.
             if all(process.ready for process in missing):
                 answers |= self._ask(missing, until, method, *args)
         _raise_first(answers)
@@ -263,11 +272,11 @@ class NodeWorker:
         """Call a method in processes that are ready and idle, and block until they have answered.
 
         Args:
-            until: the deadline on ``awake()``.
+            until: the deadline, by the clock ``awake()``.
 
         Returns:
-            answers by process index. An error that the method raised counts as an answer. Processes
-            that were late or were replaced have no entry.
+            answers by index of the process. An error that the method raised counts as an answer.
+            Processes that were late or were replaced have no answer.
 
         Raises:
             PeerLostError: a process and its next two successors ended in a row.
@@ -289,13 +298,13 @@ class NodeWorker:
 
     def cut(self, request: int, least: int) -> None:
         """See ``RolloutWorker.cut``."""
-        # written first, because the next line puts the cut into effect
+        # CUT_LEAST is written first, because the next line puts the cut into effect.
         self._pool.words[CUT_LEAST] = least
         self._pool.words[CUT_REQUEST] = request
 
     def expect(self, request: int | None, **options: Any) -> None:
-        """Record that this rollout was requested, because processes may begin it during the
-        previous rollout. Any thread may call this."""
+        """Record that a rollout was requested, because env processes may begin this rollout during
+        the previous rollout. Any thread may call this method."""
         if request is not None:
             self._expected[request] = self._order(request, **options)
             self._waker.wake()
@@ -307,8 +316,9 @@ class NodeWorker:
     def collect(
         self, request: int | None = None, **options: Any
     ) -> tuple[TensorDict | PackedRows | None, RolloutStats]:
-        """See ``RolloutWorker.collect``. If a process ended, its rows are missing and the
-        statistics name it. ``PackedRows`` stay valid until the call after the next one.
+        """See ``RolloutWorker.collect``. If an env process ended, its rows are missing and the
+        statistics name the process. ``PackedRows`` stay valid during the next call of this method,
+        until the call after that.
 
         Raises:
             RemoteError: an env raised.
@@ -334,7 +344,7 @@ class NodeWorker:
         return (rows, stats) if self._buffer is None else self._write(rows, stats)
 
     def _write(self, rows: Any, stats: RolloutStats) -> tuple[None, RolloutStats]:
-        """Write a rollout to the buffer over hosts."""
+        """Write the rows of a rollout to the buffer over hosts."""
         begun = time.perf_counter()
         try:
             if rows is not None:
@@ -348,10 +358,11 @@ class NodeWorker:
         return None, replace(stats, write_s=stats.write_s + time.perf_counter() - begun)
 
     def _begin_ahead(self) -> None:
-        """Let the processes begin the rollout after the current one, if it was requested."""
+        """Let the env processes begin the rollout after the current rollout, if that rollout was
+        requested."""
         self._waker.quiet()
-        # If a process was replaced, do not begin the next rollout ahead, because its successor must
-        # be added first.
+        # If an env process was replaced, do not begin the next rollout ahead, because the successor
+        # of that process must be added first.
         complete = all(process.ready for process in self._pool.processes)
         if complete and len(self._under_way) == 1 and not self._pool.stopped:
             current = self._under_way[0].order
@@ -361,8 +372,8 @@ class NodeWorker:
                 self._begin(order)
 
     def _begin(self, order: _Order) -> _Calls:
-        """Request this rollout from all ready processes. The processes finish earlier rollouts
-        first."""
+        """Request a rollout from all env processes that are ready. The env processes finish earlier
+        rollouts first."""
         if order.request is None:
             number = self._unnumbered = self._unnumbered + 1
         else:
@@ -393,8 +404,8 @@ class NodeWorker:
         return rollout
 
     def _finish(self, calls: _Calls, until: float = math.inf) -> None:
-        """Read and relay messages until every process has answered its call or has ended, at most
-        until ``until`` (on ``awake()``)."""
+        """Read and relay messages until every process in ``calls`` has answered or has ended.
+        Return at the latest when the clock ``awake()`` reaches ``until``."""
         limit_s, relay = self.config.step_timeout_s, self._relay
         if calls.order is None:
             limit_s = None  # processes count steps only in rollouts
@@ -424,8 +435,8 @@ class NodeWorker:
         """Wait until all processes are idle, because they answer calls only between rollouts."""
         for rollout in self._under_way:
             self._finish(rollout, until)
-        # Read answers that no call waits for. A process that cannot send such an answer would not
-        # read its next call.
+        # Also read answers that no call waits for, because a process that is blocked in sending
+        # such an answer would not read its next call.
         for key, _ in self._selector.select(0):
             if isinstance(key.data, EnvProcess):
                 self._take_answer(key.data)
@@ -438,7 +449,8 @@ class NodeWorker:
             return
         calls = next((each for each in self._under_way if process.index in each.pending), None)
         if answer is None or calls is None or answer.number != calls.pending[process.index]:
-            # The message was a question to the learner, or answers a call that was given up.
+            # The message was a question to the learner, or an answer for which no call waits any
+            # longer.
             return
         del calls.pending[process.index]
         calls.answers[process.index] = answer.content
@@ -448,12 +460,14 @@ class NodeWorker:
             process.numbered = max(process.numbered, stats.numbered)
 
     def _bury(self, process: EnvProcess, reason: str) -> None:
-        """Replace a process, and continue without it until its successor is ready."""
+        """Replace an env process, and continue without this process until its successor is
+        ready."""
         for rollout in self._under_way:
             rollout.pending.pop(process.index, None)
         try:
             self._pool.replace(process, reason)
-        except PeerLostError as error:  # raised later, once the other processes have delivered
+        except PeerLostError as error:
+            # The error is raised later, after the other processes have delivered their parts.
             if not self._under_way:
                 raise
             first = self._under_way[0]
@@ -465,8 +479,8 @@ class NodeWorker:
         return RowsAddress(self._blocks[block].path, self._layout, index * self._envs)
 
     def _join(self, pieces: list[_Piece], steps: int, block: int) -> TensorDict | PackedRows | None:
-        """Join all pieces to one rollout. If the block has all rows, return the block's rows
-        directly."""
+        """Join the parts of all env processes into one rollout. If the shared block contains all
+        rows, the rollout is taken from the block without joining."""
         if not pieces or self.config.replay_buffer is not None:
             return None
         first = next((piece.rows for piece in pieces if piece.rows is not None), None)
@@ -480,7 +494,7 @@ class NodeWorker:
         if self._layout is not None and whole and len(pieces) == self._count:
             if self.config.packed:
                 return PackedRows(self._layout, self._blocks[block].data, (self.num_envs, steps))
-            # copied, because the caller may keep the rows
+            # copy the rows, because the caller may keep them
             return self._views[block][:, :steps].clone()
         found = [self._rows_of(piece, block) for piece in pieces]
         cut = len({piece.stats.frames // piece.stats.num_envs for piece in pieces}) > 1
@@ -510,8 +524,9 @@ class NodeWorker:
         )
 
     def stop(self, limit_s: float = CLOSE_S) -> None:
-        """End a running rollout after the current steps of the envs, and kill processes that still
-        run at the limit. Any thread may call this. Call ``close`` next."""
+        """End a running rollout after the current steps of the envs. Kill env processes that still
+        run shortly before ``limit_s`` seconds have passed. Any thread may call this method. Call
+        ``close`` next."""
         self._pool.words[STOP] = 1
         if self._kill is None:
             self._kill = threading.Timer(_PATIENCE * limit_s, self._pool.kill)
@@ -519,11 +534,13 @@ class NodeWorker:
             self._kill.start()
 
     def close(self, step_limit_s: float = CLOSE_S, close_env: bool = True) -> None:
-        """Stop a running rollout after its current steps, close the envs, and end the processes,
-        even those that hang. Block at most about ``step_limit_s``. Idempotent.
+        """Stop a running rollout after its current steps, close the envs, and end the env
+        processes, even processes that hang. Block for about ``step_limit_s`` seconds at most.
+        Idempotent.
 
         Raises:
-            RemoteError: an env raised while it was closed. The processes have ended anyway.
+            RemoteError: an env raised while it was closed. All env processes have ended
+                nevertheless.
         """
         if self._closed:
             return
@@ -541,8 +558,8 @@ class NodeWorker:
         _raise_first(answers)
 
     def _let_go(self) -> None:
-        """Release memory and user objects, because the session keeps this object until the session
-        ends."""
+        """Release memory and the user's objects now, because the session keeps this worker object
+        until the session ends."""
         self._blocks, self._views, self._weights = [], [], SharedWeights()
         self._pool.forget()
         self._buffer = None

@@ -1,8 +1,8 @@
-"""The env processes of a node worker: start these processes, exchange messages, and replace
-processes that end.
+"""Start the env processes of a node worker, exchange messages with them, and replace env processes
+that end.
 
-Each process has one end of a pair of sockets. The node worker has the other ends, and uses them in
-one thread at a time.
+Each env process has one end of a pair of sockets. The node worker has the other ends, and only one
+of its threads uses them at a time.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from torchrl_dist.runtime import ForkServer
 from torchrl_dist.runtime.awake import awake
 from torchrl_dist.runtime.surroundings import Surroundings
 
-_GLANCE_S = 0.2  # how often to check for dead processes that no socket reports
-_START_S = 120.0  # a process has at least this long to start and build its envs
+_GLANCE_S = 0.2  # the period of checks for dead processes that no socket reports
+_START_S = 120.0  # the least time that a process has to start and build its envs
 CLOSE_S = 10.0
 _MAX_DEATHS_IN_A_ROW = 3
 _WORD_BYTES = 8
@@ -57,11 +57,11 @@ class EnvProcess:
     index: int
     connection: Connection
     ready: bool = False
-    info: WorkerInfo | None = None  # set when the process becomes ready
-    sent: int = 0  # messages sent; their numbers begin at 1
+    info: WorkerInfo | None = None  # None until the process is ready
+    sent: int = 0  # number of requests sent to the process; the first request has number 1
     generation: int = 0
     forked_at: float = field(default_factory=awake)
-    deaths: int = 0  # how many processes of this index have ended since the last delivered rollout
+    deaths: int = 0  # processes of this index that ended since the last delivered rollout
     numbered: int = 0
     steps_seen: int = 0
     seen_at: float = 0.0
@@ -72,18 +72,22 @@ class ProcessPool:
 
     Args:
         config: the node worker's config.
-        server: the server to fork from. None means a new server, whose imports take seconds.
-        selector: the pool registers the connections of processes that are ready here, with the
-            :class:`EnvProcess` as their data.
-        relay: passes questions on to the learner.
+        server: the fork server that starts the processes. None means a new server, which needs
+            seconds for its imports.
+        selector: the selector in which the pool registers the connection of each ready process,
+            with the :class:`EnvProcess` as data.
+        relay: sends questions of the processes to the learner; None if the policy runs in the
+            processes.
 
     Attributes:
         processes: the processes by index.
         words: int64 memory shared with all processes, indexed by the constants of ``env_process``.
-        job: what the next process will be started with.
-        numbers_at_stake: how many trajectory ids a process may have used since its last answer.
-        replaced: how replaced processes ended; the node worker reads and empties this list.
-        children: pids and exits of the processes, from the server.
+        job: the arguments with which the next process will be started.
+        numbers_at_stake: the largest number of trajectory ids that a process can have used since
+            its last answer.
+        replaced: a description of each process that was replaced, and of how it ended. The node
+            worker reads and empties this list.
+        children: pids and exits of the processes, as the fork server reports them.
     """
 
     def __init__(
@@ -123,15 +127,15 @@ class ProcessPool:
     # ---- start
 
     def start(self) -> list[WorkerInfo]:
-        """Fork all processes, and block until each has built its envs. Return their infos by
-        index.
+        """Fork all processes, and block until each process has built its envs. Return the
+        processes' infos in the order of their indices.
 
         Raises:
             RemoteError: a process could not build its envs.
-            PeerLostError, DeadlineError: a process died, or took too long.
+            PeerLostError, DeadlineError: a process died, or did not start in time.
         """
-        # Wait before the sockets are made, because a process forked during the wait would inherit
-        # them.
+        # Wait for the server before the sockets are made, because a process that another thread
+        # forks during the wait would inherit the sockets.
         self._server.wait_up()
         pairs = [self._pair() for _ in range(self._count)]
         self.processes = [EnvProcess(index, ours) for index, (ours, _) in enumerate(pairs)]
@@ -172,8 +176,8 @@ class ProcessPool:
         ours, theirs = socket.socketpair(socket.AF_UNIX)
         for end in (ours, theirs):
             end.setblocking(True)  # even if socket.setdefaulttimeout() was called
-        # These limits are needed because a process that is paused inside a message would block this
-        # process for longer.
+        # Set time limits, because an env process that is paused in the middle of a message would
+        # otherwise block this process.
         if (limit_s := self._step_timeout_s) is not None:
             limit = struct.pack("ll", int(limit_s), int(limit_s % 1 * 1e6))
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
@@ -183,10 +187,11 @@ class ProcessPool:
     # ---- messages
 
     def send(self, process: EnvProcess, method: str, *args: Any, **kwargs: Any) -> int:
-        """Tell a ready process to call a method, and return the number of the process's answer.
+        """Tell a ready process to call a method. Return the number of the request, which the
+        answer will carry.
 
-        Does not wait for the answer. Answers to earlier calls that missed their deadline arrive
-        before that answer.
+        This method does not wait for the answer. Late answers to earlier requests arrive before
+        this answer.
         """
         call = cloudpickle.dumps((args, kwargs))
         process.sent += 1
@@ -194,13 +199,13 @@ class ProcessPool:
         return process.sent
 
     def receive(self, process: EnvProcess) -> Answer | None:
-        """Block for the next message of a process. If the message is an answer, return it; its
-        content is a RemoteError if the call raised. If the message is a question, pass it on to the
-        learner, and return None.
+        """Block until the next message of a process arrives. If the message is an answer, return
+        it. The content of an answer is a RemoteError if the call raised. If the message is a
+        question, pass it on to the learner, and return None.
 
         Raises:
             EOFError: the process died, or was paused in the middle of an answer. The error has a
-                message only in the second case.
+                message only if the process was paused.
         """
         try:
             message = process.connection.recv_bytes()
@@ -208,7 +213,7 @@ class ProcessPool:
             raise EOFError from None
         except BlockingIOError:
             limit_s = self._step_timeout_s
-            raise EOFError(f"stopped for {limit_s:g} s in the middle of an answer") from None
+            raise EOFError(f"paused for {limit_s:g} s in the middle of an answer") from None
         number, said = pickle.loads(message)
         if number == QUESTION:
             assert self._relay is not None
@@ -216,7 +221,7 @@ class ProcessPool:
             return None
         try:
             content = pickle.loads(said)
-        except Exception as error:  # an env's result could be pickled but cannot be unpickled
+        except Exception as error:  # some results can be pickled but not unpickled
             summary = f"an answer cannot be unpickled: {type(error).__name__}: {error}"
             content = Failure(summary, traceback.format_exc(), None)
         if isinstance(content, Failure):
@@ -240,8 +245,9 @@ class ProcessPool:
     def has_ended(self, process: EnvProcess) -> bool:
         """Whether a process has ended and all its messages were read.
 
-        The connection alone may not show the end, because another thread may have forked a child
-        while both sockets were open here, and the child keeps them open.
+        The connection alone may not show that a process has ended, because another thread of this
+        process may have forked a child while both sockets were open. Such a child keeps both
+        sockets open.
         """
         return (
             self.children.states[process.index].exit is not None
@@ -257,15 +263,15 @@ class ProcessPool:
         return now - process.seen_at > limit_s
 
     def replace(self, process: EnvProcess, reason: str) -> None:
-        """Kill a process if it is still alive, and fork another process without waiting until its
-        envs are built. If the processes were told to stop, do neither.
+        """Kill a process if it is still alive, and fork a successor without waiting until the
+        successor has built its envs. If the processes were told to stop, neither kill nor fork.
 
         Args:
-            reason: why the process is replaced. If this is empty, the report says how the process
-                ended.
+            reason: why the process is replaced. If the reason is empty, the report says how the
+                process ended.
 
         Raises:
-            PeerLostError: this is the third end of this process in a row, or the process died
+            PeerLostError: three processes of this index have ended in a row, or the process died
                 without an exception before all processes had started.
             RemoteError: the process raised an exception before all processes had started.
         """
@@ -273,7 +279,7 @@ class ProcessPool:
         if process.ready:
             self._selector.unregister(process.connection)
             process.ready = False
-        if self.stopped:  # the process may be running its exit functions
+        if self.stopped:  # do not kill: exit functions may still run
             return
         if not self._started:
             raise self._failed_start(process.index)
@@ -289,8 +295,8 @@ class ProcessPool:
         process.deaths += 1
         if process.deaths >= _MAX_DEATHS_IN_A_ROW:
             raise PeerLostError(
-                f"{what}; {process.deaths} processes in a row have ended before "
-                "they delivered a rollout"
+                f"{what}; {process.deaths} env processes with this index have ended in a row "
+                "before they delivered a rollout. Find the cause in their output"
             )
         process.generation += 1
         process.forked_at = awake()
@@ -303,8 +309,9 @@ class ProcessPool:
     def welcome(
         self, wanted: Sequence[EnvProcess], until: float = math.inf, *, all_of_them: bool = False
     ) -> None:
-        """Add successors that are ready by now. Block until one of the wanted processes is ready
-        (all of them, with ``all_of_them``), or until the ``awake()`` clock reaches ``until``.
+        """Add successors that are ready by now. Block until one of the ``wanted`` processes is
+        ready (or, with ``all_of_them``, all of them), or until the clock ``awake()`` reaches
+        ``until``.
 
         Raises:
             RemoteError: a process could not build its envs.
@@ -320,7 +327,7 @@ class ProcessPool:
 
     def _take_in(self, newcomers: Sequence[EnvProcess], wait_s: float) -> bool:
         """Add the newcomers that have built their envs, and replace newcomers that ended or are
-        late. Return whether any newcomer sent a message within ``wait_s``.
+        late. Return whether a newcomer sent a message within ``wait_s`` seconds.
 
         Raises:
             RemoteError: a process could not build its envs.
@@ -329,13 +336,15 @@ class ProcessPool:
         sources: list[Any] = [p.connection for p in newcomers if not p.connection.closed]
         relay: Any = self._relay  # wait() uses its fileno()
         readable = wait([*sources, relay] if relay else sources, wait_s)
-        # relay questions, because processes ask the learner while they time their steps
+        # Relay questions here too, because newcomers ask the learner for actions while they time
+        # their steps.
         if relay is not None:
             if relay in readable:
                 relay.deliver()
             relay.flush(most=1)
         for process in newcomers:
-            # an earlier call of replace() raised before it forked a successor
+            # The connection is closed if an earlier call of replace() raised before it forked a
+            # successor.
             if process.connection.closed:
                 self.replace(process, "")
             elif process.connection in readable:
@@ -351,15 +360,16 @@ class ProcessPool:
             elif not readable and self.has_ended(process):
                 self.replace(process, "")
             elif not readable and self._started and awake() - process.forked_at > self._start_s:
-                self.replace(process, f"was not ready within {self._start_s:g} s")
+                self.replace(process, f"did not build its envs within {self._start_s:g} s")
         return bool(readable)
 
     def kill(self) -> None:
-        """Kill all processes. Any thread may call this."""
+        """Kill all processes. Any thread may call this method."""
         self._server.kill_children()
 
     def close(self) -> None:
-        """End all processes, even those that hang. The pool cannot be used any more. Idempotent."""
+        """End all processes, even processes that hang. The pool cannot be used afterwards.
+        Idempotent."""
         if self._own_server:
             self._server.close()
         else:

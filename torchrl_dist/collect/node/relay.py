@@ -1,10 +1,10 @@
-"""Get actions from the learner for env processes, through their node worker.
+"""Relay requests for actions from env processes to the learner, through the node worker.
 
 A question is an env process's request for actions. A message between nodes costs a millisecond of
-CPU, whatever its size. A millisecond is more than all other costs of sixteen questions together.
-The node worker therefore sends the observations of all waiting processes in one message. While the
-processes have other envs to step, the node worker also waits for more questions, unless the answers
-would then be late.
+CPU time, whatever its size. This is more than all other costs of sixteen questions together. The
+node worker therefore sends the questions of all waiting env processes to the learner in one
+message. While the env processes step other groups of envs, the node worker also waits for more
+questions, unless the answers would then be late.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from torchrl_dist.collect.loop.spaces import Key
 from torchrl_dist.collect.node.waker import Waker
 from torchrl_dist.errors import DeadlineError, PeerLostError
 
-QUESTION = -1  # takes the place of a message's number, to mark a question
+QUESTION = -1  # stands in place of an answer's number, and marks a question
 
-# Two messages may be in flight, so that questions need not wait for the answer to the previous
-# message.
+# At most this many messages to the learner are in flight. Two are allowed, so that questions need
+# not wait for the answer to the previous message.
 _MAX_IN_FLIGHT = 2
 
-# A question waits at most this fraction of the time that a process needs to step its other envs.
-# The question waits less if its wait and the message together would take more than half of that
-# time.
+# A question waits for other questions at most during this fraction of the time that an env process
+# needs to step its other groups of envs. The question waits less if its wait and the message
+# together would take more than half of that time.
 _WAITING_PART = 1 / 3
 _SMOOTHING = 0.1
 
 
 class Array(NamedTuple):
-    """An array ``[n, ...]`` in the form in which it is sent. This form takes a fifth of the time of
+    """An array ``[n, ...]`` in a form that can be sent. This form takes a fifth of the time of
     NumPy's own pickling."""
 
     key: Key
@@ -65,7 +65,7 @@ class Array(NamedTuple):
 
 
 class Question(NamedTuple):
-    """The observations for which a process requests the policy's outputs."""
+    """The observations for which an env process requests the policy's outputs."""
 
     number: int
     values: list[Array]
@@ -76,7 +76,8 @@ class Question(NamedTuple):
 
 
 def _joined(questions: list[Question]) -> Values:
-    """Return all observations, concatenated along the envs, by key."""
+    """Return the observations of all questions by key, concatenated along the dimension of the
+    envs."""
     rows = sum(question.rows for question in questions)
     return {
         first.key: Array(
@@ -90,11 +91,11 @@ def _joined(questions: list[Question]) -> Values:
 
 
 class Window:
-    """Compute how long a question may wait for other questions. Pure arithmetic.
+    """Compute how long a question may wait for other questions. This class itself never waits.
 
-    A process that asks every d seconds and has g groups of envs needs an answer (g - 1) d seconds
-    after its question. If the answer is late, all envs of the process wait. On a busy node, where
-    messages take long, questions therefore do not wait for other questions.
+    An env process that asks every d seconds and has g groups of envs needs an answer (g - 1) d
+    seconds after its question. If the answer comes later, all envs of the env process wait. On a
+    busy node, where messages take long, questions therefore do not wait for other questions.
     """
 
     def __init__(self, groups: int) -> None:
@@ -110,7 +111,7 @@ class Window:
             self._between_s += _SMOOTHING * (now_s - before - self._between_s)
 
     def note_answer(self, took_s: float) -> None:
-        """Record that a message was answered after ``took_s`` seconds."""
+        """Record that the learner answered a message after ``took_s`` seconds."""
         self._message_s += _SMOOTHING * (took_s - self._message_s)
 
     @property
@@ -120,14 +121,15 @@ class Window:
 
 
 class NodeLearner:
-    """The learner as an env process sees it, at the other end of its connection.
+    """The learner as an env process sees it. Questions go over the connection to the node worker,
+    which relays them.
 
-    Only one thread uses this object. Calls that arrive while this object waits for an answer go to
-    ``calls``.
+    Only one thread uses this object. If calls from the node worker arrive while this object waits
+    for an answer, it appends these calls to ``calls``.
 
     Args:
-        beat: called every ``beat_s`` seconds (None: never) while an answer is awaited, so that
-            waiting does not count as hanging.
+        beat: called every ``beat_s`` seconds (None: never) while this object waits for an answer,
+            so that the node worker does not take the env process to hang.
     """
 
     def __init__(
@@ -138,7 +140,8 @@ class NodeLearner:
     ) -> None:
         self.calls: deque[tuple] = deque()
         self._connection = connection
-        # stored, because ``connection.poll`` would make a new poll object in each call
+        # This poll object is stored, because ``connection.poll`` would make a new poll object in
+        # each call.
         self._readable = select.poll()
         self._readable.register(connection.fileno(), select.POLLIN)
         self._beat, self._beat_s = beat, math.inf if beat_s is None else beat_s
@@ -146,7 +149,8 @@ class NodeLearner:
         self._answers: dict[int, list[Array] | BaseException] = {}
 
     def submit(self, method: str, values: Values, *, timeout_s: float | None = None) -> NodeAnswer:
-        """Ask the learner. See ``Remote.submit``."""
+        """Send a question to the learner without waiting for the answer, as ``Remote.submit``
+        does."""
         number = self._asked
         self._asked += 1
         question = Question(number, [Array.of(key, v.numpy()) for key, v in values.items()])
@@ -154,7 +158,7 @@ class NodeLearner:
         return NodeAnswer(self, number)
 
     def wait_for(self, number: int, timeout_s: float) -> Values:
-        """Block for the answer to the question with that number."""
+        """Block until the answer to question ``number`` has arrived, and return the answer."""
         deadline = time.monotonic() + timeout_s
         while number not in self._answers:
             left_s = deadline - time.monotonic()
@@ -167,7 +171,8 @@ class NodeLearner:
                     self.calls.append(message)
             elif left_s <= 0:
                 raise DeadlineError(
-                    f"the node worker received no actions from the learner within {timeout_s:g} s"
+                    f"the node worker received no actions from the learner within {timeout_s:g} s; "
+                    "check whether the learner still runs, or raise timeout_s= of the collector"
                 )
             else:
                 self._beat()
@@ -190,14 +195,14 @@ _Asked = tuple[Connection, Question]
 
 
 def is_answer(message: tuple) -> bool:
-    """Whether a message to a process is an answer to its question, rather than a call. An answer
-    between two calls belongs to a rollout that has failed."""
+    """Whether a message to an env process is an answer to a question, rather than a call. An answer
+    that arrives between two calls belongs to a rollout that has failed."""
     return message[0] is None
 
 
 class Relay:
-    """The node worker's side. ``fileno`` is readable when answers have arrived. Call all methods in
-    the thread that uses the processes' connections."""
+    """Relays questions in the node worker. ``fileno`` is readable when answers from the learner
+    have arrived. Call all methods in the thread that uses the connections to the env processes."""
 
     def __init__(self, inference: Inference) -> None:
         self._inference = inference
@@ -206,13 +211,14 @@ class Relay:
         self._answers: deque[tuple[list[_Asked], Future, float]] = deque()
         self._in_flight = 0
         self._window = Window(inference.groups)
-        self._oldest_s = 0.0  # the time at which the oldest waiting question arrived
+        self._oldest_s = 0.0  # when the oldest waiting question arrived
 
     def fileno(self) -> int:
         return self._waker.fileno()
 
     def ask(self, connection: Connection, question: Question) -> None:
-        """Queue a question for a later ``flush``. The answer is sent to the connection."""
+        """Queue a question for a later ``flush``. ``deliver`` will send the answer over
+        ``connection``."""
         now_s = time.monotonic()
         self._window.note_question(connection, now_s)
         if not self._waiting:
@@ -220,16 +226,16 @@ class Relay:
         self._waiting.append((connection, question))
 
     def flush(self, most: int) -> float:
-        """Send the waiting questions if they are due and not too many messages are in flight. Does
-        not block.
+        """Send the waiting questions to the learner if they are due and not too many messages are
+        in flight. This method does not block.
 
         Args:
             most: once this many questions wait, they are sent without delay, because no other
                 question can come.
 
         Returns:
-            seconds until the next call is due; infinite if no call is due before a question or an
-            answer arrives.
+            seconds until the next call of ``flush`` is due; infinite if no call is due before a
+            question or an answer arrives.
         """
         if not self._waiting or self._in_flight >= _MAX_IN_FLIGHT:
             return math.inf
@@ -250,7 +256,7 @@ class Relay:
         self._waker.wake()
 
     def deliver(self) -> None:
-        """Pass on the answers that have arrived."""
+        """Send the answers that have arrived from the learner to the env processes."""
         self._waker.quiet()
         while self._answers:
             asked, done, begun_s = self._answers.popleft()
@@ -266,21 +272,22 @@ class Relay:
                 _tell(connection, question.number, error or part)
 
     def close(self) -> None:
-        """End delivery. Idempotent."""
+        """Release the file. Later answers are not delivered. Idempotent."""
         self._waker.close()
 
 
 def _tell(connection: Connection, number: int, content: list[Array] | BaseException) -> None:
     try:
         message = pickle.dumps((None, number, content))
-    except Exception as error:  # the error cannot be pickled, for example because of its cause
+    except Exception as error:  # the error cannot be pickled, for example because its cause cannot
         message = pickle.dumps((None, number, PeerLostError(f"{content} ({error})")))
     send(connection, message)
 
 
 def send(connection: Connection, message: bytes) -> None:
-    """Send a message to an env process. If sending fails (the process has ended, is paused or was
-    replaced), shut the connection down for both ends. The pool then notices the failure."""
+    """Send a message to an env process. If sending fails, because the process has ended, is paused
+    or was replaced, shut the connection down for both ends, so that the pool notices the
+    failure."""
     try:
         connection.send_bytes(message)
     except OSError:

@@ -1,4 +1,4 @@
-"""Wake a thread that waits for sockets, from another thread."""
+"""Let one thread wake another thread that waits for sockets."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from torchrl_dist.forks import renewed
 
 
 class Waker:
-    """``fileno`` is readable from a call of ``wake`` until the next call of ``quiet``."""
+    """A file that selectors can wait for. The file is readable from a call of ``wake`` until the
+    next call of ``quiet``."""
 
     def __init__(self) -> None:
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        # Without the lock, ``wake`` could write to another file that was opened under the number of
-        # the closed file.
+        # Without the lock, ``wake`` could write to the wrong file, because a file that was opened
+        # after ``close`` may get the number of the closed file.
         self._lock = renewed(self, "_lock", threading.Lock)
 
     def fileno(self) -> int:
         return self._event
 
     def wake(self) -> None:
-        """Make ``fileno`` readable. Any thread may call this. After ``close``, it does nothing."""
+        """Make the file readable. Any thread may call this method. After ``close``, this method
+        does nothing."""
         with self._lock:
             if self._event >= 0:
                 os.eventfd_write(self._event, 1)
