@@ -132,7 +132,7 @@ class TestVectorEnvs:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 made.append(collect(lambda m=mode: kind([InPlace] * 2, autoreset_mode=m), None, 20))
-            said = [each for each in caught if "does not copy it" in str(each.message)]
+            said = [each for each in caught if "does not copy" in str(each.message)]
             assert len(said) == (mode is AutoresetMode.SAME_STEP)
         lost = (made[0]["next", "observation"] != made[1]["next", "observation"]).any(-1)
         assert torch.equal(lost, made[0]["next", "done"].squeeze(-1))

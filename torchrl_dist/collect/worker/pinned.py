@@ -1,7 +1,7 @@
-"""A worker that any thread may call. Its envs are made, stepped and closed in one thread.
+"""A worker that any thread may call. The worker makes, steps and closes its envs in one thread.
 
-Envs with a database, a window, an event loop or a graphics context may only be used in the thread
-that made them.
+One thread is needed, because envs with a database, a window, an event loop or a graphics context
+may only be used in the thread that made them.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ _IN_THE_THREAD = (
 
 
 class EnvThread(Protocol):
-    """The thread in which a worker's envs live."""
+    """The thread that makes, steps and closes a worker's envs."""
 
     def submit(self, call: Callable[[], None]) -> None:
-        """Run a call in this thread after the calls that were submitted earlier. Does not block."""
+        """Run ``call`` in this thread, after the calls that were submitted earlier. This method
+        does not block."""
 
     def close(self) -> None:
         """Release the thread. Calls that were submitted earlier still run."""
 
 
 class OwnThread:
-    """A separate daemon thread for one worker."""
+    """A daemon thread that serves only one worker."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -61,8 +62,8 @@ class OwnThread:
 
 
 def run_on_cpu(call: Callable[[], Any]) -> Any:
-    """Run the call with the CPU as torch's default device, as in a new process, and return its
-    result. ``torch.set_default_device`` has no effect inside the call."""
+    """Return the result of ``call()``, made with the CPU as torch's default device, as in a new
+    process. An earlier ``torch.set_default_device`` therefore has no effect inside the call."""
     if torch.get_default_device().type == "cpu":
         return call()
     with torch.device("cpu"):
@@ -70,7 +71,7 @@ def run_on_cpu(call: Callable[[], Any]) -> Any:
 
 
 def settle(future: Future, call: Callable[[], Any]) -> None:
-    """Make the call, and set its result or exception in the future."""
+    """Make the call, and store its result or exception in the future."""
     try:
         result = call()
     except BaseException as error:
@@ -86,11 +87,12 @@ def _close_built(building: Future) -> None:
 
 
 class PinnedWorker:
-    """A :class:`RolloutWorker`, or a node worker, in an :class:`EnvThread`.
+    """A :class:`RolloutWorker` or a node worker whose methods run in an :class:`EnvThread`.
 
-    The constructor calls ``make(config)`` in that thread, and blocks. All methods except ``cut``
-    return a future. Calls run one by one, in the order in which they were made. Rollouts run in the
-    order of their request numbers, which begin at ``first``.
+    The constructor calls ``make(config)`` in that thread, and blocks until the worker is built. All
+    methods except ``cut`` return a future. Calls run one by one, in the order in which the methods
+    were called. Rollouts, however, run in the order of their request numbers, which begin at
+    ``first``.
 
     Raises:
         Exception: the exception that ``make`` raised.
@@ -105,7 +107,7 @@ class PinnedWorker:
     ) -> None:
         self._index = config.worker_index
         self._thread = thread
-        # calls, by request, that wait for earlier requests
+        # calls that wait for the calls of earlier requests, by request number
         self._held: dict[int, Callable[[], None]] = {}
         self._answers: dict[int, Future] = {}
         self._next = first
@@ -114,7 +116,7 @@ class PinnedWorker:
         building = self._run(make, config)
         try:
             self._worker = building.result()
-        # including Ctrl-C, which does not stop the other thread from building the worker
+        # This covers Ctrl-C. The other thread still builds the worker, which must then be closed.
         except BaseException:
             thread.submit(partial(_close_built, building))
             thread.close()
@@ -158,7 +160,7 @@ class PinnedWorker:
         return future
 
     def cut(self, request: int, least: int) -> None:
-        """See ``RolloutWorker.cut``. Takes effect during a running call."""
+        """See ``RolloutWorker.cut``. This method also affects a rollout that is running."""
         self._worker.cut(request, least)
 
     def close(self, step_limit_s: float = 10.0, close_env: bool = True) -> Future:

@@ -1,4 +1,4 @@
-"""Register gymnasium environments of one process in another process."""
+"""Copy the registrations of gymnasium environments from one process to another."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ Registrations = dict[str, bytes]
 
 
 def dump_registrations() -> Registrations:
-    """Return the environments registered in this process, except gymnasium's own."""
+    """Return the pickled specs of the environments that are registered in this process, except
+    gymnasium's own environments."""
     specs: Registrations = {}
     for env_id, spec in gymnasium.registry.items():
         if isinstance(spec.entry_point, str) and spec.entry_point.startswith("gymnasium."):
@@ -22,7 +23,7 @@ def dump_registrations() -> Registrations:
 
 
 def adopt_registrations(specs: Registrations) -> None:
-    """Register the environments that are not registered in this process yet."""
+    """Register those environments of ``specs`` that are not yet registered in this process."""
     for env_id, spec in specs.items():
         if env_id not in gymnasium.registry:
             with contextlib.suppress(Exception):  # the env's module may be missing on this node

@@ -1,7 +1,9 @@
-"""Memory that the processes of a node share, without a file name that could be left behind.
+"""Share memory among the processes of a node. The memory has no file name, so no file can be left
+behind.
 
-A block is an anonymous file of the process that creates it. Other processes of the same user open
-it through the creator's entry in ``/proc``. The memory lasts as long as any tensor that uses it.
+A block is an anonymous file of the process that creates the block. Other processes of the same user
+open this file through the creator's entry in ``/proc``. The memory lasts as long as a tensor in any
+process uses it.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ from torchrl_dist.tensors import DTYPES, NAMES, is_plain
 from torchrl_dist.weights import PackedWeights, every_name, find_target, untied
 
 _ALIGN_BYTES = 64
-_PLACES = 2  # how many versions of the weights are in memory at once
+_PLACES = 2  # number of versions of the weights that are in memory at once
 
 
 class SharedBlock:
-    """A block of shared memory. Its attribute ``data`` is uint8 ``[size_bytes]``. Other processes
-    can attach the block only while its creator lives."""
+    """A block of shared memory. Its attribute ``data`` is a tensor, uint8 ``[size_bytes]``. Other
+    processes can attach the block only while the process that created it runs."""
 
     def __init__(self, size_bytes: int) -> None:
         self._fd = os.memfd_create("torchrl_dist", os.MFD_CLOEXEC)
@@ -41,7 +43,7 @@ class SharedBlock:
         self.data = attach(self.path)
 
     def close(self) -> None:
-        """Prevent other processes from attaching from now on. Idempotent."""
+        """From now on, prevent other processes from attaching the block. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -52,7 +54,7 @@ class SharedBlock:
 
 
 def attach(path: str) -> Tensor:
-    """Return the bytes of a block, in memory shared with all processes that attached it."""
+    """Return the bytes of a block. All processes that attach the block share this memory."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         return torch.frombuffer(mmap.mmap(fd, 0), dtype=torch.uint8)
@@ -62,14 +64,14 @@ def attach(path: str) -> Tensor:
 
 @dataclass(frozen=True)
 class RolloutLayout:
-    """Where the tensors of a rollout ``[num_envs, steps]`` are in a block.
+    """The places of the tensors of a rollout ``[num_envs, steps]`` in a block.
 
     Attributes:
         entries: for each tensor, its key, NumPy's name of its dtype, and its shape without
             ``[num_envs, steps]``.
         groups: key and additional batch dimensions of each nested TensorDict that has more batch
             dimensions than ``[num_envs, steps]``, such as the TensorDict of an agent. Inner
-            TensorDicts precede outer ones.
+            TensorDicts precede the TensorDicts that contain them.
     """
 
     num_envs: int
@@ -106,7 +108,7 @@ class RolloutLayout:
         return self._places()[1]
 
     def view(self, data: Tensor) -> TensorDict:
-        """Return the block as a TensorDict of views."""
+        """Return the rollout as a TensorDict of views of the block."""
         tensors = {key: torch.from_numpy(array) for key, array in self._arrays(data)}
         rows = nested(tensors, [self.num_envs, self.steps], [None, "time"])
         for key, shape in self.groups:
@@ -121,14 +123,16 @@ class RolloutLayout:
             array[...] = rows.get(key).numpy()
 
     def _arrays(self, data: Tensor) -> Iterator[tuple[Key, np.ndarray]]:
-        # NumPy makes a view of a part in a quarter of the time that torch needs.
+        # Make views with NumPy, because NumPy needs a quarter of the time that torch needs for a
+        # view.
         block, size = data.numpy(), (self.num_envs, self.steps)
         for (key, dtype, shape), offset in zip(self.entries, self._places()[0], strict=True):
             yield key, np.ndarray((*size, *shape), dtype, block, offset)
 
 
 class BlockRows:
-    """A block into which several processes each write the rows of some envs of a rollout."""
+    """A block for the rows of one rollout. Each of several processes writes the rows of its envs
+    into the block."""
 
     def __init__(self, layout: RolloutLayout, data: Tensor) -> None:
         self._arrays = dict(layout._arrays(data))
@@ -136,8 +140,8 @@ class BlockRows:
         self._size = layout.num_envs, layout.steps
 
     def write(self, rows: TensorDictBase, first_env: int) -> bool:
-        """Write rows ``[n, t]`` from env ``first_env`` on. Return False, without writing, if the
-        rows do not fit."""
+        """Write rows ``[n, t]`` at the places of the envs from ``first_env`` on, and return True.
+        If the rows do not fit the layout, write nothing and return False."""
         if rows.ndim != 2 or first_env + rows.shape[0] > self._size[0]:
             return False
         n, t = rows.shape
@@ -156,7 +160,8 @@ class BlockRows:
 class PackedRows:
     """Rows ``[n, t]`` as one tensor.
 
-    Sending a tensor to another process costs at least some 30 us, however small it is.
+    The rows are packed into one tensor, because sending a tensor to another process costs at least
+    about 30 us, however small the tensor is.
 
     Attributes:
         layout: layout of the block. The rows may fill only its first envs and steps.
@@ -183,7 +188,7 @@ class PackedRows:
 
 
 def packable(rows: TensorDictBase) -> bool:
-    """Whether all rows are tensors ``[n, t, ...]`` that NumPy can read."""
+    """Whether ``rows`` contains only tensors ``[n, t, ...]`` that NumPy can read."""
     if rows.ndim != 2 or is_ragged(rows):
         return False
     return all(_is_constant(value) for value in rows.values(True, True, is_leaf=is_leaf_nontensor))
@@ -194,19 +199,21 @@ def _is_constant(value: Any) -> bool:
 
 
 class SharedWeights:
-    """The creator's side: one copy of a policy's weights for all processes of the node.
+    """The weights of a policy, as the node worker writes them. All env processes of the node worker
+    share one copy.
 
-    Two blocks are used in turn: new weights are written into one while processes use the other.
+    Two blocks are used in turn: new weights are written into one block while processes use the
+    other block.
     """
 
     def __init__(self) -> None:
-        # the last address is the latest
+        # the last entry has the latest weights
         self._places: deque[tuple[WeightsAddress, SharedBlock]] = deque()
         self._made = 0
 
     def write(self, packed: PackedWeights) -> None:
-        """Write new weights over the oldest weights. The caller must know that no process uses the
-        oldest weights any more."""
+        """Write new weights over the oldest weights. The caller must ensure that no process still
+        uses the oldest weights."""
         address, block = self._places.popleft() if len(self._places) == _PLACES else (None, None)
         layout = (packed.entries, packed.aliases)
         if address is None or block is None or (address.entries, address.aliases) != layout:
@@ -220,14 +227,14 @@ class SharedWeights:
 
     @property
     def address(self) -> WeightsAddress | None:
-        """The address of the last weights, or None before the first."""
+        """The address of the latest weights, or None if no weights have been written."""
         return self._places[-1][0] if self._places else None
 
 
 @dataclass(frozen=True)
 class WeightsAddress:
-    """What a process needs to use weights. ``block`` is unique among the creator's blocks; ``path``
-    may be used again."""
+    """The data with which a process finds shared weights. ``block`` is a number that only one of
+    the creator's blocks has, whereas a later block may have the same ``path``."""
 
     version: int
     entries: tuple
@@ -238,14 +245,14 @@ class WeightsAddress:
 
 @dataclass(frozen=True)
 class _Place:
-    """Pairs of a module's tensor and its counterpart in shared memory."""
+    """The tensors of a module, each paired with its counterpart in shared memory."""
 
     parameters: Sequence[tuple[Tensor, Tensor]]
     buffers: Sequence[tuple[Tensor, Tensor]]
 
 
 class WeightsView:
-    """The side of a process that uses the weights. Parameters of its module become views of the
+    """The shared weights, as a process uses them. The parameters of its module become views of the
     shared memory."""
 
     def __init__(self) -> None:
@@ -253,9 +260,11 @@ class WeightsView:
         self._places: dict[int, _Place] = {}
 
     def take(self, address: WeightsAddress, module: nn.Module) -> None:
-        """Make the module, or the part of it that the weights fit, use these weights.
+        """Make the module use these weights. If the weights fit only a part of the module, only
+        this part uses them.
 
-        Buffers are copied, because a module may write to its buffers.
+        This method copies buffers instead of sharing them, because a module may write to its
+        buffers.
 
         Raises:
             ConfigurationError: the weights do not fit the module or any part of it.

@@ -8,19 +8,21 @@ from torchrl_dist.errors import ConfigurationError
 
 
 def require_equal_specs(specs: Mapping[str, Mapping[str, str]]) -> None:
-    """Compare each worker's specs with those of the first worker.
+    """Compare the specs of each worker with the specs of the first worker.
 
     Args:
         specs: for each worker's name, a mapping from the name of a spec to its description.
 
     Raises:
-        ConfigurationError: two workers differ. The message has their names and both descriptions.
+        ConfigurationError: the specs of two workers differ. The message contains the names of both
+            workers and both descriptions.
     """
     (first, expected), *others = specs.items()
     for name, found in others:
         for what in expected.keys() | found.keys():
             if expected.get(what) != found.get(what):
                 raise ConfigurationError(
-                    f"make_env gave different envs: the {what} is {expected.get(what)} on {first} "
-                    f"and {found.get(what)} on {name}. Let every worker build the same kind of env"
+                    f"make_env gave different envs: the {what} is {expected.get(what)} on {first}, "
+                    f"but {found.get(what)} on {name}. Let make_env return the same kind of env on "
+                    "every worker"
                 )

@@ -1,7 +1,7 @@
-"""One worker: its envs, its copy of the policy, and where its rollouts go.
+"""A worker has envs and a policy. It returns its rollouts, or writes them to a replay buffer.
 
-A worker is a plain local object. The collector has a handle to the worker, in the same or another
-process.
+A worker is a plain local object. The collector calls the worker through a handle, in the same or
+another process.
 """
 
 from __future__ import annotations
@@ -60,28 +60,29 @@ Postproc = Callable[[TensorDictBase], TensorDictBase]
 _Options = TypeVar("_Options", bound="WorkerOptions")
 Hooks = tuple[Callable[[], Any] | None, Callable[[TensorDictBase], Any] | None]
 
-# To measure the duration of a step, envs are stepped for about _MEASURED_S seconds, but at most
-# _MOST_MEASURED steps at a time.
+# To measure the duration of a step, a worker steps its envs for about _MEASURED_S seconds, in
+# rollouts of at most _MOST_MEASURED steps.
 _MEASURED_S = 0.02
 _MOST_MEASURED = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions:
-    """The arguments of a collector that its workers take unchanged.
+    """The arguments of a collector that it passes to its workers unchanged.
 
     Attributes:
         replay_buffer: if given, ``collect`` writes rollouts into this buffer instead of returning
             rows.
-        postproc: converts a rollout ``[N, T]`` to rows. ``postproc_factory(policy)`` makes such a
-            function on the worker.
+        postproc: a function that converts a rollout ``[N, T]`` to rows.
+            ``postproc_factory(policy)`` makes such a function on the worker.
         env_processes: 0, or the number of processes in which the worker's envs run.
-        step_timeout_s: an env process that makes no step for this many seconds is replaced.
+        step_timeout_s: the longest time without a step, in seconds. An env process that makes no
+            step for longer is replaced.
         compilation: how the policy is compiled.
         reset_at_each_iter, set_truncated, track_traj_ids, compact_obs: as in TorchRL's collectors.
         max_frames_per_traj: as in TorchRL's collectors; 0 means no limit.
-        hooks: two functions, or None. The first function is called before each rollout, and the
-            second after each rollout, with its rows.
+        hooks: two functions, each of which may be None. The worker calls the first function before
+            each rollout, and the second function after each rollout, with the rollout's rows.
     """
 
     num_workers: int = 1
@@ -102,35 +103,41 @@ class WorkerOptions:
     hooks: Hooks = (None, None)
 
     def _without(self: _Options, **parts: Any) -> _Options:
-        """Return the options without user objects, and with the ``parts`` replaced."""
+        """Return a copy of the options without the user's objects, and with ``parts`` replaced."""
         none = {"postproc": None, "postproc_factory": None, "hooks": (None, None)}
         return replace(self, **(none | parts))
 
 
 @dataclass(frozen=True)
 class WorkerConfig(WorkerOptions):
-    """Everything that a worker is built from. Sent by cloudpickle, so callables may be lambdas.
+    """All data from which a worker is built. Configs are sent by cloudpickle, so callables may be
+    lambdas.
 
     Attributes:
-        policy: used directly, without a copy. Without a policy and a factory, actions are random.
+        policy: the policy that the worker calls, without a copy. If there is neither a policy nor a
+            factory, actions are random.
         policy_factory: ``(worker_index, num_workers) -> module``, called on the worker.
         frames_per_rollout: T is this number divided by the number of envs, rounded up. If it is
             None, ``describe`` times a step, and T is 1 until ``set_steps`` is called.
-        seed: the job's seed. The envs of all workers get consecutive seeds of TorchRL's chain.
-        seed_given: whether the user gave the seed. If so, it must be possible to seed each env
-            separately.
-        keep_env_seeds: TorchRL envs stay seeded as ``make_env`` left them.
-        own_process: the worker may seed this process's global random generators.
-        packed: rows are returned as ``PackedRows``, to be sent to another process.
-        call_timeout_s: limit of calls to env processes between rollouts. Env processes may take
-            this long to start, or two minutes if that is longer.
-        inference: how to get actions, if the policy stays at the learner.
-        stamp_version: with None, rows contain the version of the policy that made them. With True,
-            rows also contain it under ``"next"``, as in TorchRL. With False, rows contain no
-            version.
+        seed: the job's seed. The envs of all workers get consecutive seeds from TorchRL's chain of
+            seeds.
+        seed_given: whether the user gave the seed. If so, a worker whose envs cannot be seeded one
+            by one raises an error.
+        keep_env_seeds: whether TorchRL envs keep the seeds that ``make_env`` gave them.
+        own_process: whether the process belongs to the worker alone, so that the worker may seed
+            the global random generators.
+        packed: whether rows are returned as ``PackedRows``, because they will be sent to another
+            process.
+        call_timeout_s: the longest time of a call to env processes between rollouts, in seconds.
+            Env processes must start within this time or two minutes, whichever is longer.
+        inference: how the worker gets actions if the policy stays at the learner, else None.
+        stamp_version: if None, rows contain the version of the policy that made the rows. If True,
+            rows also contain this version under ``"next"``, as in TorchRL. If False, rows contain
+            no version.
         place: this collector's number among the collectors of the job, and the number of these
             collectors.
-        whole_trajectories: the replay buffer gets complete trajectories, one after another.
+        whole_trajectories: whether the worker writes only complete trajectories to the replay
+            buffer, one after another.
         shown_index: in an env process, the index of its node worker, for data and statistics.
         registrations: gymnasium environments to register in the worker's process.
     """
@@ -160,12 +167,13 @@ class WorkerConfig(WorkerOptions):
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """What the collector must know about a worker before the first rollout.
+    """The data about a worker that the collector needs before the first rollout.
 
     Attributes:
         processes: number of processes that step envs.
         cores: number of cores that these processes may use.
-        step_s, step_bytes: duration and size of a step of all envs, if the config leaves T open.
+        step_s, step_bytes: duration in seconds and size in bytes of a step of all envs, measured if
+            the config leaves T open.
         ragged: whether shapes may differ between rows.
     """
 
@@ -186,13 +194,16 @@ class RolloutStats:
     """The statistics of one rollout, whether its rows are sent or written to a replay buffer.
 
     Attributes:
-        frames: env steps in the rollout (0 if the worker was closed during the rollout).
-        oldest_version, newest_version: versions of the policy that made its transitions.
-        collect_s, write_s: seconds of stepping, and of postproc and writing.
-        data_bytes: size of the rollout.
+        frames: number of env steps in the rollout (0 if the worker was closed during the rollout).
+        oldest_version, newest_version: the smallest and the largest version of the policy that made
+            transitions of the rollout.
+        collect_s, write_s: the seconds that stepping took, and the seconds that postproc and
+            writing took.
+        data_bytes: size of the rollout's rows, in bytes.
         num_envs: number of envs that made the steps.
-        numbered: how many trajectories the worker has numbered.
-        replaced: for each env process whose part of the rollout is missing, how it ended.
+        numbered: the number of trajectory ids that the worker has used since it was built.
+        replaced: for each env process whose part of the rollout is missing, a text that says how
+            the process ended.
     """
 
     worker_index: int
@@ -210,8 +221,8 @@ class RolloutStats:
 
 
 def env_seeds(seed: int, first: int, count: int, static_seed: bool = False) -> list[int]:
-    """Return the seeds of the job's envs ``first .. first + count - 1``, chained as in TorchRL's
-    batched envs.
+    """Return the seeds of the job's envs ``first`` to ``first + count - 1``. Seeds follow one
+    another as in TorchRL's batched envs.
 
     A seed depends only on the env's number in the job, not on how envs are divided into workers.
     """
@@ -227,23 +238,24 @@ def env_seeds(seed: int, first: int, count: int, static_seed: bool = False) -> l
 
 
 def require_module(policy: Any) -> nn.Module:
-    """Refuse weights for a policy that cannot take any."""
+    """Return the policy, or raise ConfigurationError if the policy has no weights, because it is
+    not a module."""
     if not isinstance(policy, nn.Module):
         raise ConfigurationError(
-            f"the worker's policy is {type(policy).__name__}, which has no weights to set; "
-            "expected an nn.Module"
+            f"the worker's policy is a {type(policy).__name__}, which has no weights to set; "
+            "expected an nn.Module. Pass such a policy, or do not send weights"
         )
     return policy
 
 
 def reached_by_session(replay_buffer: Any) -> bool:
-    """Whether only the processes of the session reach the buffer."""
+    """Whether only processes of the session can reach the buffer."""
     return getattr(getattr(replay_buffer, "storage", None), "attaches_by_session", False)
 
 
 def write(rows: TensorDictBase, replay_buffer: Any) -> None:
-    """Extend a buffer with rows. Flatten the rows first, unless the buffer's storage has several
-    dimensions."""
+    """Extend a buffer with rows. If the buffer's storage has one dimension, flatten the rows
+    first."""
     size = rows.shape.numel()
     if getattr(getattr(replay_buffer, "storage", None), "ndim", 1) == 1:
         rows = rows.reshape(size)  # reshape(-1) would fail if a postproc keeps no row
@@ -252,10 +264,10 @@ def write(rows: TensorDictBase, replay_buffer: Any) -> None:
 
 
 class RolloutWorker:
-    """Run rollouts on request, one at a time. Calls from several threads wait for each other.
+    """Make rollouts on request, one at a time. Calls from several threads wait for each other.
 
     Raises:
-        ConfigurationError: the env cannot be used; the message says which envs can be used.
+        ConfigurationError: the env cannot be used. The message says which envs can be used.
 
     Example:
         >>> from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig
@@ -268,7 +280,9 @@ class RolloutWorker:
 
     def __init__(self, config: WorkerConfig) -> None:
         if config.postproc is not None and config.postproc_factory is not None:
-            raise ConfigurationError("pass postproc or postproc_factory, not both")
+            raise ConfigurationError(
+                "got both postproc and postproc_factory; pass postproc or postproc_factory, not both"
+            )
         self.config = config
         self._lock = renewed(self, "_lock", threading.Lock)
         self._shown_index = (
@@ -291,7 +305,8 @@ class RolloutWorker:
         self._postproc = config.postproc
         if config.postproc_factory is not None:
             self._postproc = config.postproc_factory(self.policy)
-        # T depends on the number of envs. Only a vector env itself knows how many envs it has.
+        # The rollout computes T, because T depends on the number of envs, and only a vector env
+        # itself knows how many envs it has.
         envs: dict[str, Any] = {
             "frames": config.frames_per_rollout or 1,
             "num_envs": config.num_envs,
@@ -319,8 +334,8 @@ class RolloutWorker:
         self._seed_envs()
 
     def describe(self) -> WorkerInfo:
-        """Describe the worker. If the config leaves T open, this method first steps the envs to
-        time a step, and ``set_steps`` must be called next."""
+        """Describe the worker. If the config leaves T open, this method also steps the envs to
+        measure the duration of a step. In this case, the caller must call ``set_steps`` next."""
         specs = self._rollout.specs
         info = WorkerInfo(
             self.num_envs,
@@ -336,20 +351,19 @@ class RolloutWorker:
         steps, taken_s, step_s = 1, 0.0, math.inf
         with self._lock:
             self._rollout.resize(_MOST_MEASURED)
-            # The first step is not timed, because it includes work that is done only once.
+            # Do not time the first step, because it includes work that is done only once.
             self._rollout.run(1)
             while taken_s < _MEASURED_S and steps < _MOST_MEASURED:
                 steps *= 2
                 begun = time.perf_counter()
                 rows = self._rollout.run(steps)
                 taken_s = time.perf_counter() - begun
-                # The shortest time is used, because workers that are still starting occupy cores,
-                # too.
+                # Use the shortest time, because workers that are still starting also occupy cores.
                 step_s = min(step_s, taken_s / steps)
         return replace(info, step_s=step_s, step_bytes=size_bytes(rows) / steps)
 
     def set_steps(self, steps: int) -> None:
-        """Set T. All envs begin new episodes, from the config's seed."""
+        """Set T. Seed all envs again with the config's seed, and begin new episodes in all envs."""
         with self._lock:
             self.steps = steps
             self._rollout.resize(steps)
@@ -363,7 +377,7 @@ class RolloutWorker:
             self._set_seed(self.config.seed)
 
     def _take_weights(self, packed: PackedWeights) -> None:
-        """Use newer weights from the next step on. Versions older than the current one are ignored.
+        """Use these weights from the next step on, unless they are older than the current weights.
 
         Raises:
             ConfigurationError: the weights fit no module of the policy.
@@ -374,15 +388,16 @@ class RolloutWorker:
             self._rollout.policy_version = packed.version
 
     def _module(self) -> nn.Module:
-        """Return the policy that takes weights. If a factory made the policy, initialize its lazy
-        layers by a call, because weights arrive before the first step."""
+        """Return the policy if it can take weights. If a factory made the policy, first initialize
+        its lazy layers by a call, because weights arrive before the first step."""
         policy = require_module(self.policy)
         if self._may_be_lazy:
             self._may_be_lazy = False
             tensors = chain(policy.parameters(), policy.buffers())
             if any(is_lazy(tensor) for tensor in tensors):
                 training = [module for module in policy.modules() if module.training]
-                # so that, for example, a batch norm's statistics do not adapt to the zeros
+                # use eval(), because the zeros of this call must not change the statistics of a
+                # batch norm
                 policy.eval()
                 with torch.no_grad():
                     self._rollout.call_policy_once()
@@ -391,10 +406,10 @@ class RolloutWorker:
         return policy
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed this worker's envs by their numbers in the job and start new episodes.
+        """Seed this worker's envs by their numbers in the job, and start new episodes in all envs.
 
         Returns:
-            the seed that follows those of all envs of the job.
+            the seed that follows the seeds of all envs of the job.
 
         Raises:
             ConfigurationError: the envs cannot be seeded one by one.
@@ -405,9 +420,10 @@ class RolloutWorker:
     def _require_a_seed_per_env(self) -> None:
         if getattr(self._rollout, "one_seed_only", False):
             raise ConfigurationError(
-                f"{self._rollout.target} takes one seed for its {self.num_envs} envs, so their "
-                "actions would depend on how the job is divided into workers; leave seed= out, or "
-                "let make_env return single envs, a SyncVectorEnv or an AsyncVectorEnv"
+                f"{self._rollout.target} accepts one seed for its {self.num_envs} envs; expected "
+                "envs that can be seeded one by one, because the actions would otherwise depend "
+                "on how the job is divided into workers. Leave seed= out, or let make_env return "
+                "single envs, a SyncVectorEnv or an AsyncVectorEnv"
             )
 
     def _set_seed(self, seed: int, static_seed: bool = False) -> int:
@@ -423,7 +439,8 @@ class RolloutWorker:
     def visit_envs(
         self, index: int | None, what: str, name: str, args: tuple, kwargs: dict
     ) -> list[Any]:
-        """See :func:`torchrl_dist.collect.loop.access.visit`. Waits for the rollout under way."""
+        """See :func:`torchrl_dist.collect.loop.access.visit`. This method first waits until the
+        current rollout has ended."""
         with self._lock:
             return visit(self._rollout.target, index, what, name, args, kwargs)
 
@@ -432,10 +449,11 @@ class RolloutWorker:
         self._hooks = hooks
 
     def reset(self, envs: Sequence[int] | None = None) -> list[int]:
-        """Start new episodes in all envs, or in ``envs``, before the next rollout.
+        """Start new episodes in all envs, or only in ``envs``, before the next rollout.
 
         Returns:
-            the ids of the trajectories that this call abandoned, if ``envs`` is given.
+            if ``envs`` is given, the ids of the trajectories that this call abandoned; else an
+            empty list.
 
         Raises:
             ConfigurationError: the envs cannot be reset one by one.
@@ -444,7 +462,7 @@ class RolloutWorker:
             if envs is None:
                 self._begin_anew()
                 return []
-            if self._part is not None:  # an incomplete rollout is dropped for all envs
+            if self._part is not None:  # drop an incomplete rollout, in all envs
                 self._begin_anew()
                 return []
             self._rollout.reset(envs)
@@ -459,8 +477,8 @@ class RolloutWorker:
         self._trajectories.forget_parts()
 
     def _seed_process(self, seed: int | None) -> None:
-        """Seed the process's generators, because all forks of one server begin with the same random
-        numbers."""
+        """Seed the process's global random generators, because all forks of one server begin with
+        the same state of these generators."""
         if not self.config.own_process:
             return
         spawn_key = (self.config.worker_index,)
@@ -470,8 +488,8 @@ class RolloutWorker:
         random.seed(int(state[0]))
 
     def set_trajectory_base(self, base: int, numbered: int = 0) -> None:
-        """Begin new trajectories, with ids from ``base`` upwards, as if ``numbered`` of these ids
-        were already used."""
+        """Begin new trajectories with ids from ``base`` upwards. Skip the first ``numbered`` of
+        this worker's ids, because they may be used already."""
         with self._lock:
             self._episodes.base = base
             self._episodes.numbered = max(self._episodes.numbered, numbered)
@@ -490,16 +508,18 @@ class RolloutWorker:
         """Make one rollout, and block while the envs step.
 
         Args:
-            steps: transitions per env, at most (and by default) the T of this worker.
-            num_envs: keep only the rows of the first ``num_envs`` envs (for a job's last rollout).
-            weights: used from the first step on, if newer than the current weights.
+            steps: number of transitions per env; at most the worker's T, which is the default.
+            num_envs: keep only the rows of the first ``num_envs`` envs. A job's last rollout needs
+                this.
+            weights: weights to use from the first step on, if they are not older than the current
+                weights.
             request: number of the request, for :meth:`cut`.
             anew: begin new episodes first.
-            at_random: use random actions; the policy's other outputs are zero.
-            until: the deadline on the clock ``awake()``; None means no limit.
+            at_random: use random actions, and set the policy's other outputs to zero.
+            until: the deadline, by the clock ``awake()``; None means no limit.
 
         Raises:
-            DeadlineError: ``until`` has passed before the last step. The next call continues this
+            DeadlineError: ``until`` passed before the last step. The next call continues the same
                 rollout.
 
         Returns:
@@ -516,7 +536,8 @@ class RolloutWorker:
                         weights, anew, at_random, until, self._watch(request),
                     )  # fmt: skip
                 except RolloutStopped:
-                    # close the envs here, because close() may have stopped waiting for the rollout
+                    # Close the envs here, because close() may have stopped waiting for this
+                    # rollout.
                     self._shut()
             return None, RolloutStats(self._shown_index, 0)
 
@@ -530,7 +551,7 @@ class RolloutWorker:
         until: float | None,
         enough: Callable[[int], bool],
     ) -> tuple[TensorDict | PackedRows | None, RolloutStats]:
-        """See :meth:`collect`. Called with the lock.
+        """See :meth:`collect`. The caller must hold the lock.
 
         Raises:
             RolloutStopped: the worker was told to stop.
@@ -550,7 +571,8 @@ class RolloutWorker:
         returns, lengths = self._stamp(rollout, kept)
         if kept < self.num_envs:
             rollout = rollout[:kept]
-            # The other envs' steps were dropped, so the next rollout must begin new episodes.
+            # The next rollout must begin new episodes, because the steps of the other envs were
+            # dropped.
             self._rollout.reset()
             self._episodes.restart()
         if rollout.shape[1] < steps:
@@ -572,11 +594,11 @@ class RolloutWorker:
             with giving_up_when(self._gives_up):
                 data, data_bytes = self._deliver(rollout, behind)
         except DeadlineError as error:
-            if self._told_to_stop:  # the buffer's rate limiter delayed these rows until the stop
+            if self._told_to_stop:  # the rate limiter delayed the rows until the stop
                 raise RolloutStopped from error
             raise
         finally:
-            if kept < self.num_envs:  # done after the delivery, which may complete trajectories
+            if kept < self.num_envs:  # after the delivery, because it may complete trajectories
                 self._trajectories.forget_parts()
         return data, RolloutStats(
             self._shown_index,
@@ -599,7 +621,7 @@ class RolloutWorker:
         part: TensorDict | None,
         enough: Callable[[int], bool],
     ) -> TensorDict:
-        """Return a rollout that begins with the steps already made, ``part``."""
+        """Return a rollout that begins with ``part``, the steps that an earlier call made."""
         if until is None and part is None:
             return self._rollout.run(steps, enough)
         have = 0 if part is None else part.shape[1]
@@ -619,12 +641,16 @@ class RolloutWorker:
             rows = joined
         if late and rows.shape[1] < steps:
             self._part = rows
-            raise DeadlineError(f"worker {self.config.worker_index}: the rollout is not complete")
+            raise DeadlineError(
+                f"worker {self.config.worker_index}: the rollout was not complete at the deadline; "
+                "the next call continues the rollout"
+            )
         return rows
 
     @property
     def is_incomplete(self) -> bool:
-        """Whether a rollout that ran out of time is waiting to be continued."""
+        """Whether a rollout was interrupted at its deadline, so that the next call continues this
+        rollout."""
         return self._part is not None
 
     @property
@@ -632,12 +658,13 @@ class RolloutWorker:
         return self._stop
 
     def _gives_up(self) -> bool:
-        """Whether to stop waiting. Called repeatedly while the replay buffer takes no rows."""
+        """Whether to stop waiting for the replay buffer. The wait calls this method repeatedly
+        while the buffer accepts no rows."""
         return self._told_to_stop
 
     def _watch(self, request: int | None) -> Callable[[int], bool]:
-        """Return a function to call after every step. The function takes the number of steps done,
-        and returns whether the rollout ends. A rollout without a request number is never cut."""
+        """Return a function that must be called after every step with the number of steps done, and
+        that returns whether the rollout ends. A rollout without a request number is never cut."""
         if request is None:
             return never
 
@@ -648,8 +675,8 @@ class RolloutWorker:
         return enough
 
     def cut(self, request: int, least: int) -> None:
-        """Let the rollouts of all requests up to ``request`` end once each env has made ``least``
-        steps. Such a rollout may be running already, may have ended, or may begin later."""
+        """Let the rollouts of all requests up to number ``request`` end once each env has made
+        ``least`` steps. Such a rollout may already run, may have ended, or may begin later."""
         self._cut = (request, least)
 
     def _stamp(self, rollout: TensorDict, kept: int) -> tuple[list[float], list[int]]:
@@ -697,12 +724,12 @@ class RolloutWorker:
         return None, data_bytes
 
     def expect(self, request: int, **options: Any) -> None:
-        """Do nothing. Only a :class:`NodeWorker` uses this announcement, because it may begin the
-        rollout during the previous one."""
+        """Do nothing. Only a :class:`NodeWorker` uses this announcement, because a node worker may
+        begin the rollout during the previous rollout."""
 
     def stop(self, limit_s: float | None = None) -> None:
         """Let a running rollout end after its current step and close the envs. Any thread may call
-        this. ``limit_s`` has an effect only on node workers."""
+        this method. ``limit_s`` has an effect only on node workers."""
         self._stop = True
         rollout = getattr(self, "_rollout", None)
         if rollout is not None:
@@ -713,8 +740,8 @@ class RolloutWorker:
         Idempotent.
 
         Raises:
-            DeadlineError: the step takes longer than ``step_limit_s``. The envs are closed when the
-                step ends.
+            DeadlineError: the step did not end within ``step_limit_s`` seconds. The envs are closed
+                when the step ends.
             Exception: the exception that closing an env raised.
         """
         if not self._closed:
@@ -722,7 +749,7 @@ class RolloutWorker:
             if not self._lock.acquire(timeout=step_limit_s):
                 raise DeadlineError(
                     f"worker {self.config.worker_index}: the current step of a rollout did not end "
-                    f"within {step_limit_s:g} s; the envs are closed when it ends"
+                    f"within {step_limit_s:g} s; the envs will be closed when the step ends"
                 )
             try:
                 self._shut(close_env)
@@ -737,7 +764,8 @@ class RolloutWorker:
             return
         self._closed = True
         rollout = self._rollout
-        # Release user objects, because the session keeps this object until the session ends.
+        # Release the user's objects now, because the session keeps this worker object until the
+        # session ends.
         del self._rollout
         self._postproc = self.policy = None
         self._hooks = (None, None)
@@ -745,6 +773,7 @@ class RolloutWorker:
         if close_env:
             try:
                 rollout.close()
-            # close() raises the error, even if collect() called this method
+            # Store the error, because only close() may raise it, even if collect() called this
+            # method.
             except Exception as error:
                 self._close_error = error
