@@ -281,7 +281,7 @@ class RolloutWorker:
     def __init__(self, config: WorkerConfig) -> None:
         if config.postproc is not None and config.postproc_factory is not None:
             raise ConfigurationError(
-                "got both postproc and postproc_factory; pass postproc or postproc_factory, not both"
+                "got both postproc and postproc_factory; expected only postproc or postproc_factory"
             )
         self.config = config
         self._lock = renewed(self, "_lock", threading.Lock)
