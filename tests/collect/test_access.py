@@ -82,7 +82,7 @@ def test_a_native_vector_env_is_visited_as_a_whole() -> None:
     assert worker.visit_envs(None, "get", "num_envs", (), {}) == [4]
     worker.visit_envs(None, "set", "low", (-0.01,), {})
     assert worker.visit_envs(None, "get", "low", (), {}) == [-0.01]
-    with pytest.raises(ConfigurationError, match="choose all"):
+    with pytest.raises(ConfigurationError, match="to select all envs"):
         worker.visit_envs(1, "get", "num_envs", (), {})
 
 

@@ -217,15 +217,18 @@ def test_the_last_rollout_of_some_envs_completes_the_trajectories_before_it(buil
         ({"policy_or_weights": {"policy": None}}, "no weights to send"),
         ({"policy_or_weights": {0: constant(1), 1: constant(1)}}, r"workers \[1\]"),
         ({"policy_or_weights": {0: {}}}, "no weights"),
-        ({"policy_or_weights": {0: constant(1)}, "worker_ids": 0}, "and worker_ids=; pass a dict"),
+        (
+            {"policy_or_weights": {0: constant(1)}, "worker_ids": 0},
+            "by worker index; pass either a dict",
+        ),
         ({"policy": constant(1), "worker_ids": [3]}, r"workers \[3\]"),
         ({"policy": constant(1), "model_id": "critic"}, "no other model"),
         ({"weights_dict": {"policy": constant(1), "critic": constant(1)}}, "no other model"),
         ({"weights": {"a": 1.0}}, "expected a tensor"),
         ({"weights": {"a": torch.zeros(3)}}, "fit neither"),
         ({"policy": nn.Linear(3, 3)}, "fit neither"),
-        ({"weights": constant(1), "policy": constant(1)}, "one argument with weights"),
-        ({"policy": constant(1), "timeout": 3}, "unsupported arguments"),
+        ({"weights": constant(1), "policy": constant(1)}, "at most one of"),
+        ({"policy": constant(1), "timeout": 3}, "does not support"),
     ],
 )
 def test_weights_that_fit_no_worker_change_nothing(build: Any, given: dict, message: str) -> None:

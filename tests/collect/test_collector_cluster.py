@@ -164,10 +164,10 @@ def test_a_worker_that_dies_before_the_start_is_missing_from_the_start(fork_serv
                 min_workers=min_workers,
             )  # fmt: skip
 
-        with pytest.warns(UserWarning, match="lost before it began: collector1") as warned:
+        with pytest.warns(UserWarning, match="lost before its first rollout: collector1") as warned:
             with pytest.raises(PeerLostError, match="2 of 3 workers .* min_workers=3"):
                 build(3)
-            assert {each.filename for each in warned if "before it" in str(each.message)} == {
+            assert {each.filename for each in warned if "before its" in str(each.message)} == {
                 __file__
             }
             with build(2) as collector:
@@ -250,7 +250,7 @@ def test_a_buffer_that_would_be_copied_to_the_workers_is_refused(fork_server: Fo
                     {"env_processes": 2, "trajs_per_batch": 2},
                     "pass env_processes=0 .num_envs= .* or leave trajs_per_batch= out",
                 ),
-                ({"replace_lost": True}, "expected replace_lost=False"),
+                ({"replace_lost": True}, "Pass replace_lost=False"),
             ):
                 with pytest.raises(ConfigurationError, match=advice):
                     RPCBatchedCollector(
@@ -427,7 +427,7 @@ def test_workers_that_die_are_replaced(collecting: Any) -> None:
         assert len(rows) == collector.report.total_frames < 8000
         assert collector.stats()["workers_alive"] == 2
         assert sorted(collector.report.lost_workers) == ["collector0", "collector1"]
-        said = [str(w.message) for w in caught if "another one is built" in str(w.message)]
+        said = [str(w.message) for w in caught if "a successor is built" in str(w.message)]
         assert len(said) == 2
         last = batches[-1]
         assert len(last) == 4 and len(last["pid"].unique()) == 2

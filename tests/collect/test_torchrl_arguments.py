@@ -454,7 +454,7 @@ def test_lazy_layers_of_the_policy_get_their_shapes(build: Any, make: Any) -> No
     collector.update_policy_weights_()
     assert collector.next()["action"].eq(1).all()
     lone = TensorDictModule(nn.LazyLinear(3), ["elsewhere"], ["action"])
-    with pytest.raises(ConfigurationError, match="run the policy once"):
+    with pytest.raises(ConfigurationError, match="call the policy once"):
         build(make, lone, frames_per_batch=5)
 
 
@@ -664,7 +664,7 @@ def test_an_env_that_was_given_moves_between_rollouts_only(build: Any) -> None:
     collector = build(Slow(), turning(), **options)
     with pytest.raises(DeadlineError):
         collector.next()
-    with pytest.raises(ConfigurationError, match="during a rollout: call next"):
+    with pytest.raises(ConfigurationError, match="during a rollout; call next"):
         collector.start()
 
 

@@ -390,7 +390,7 @@ def test_a_collector_or_buffer_without_a_cluster_gets_a_message_with_the_likely_
             RPCBatchedCollector, "CartPole-v1", frames_per_batch=4, total_frames=4
         )
         for given, told in (
-            ({}, r"no session= was given, but the session has 'actor' \(1\). Pass session="),
+            ({}, r"no session= was given, .*: 'actor' \(1\). Pass session="),
             (
                 {"session": me},
                 r"no process has the role 'collector', .* Pass workers=session.of_role",

@@ -1,1 +1,2 @@
-"""The learner's side: the collector, its workers, and the rules for when a batch is ready."""
+"""The learner's part: the collector, handles to its workers, and rules that decide when a batch is
+ready."""

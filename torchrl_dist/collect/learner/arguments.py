@@ -1,4 +1,4 @@
-"""Choose and check a collector's arguments, and make the workers' config from them."""
+"""Check a collector's arguments, choose default values, and make the workers' configs from them."""
 
 from __future__ import annotations
 
@@ -26,23 +26,25 @@ from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.runtime import Peer, Session, current_session
 from torchrl_dist.runtime.session import check_session
 
-_ONE_STEP = 1e-9  # a fraction of a rollout, smaller than one step of any rollout
+_ONE_STEP = 1e-9  # a fraction of a rollout, less than one step of any rollout
 
 PolicyFactory = Callable[[int, int], Any]
 
 
 def choose_peers(session: Session | None, workers: Sequence[Peer] | None) -> tuple[Peer, ...]:
-    """Return the peers to use as workers, or no peers to use one worker in this process. Warn if
-    the caller probably meant other processes.
+    """Return the peers that will have the workers. An empty tuple means one worker in this process.
+    Warn if the caller probably wanted workers in other processes.
 
     Raises:
-        ConfigurationError: ``session`` is not a session, ``workers`` are not peers of it, or this
-            process is itself a worker of the driver's collector."""
+        ConfigurationError: ``session`` is not a session, ``workers`` are not peers of the session,
+            or this process is itself a worker of the driver's collector."""
     if session is not None:
         check_session(session)
     if workers is not None:
         if session is None:
-            raise ConfigurationError("workers= needs a session: pass session=")
+            raise ConfigurationError(
+                "got workers= without session=; pass session=, the session of these workers"
+            )
         session.check_peers("workers", workers)
         return tuple(workers)
     if session is None:
@@ -60,13 +62,14 @@ def choose_peers(session: Session | None, workers: Sequence[Peer] | None) -> tup
 
 
 def _check_place(session: Session, collectors: Sequence[Peer]) -> None:
-    """Refuse or warn if all processes of a job run the same program and build a collector."""
+    """Raise an error if this process builds a collector although it is a worker of the driver's
+    collector. Warn if several processes probably build collectors with the same workers."""
     me = session.me
     if me in collectors:
         raise ConfigurationError(
             f"{me.name} builds a collector, but is a worker of the collector that "
-            f"{session.peers[0].name} builds. Build a collector only in that process, and call "
-            "serve() in this one: if session.role == 'collector': session.serve()"
+            f"{session.peers[0].name} builds. Build a collector only in {session.peers[0].name}, "
+            f"and call serve() in {me.name}: if session.role == 'collector': session.serve()"
         )
     alike = session.of_role(me.role)
     if session.peers[0] in alike:
@@ -86,9 +89,9 @@ def _say_who_is_idle(session: Session, reason: str, line: str) -> None:
     if counts:
         others = ", ".join(f"{role!r} ({count})" for role, count in counts.items())
         warnings.warn(
-            f"the environments are stepped in this process alone: {reason}, but the session has "
-            f"{others}. Pass {line} to use these processes, or workers=[session.me] if only this "
-            "process should step environments",
+            f"the environments are stepped in this process alone, because {reason}, although the "
+            f"session has other processes: {others}. Pass {line} to use these processes, or "
+            "workers=[session.me] if only this process should step environments",
             stacklevel=4,
         )
 
@@ -98,20 +101,20 @@ def require_shared(replay_buffer: Any, assembled_in: int, replace_lost: bool) ->
     buffer.
 
     Args:
-        assembled_in: number of env processes that write whole trajectories.
+        assembled_in: number of env processes that assemble whole trajectories and write them.
     """
     if not isinstance(replay_buffer, ReplayBuffer):
         return  # None, or an object of the user that defines its own pickling
     storage = replay_buffer.storage
     if not getattr(storage, "attaches_when_pickled", False):
         raise ConfigurationError(
-            f"replay_buffer: its {type(storage).__name__} belongs to this process, and the workers "
-            "would write to copies that no process reads; build the buffer with "
+            f"replay_buffer= has a {type(storage).__name__}, which belongs to this process, so the "
+            "workers would write to copies that no process reads; build the buffer with "
             "SharedMemmapStorage and SharedCursorWriter"
         )
     if not reached_by_session(replay_buffer):
         return
-    reached = f"replay_buffer: its {type(storage).__name__} is reached through the session"
+    reached = f"replay_buffer= has a {type(storage).__name__}, reached through the session"
     if assembled_in:
         raise ConfigurationError(
             f"{reached}, but the env processes (env_processes={assembled_in}), which assemble the "
@@ -120,10 +123,10 @@ def require_shared(replay_buffer: Any, assembled_in: int, replace_lost: bool) ->
         )
     if replace_lost:
         raise ConfigurationError(
-            f"{reached}, but a successor of a lost worker cannot join the session; expected "
-            "replace_lost=False (the other workers continue without the lost one) or a "
-            "SharedReplayBuffer of this node. Or extend the buffer with the batches that the "
-            "collector yields"
+            f"{reached}, but a successor of a lost worker cannot join the session. Pass "
+            "replace_lost=False, so that the other workers continue without the lost worker, or "
+            "pass a SharedReplayBuffer of this node, or extend the buffer yourself with the "
+            "batches that the collector yields"
         )
 
 
@@ -133,8 +136,8 @@ def check_inference(
     """Refuse arguments that cannot work with the policy at the learner."""
     if session is None or session.me in peers:
         raise ConfigurationError(
-            "inference='learner' is for workers in other processes; pass a session that has such "
-            "workers"
+            "inference='learner' needs workers in other processes, but there is no session or "
+            "this process is itself a worker; pass a session that has workers in other processes"
         )
     if not isinstance(policy, nn.Module):
         raise ConfigurationError(
@@ -150,11 +153,11 @@ def check_inference(
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(WorkerOptions):
-    """A collector's arguments, without those that say where it runs.
+    """The arguments of a collector, except the arguments that determine where its workers run.
 
     Attributes:
         here: whether all workers run in this process.
-        make_envs, policy_factories: one for each worker.
+        make_envs, policy_factories: one entry for each worker.
         others: see :class:`~torchrl_dist.collect.RPCBatchedCollector`.
 
     Raises:
@@ -204,14 +207,14 @@ class Settings(WorkerOptions):
             )
         if self.inference == "learner" and self.replace_lost:
             raise ConfigurationError(
-                "replace_lost=True cannot be combined with inference='learner'; leave one of them "
-                "out"
+                "replace_lost=True cannot be combined with inference='learner'; leave one of "
+                "these arguments out"
             )
         if self.inference == "learner" and self.init_random_frames:
             raise ConfigurationError(
                 "init_random_frames= cannot be combined with inference='learner', because the "
                 "workers then do not know which keys the policy writes in addition to the action; "
-                "leave one of them out"
+                "leave one of these arguments out"
             )
 
     def _check_numbers(self) -> None:
@@ -246,7 +249,8 @@ class Settings(WorkerOptions):
         if not isinstance(readiness, Readiness):
             got = readiness.__name__ if isinstance(readiness, type) else repr(readiness)
             raise ConfigurationError(
-                f"readiness={got}: pass an instance of WaitAll, FirstReady, Quorum or Preempt"
+                f"readiness={got}: expected an instance of WaitAll, FirstReady, Quorum or Preempt, "
+                "such as WaitAll()"
             )
         unfit = (self.replay_buffer, self.postproc, self.postproc_factory)
         if readiness.cuts and any(each is not None for each in unfit):
@@ -257,14 +261,14 @@ class Settings(WorkerOptions):
             )
 
     def _check_trajectories(self) -> None:
-        """If trajectories are assembled, refuse arguments that prevent whole rollouts."""
+        """Refuse arguments that prevent the assembly of whole trajectories."""
         if self.traj_format not in (None, "padded", "cat"):
             raise ConfigurationError(
                 f"traj_format={self.traj_format!r}: expected 'padded' or 'cat'"
             )
         if self.traj_format == "cat" and self.trajs_per_batch is None:
             raise ConfigurationError(
-                "traj_format='cat' is for batches of whole trajectories: pass trajs_per_batch="
+                "traj_format='cat' needs batches of whole trajectories; pass trajs_per_batch=, too"
             )
         if not self.track_traj_ids and (
             self.trajs_per_batch is not None or self.split_trajs or self.readiness.cuts
@@ -283,13 +287,13 @@ class Settings(WorkerOptions):
             )
         names = ["postproc", "postproc_factory"]
         if self.split_trajs:
-            names.append("replay_buffer")  # with trajs_per_batch, the workers assemble trajectories
+            names.append("replay_buffer")  # with trajs_per_batch, the workers assemble them
         given = [name for name in names if getattr(self, name) is not None]
         if given or self.readiness.cuts:
+            unfit = ", ".join(f"{name}=" for name in given) or f"readiness={self.readiness}"
             raise ConfigurationError(
                 "trajs_per_batch= and split_trajs= need whole rollouts, so neither can be "
-                f"combined with {', '.join(given) or self.readiness}; leave out one side or the "
-                "other"
+                f"combined with {unfit}; leave out {unfit} or trajs_per_batch= and split_trajs="
             )
 
     def _check_results(self) -> None:
@@ -315,8 +319,8 @@ class Settings(WorkerOptions):
             if self.storing_device.type != "cpu":
                 raise ConfigurationError(
                     f"storing_device={self.storing_device} cannot be combined with replay_buffer=, "
-                    "because the workers write to host memory; leave it out, and let the buffer's "
-                    "sample() move batches to a device"
+                    "because the workers write to host memory; leave storing_device= out, and let "
+                    "the buffer's sample() move batches to a device"
                 )
 
     @property
@@ -324,12 +328,13 @@ class Settings(WorkerOptions):
         return self.readiness.rollouts_per_batch(self.num_workers)
 
     def without_parts(self) -> Settings:
-        """Return the settings without user objects, for a collector that was shut down."""
+        """Return the settings without the user's objects, for a collector that was shut down."""
         factories = None if self.policy_factories is None else ()
         return self._without(make_envs=(), policy_factories=factories)
 
     def worker_configs(self, call_timeout_s: float) -> list[WorkerConfig]:
-        """Return the config of each worker, with a copy of the policy as it is now."""
+        """Return the config of each worker. The config contains a copy of the policy in its current
+        state."""
         frames = self.frames_per_batch
         seed = int(torch.randint(2**31, (1,)).item()) if self.seed is None else self.seed
         common: dict[str, Any] = {
@@ -365,7 +370,7 @@ class Settings(WorkerOptions):
                 f"cat_results={self.cat_results!r} needs rollouts of one shape, but the rollouts "
                 "of the last batch would have another shape, because "
                 f"total_frames={self.total_frames} is not a multiple of {frames_per_batch} frames "
-                "per batch; pass a multiple"
+                "per batch; pass a multiple as total_frames="
             )
 
     def check_ragged(self, specs: str) -> None:
@@ -383,19 +388,21 @@ class Settings(WorkerOptions):
         given = [name for name, is_asked in asked.items() if is_asked]
         if given:
             raise ConfigurationError(
-                f"{', '.join(given)}: rows of this env may differ in shape, so they can be neither "
-                f"padded nor filled in; leave these arguments out. The env's specs are {specs}"
+                f"{', '.join(given)} cannot be used with this env, because its rows may differ in "
+                "shape, so rows can be neither padded nor filled in; leave these arguments out. "
+                f"The env's specs are {specs}"
             )
 
 
 _ANYTHING = object()
-_WEIGHTS = "weights reach all workers as one packed message: call update_policy_weights_()"
+_WEIGHTS = "the collector itself packs weights and sends them; call update_policy_weights_()"
 _LAUNCHER = (
     "torchrun, srun or local_cluster starts the processes, and determines which devices "
-    "and cores each may use"
+    "and cores each process may use; leave this argument out"
 )
 _SESSION = "pass session=session({'learner': 1, 'collector': -1}) for workers in other processes"
-_CPU = "the workers run on the CPU; storing_device= says where batches go"
+_CPU = "the workers run on the CPU; to move batches to a device, pass storing_device="
+_BUILDS = "this collector builds its workers itself; leave this argument out"
 # The arguments of TorchRL's collectors that have no meaning here, each with the values that are
 # accepted, and the reason why other values are refused.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -406,11 +413,14 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "env_device": ((None, "cpu", torch.device("cpu")), _CPU),
     "extend_buffer": (
         (True,),
-        "the workers extend the buffer with whole rollouts; to extend it with the batches "
-        "yourself, leave replay_buffer= out",
+        "the workers extend the buffer with whole rollouts; to extend the buffer with the "
+        "batches yourself, leave replay_buffer= out",
     ),
-    "interruptor": ((None,), "pass readiness=Preempt(...) or preemptive_threshold="),
-    "reset_when_done": ((True,), "an env that is done is always reset"),
+    "interruptor": ((None,), "pass readiness=Preempt(...) or preemptive_threshold= instead"),
+    "reset_when_done": (
+        (True,),
+        "the workers always reset an env that is done; leave this argument out",
+    ),
     "return_same_td": ((False,), "the caller owns each batch; leave this argument out"),
     "trajs_per_write": (
         (None, 1),
@@ -418,13 +428,13 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "backend": ((None,), _SESSION),
     "backend_options": ((None,), _SESSION),
-    "num_collectors": ((None,), "pass a session with that many workers, or workers="),
-    "sync": ((None,), "pass readiness=WaitAll() or FirstReady()"),
+    "num_collectors": ((None,), "pass a session with that many workers, or pass workers="),
+    "sync": ((None,), "pass readiness=WaitAll() or FirstReady() instead"),
     "update_at_each_batch": ((False,), _WEIGHTS),
     "worker_idx": ((None,), "the collector numbers its workers; leave this argument out"),
     # arguments of TorchRL's collectors over Ray, RPC and torch.distributed
-    "collector_class": ((None,), "this collector builds its workers itself"),
-    "collector_kwargs": ((None,), "this collector builds its workers itself"),
+    "collector_class": ((None,), _BUILDS),
+    "collector_kwargs": ((None,), _BUILDS),
     "num_workers_per_collector": ((1,), "pass env_processes="),
     "ray_init_config": ((None,), _LAUNCHER),
     "remote_configs": ((None,), _LAUNCHER),
@@ -432,7 +442,10 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "launcher": ((None,), _LAUNCHER),
     "tcp_port": ((None,), _LAUNCHER),
     "visible_devices": ((None,), _CPU),
-    "tensorpipe_options": ((None,), "the session sets these options itself"),
+    "tensorpipe_options": (
+        (None,),
+        "the session sets these options itself; leave this argument out",
+    ),
     "update_after_each_batch": ((False,), _WEIGHTS),
     "max_weight_update_interval": ((-1,), _WEIGHTS),
     "update_interval": ((None,), _WEIGHTS),
@@ -449,9 +462,8 @@ def refuse(arguments: Mapping[str, Any]) -> None:
     """Refuse arguments of TorchRL's collectors that have no meaning here, with the reason.
 
     Raises:
-        ConfigurationError: an argument has a value other than those in ``_REFUSED``, which are
-            harmless here.
-        TypeError: there is no such argument.
+        ConfigurationError: an argument has a value that ``_REFUSED`` does not list as harmless.
+        TypeError: TorchRL's collectors have no argument of this name either.
     """
     for name, value in arguments.items():
         if name not in _REFUSED:
@@ -478,18 +490,20 @@ def choose_envs(
 
     Args:
         make_env: a gymnasium id, a callable, an env; or a sequence of these, one per worker.
-        kwargs: a dict for the callable, or one per worker.
+        kwargs: a dict of keyword arguments for the callable, or a list of such dicts, one per
+            worker.
         here: whether the only worker is this process.
 
     Raises:
-        ConfigurationError: ``make_env`` is something else, or a list has the wrong length.
+        ConfigurationError: ``make_env`` has another type, or a list has the wrong length.
     """
     each = list(make_env) if isinstance(make_env, list | tuple) else [make_env] * num_workers
     options = list(kwargs) if isinstance(kwargs, list | tuple) else [kwargs] * num_workers
     if len(each) != num_workers or len(options) != num_workers:
         raise ConfigurationError(
             f"got {len(each)} make_env and {len(options)} create_env_kwargs for {num_workers} "
-            "workers; pass one of each per worker (num_envs= lets a worker step several envs)"
+            "workers; expected one of each per worker. If a worker should step several envs, pass "
+            "num_envs="
         )
     return tuple(
         _choose_env(make, options_, here=here, num_envs=num_envs)
@@ -503,8 +517,8 @@ def _choose_env(
     if isinstance(make, EnvBase | gymnasium.Env | gymnasium.vector.VectorEnv):
         if not here or num_envs > 1:
             raise ConfigurationError(
-                f"make_env is an env, {type(make).__name__}, which only one worker in this process "
-                "can step, with num_envs=1; pass a function that makes the env"
+                f"make_env is an env object ({type(make).__name__}), which only a single worker in "
+                "this process with num_envs=1 can step; pass a function that makes the env"
             )
         make = GivenEnv(make)
     if not isinstance(make, str) and not callable(make):
@@ -525,20 +539,21 @@ def _choose_env(
 
 
 def choose_policy_factories(given: Any, num_workers: int) -> tuple[PolicyFactory, ...] | None:
-    """Return each worker's factory, to be called with ``(worker_index, num_workers)``. A factory
-    without required arguments and without ``worker_index`` is called without arguments, as in
-    TorchRL.
+    """Return each worker's factory, which takes ``(worker_index, num_workers)``. If the user's
+    factory has no required arguments and no argument ``worker_index``, it is wrapped and called
+    without arguments, as in TorchRL.
 
     Raises:
-        ConfigurationError: there are more or fewer factories than workers.
+        ConfigurationError: a factory cannot be called, or there are more or fewer factories than
+            workers.
     """
     if given is None:
         return None
     each = list(given) if isinstance(given, list | tuple) else [given] * num_workers
     if len(each) != num_workers or not all(callable(factory) for factory in each):
         raise ConfigurationError(
-            f"policy_factory={given!r}: expected a callable, or one for each of {num_workers} "
-            "workers"
+            f"policy_factory={given!r}: expected a callable, or a list of {num_workers} callables, "
+            "one per worker"
         )
     return tuple(f if _takes_two(f) else _WithoutArguments(f) for f in each)
 
@@ -585,7 +600,9 @@ def choose_storing_device(device: Any, storing_device: Any) -> torch.device | No
         try:
             chosen = None if given is None else torch.device(given)
         except (RuntimeError, TypeError) as error:
-            raise ConfigurationError(f"{name}={given!r}: expected a device") from error
+            raise ConfigurationError(
+                f"{name}={given!r}: expected a torch device such as 'cpu'"
+            ) from error
         if name == "device" and chosen is not None and chosen.type != "cpu":
             raise ConfigurationError(f"device={given!r} is not supported: {_CPU}")
     return torch.device(device) if chosen is None and device is not None else chosen

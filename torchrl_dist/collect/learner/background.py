@@ -18,10 +18,10 @@ class Collecting(Protocol):
 
 
 class Background:
-    """Ask for one batch after another until there are no more batches, a batch fails, or
-    :meth:`stop` is called.
+    """Request one batch after another, until there are no more batches, a request raises an error,
+    or :meth:`stop` is called.
 
-    This object does not keep the collector alive.
+    This object has only a weak reference to the collector, and does not keep it alive.
     """
 
     def __init__(self, collector: Collecting) -> None:
@@ -71,10 +71,10 @@ class Background:
 
     @contextlib.contextmanager
     def between_batches(self, timeout_s: float) -> Iterator[None]:
-        """Wait for the end of the batch under way. No other batch begins inside the block.
+        """Wait until the current batch is complete. Inside the block, no other batch begins.
 
         Raises:
-            DeadlineError: the batch did not end in time.
+            DeadlineError: the current batch was not complete within ``timeout_s`` seconds.
             Exception: the exception with which collection has ended.
         """
         with self._cond:
@@ -94,8 +94,9 @@ class Background:
                 self._cond.notify_all()
 
     def stop(self) -> None:
-        """Ask for no more batches. Does not block. A call in the collecting thread has no effect,
-        because that thread calls this method only after a failure, which ends collection anyway."""
+        """Request no more batches. This method does not block. A call in the collecting thread has
+        no effect, because that thread calls this method only after a failure, which ends collection
+        anyway."""
         if threading.current_thread() is self._thread:
             return
         with self._cond:
@@ -121,7 +122,7 @@ class Background:
             self._thread.join(max(0.0, timeout_s))
 
     def raise_error(self) -> None:
-        """Raise the exception with which collection ended, but only once."""
+        """If collection ended with an exception, raise this exception, but only once."""
         error, self._error = self._error, None
         if error is not None:
             raise error

@@ -1,4 +1,4 @@
-"""Divide the job's frames among workers before they are collected. Pure arithmetic.
+"""Divide the job's frames among workers before the frames are collected.
 
 Because frames are divided in advance, the total is exact, and no collected frames are discarded. If
 a worker dies, the other workers can collect that worker's share.
@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Share:
-    """What one worker must collect: ``steps`` steps of its first ``num_envs`` envs."""
+    """The frames that one worker must collect in a round: ``steps`` steps of its first ``num_envs``
+    envs."""
 
     num_envs: int
     steps: int
@@ -25,16 +26,17 @@ class Share:
 def plan_shares(remaining: int | None, workers: Mapping[int, int], steps: int) -> dict[int, Share]:
     """Divide the frames that may still be collected among workers, exactly, in ``[N, T]`` blocks.
 
-    Every worker gets ``steps`` steps while the budget allows. After that, all workers get one
-    shorter rollout of equal length. If fewer frames than envs are left, that many envs make one
-    step each.
+    Every worker gets ``steps`` steps while enough frames are left. After that, all workers get one
+    shorter rollout of equal length. If fewer frames than envs are left, one env per frame makes one
+    step.
 
     Args:
         remaining: frames that may still be collected; None means no limit.
         workers: number of envs of each worker.
 
     Returns:
-        the share of each worker that gets a share; together at most ``remaining`` frames.
+        the share of each worker that gets one, by worker. All shares together have at most
+        ``remaining`` frames.
     """
     per_step = sum(workers.values())
     if remaining is None or remaining >= per_step:
@@ -51,14 +53,14 @@ def plan_shares(remaining: int | None, workers: Mapping[int, int], steps: int) -
 
 @dataclass
 class FrameBudget:
-    """Hands out shares until the frames are used up.
+    """Hand out shares until no frames are left.
 
     Attributes:
-        remaining: frames that no worker has been asked for yet; None means no limit.
+        remaining: number of frames that no worker has been asked for yet; None means no limit.
         in_rounds: whether each batch is one round, whose shares all have the same length.
-        round: the round that is delivered next, if ``in_rounds``.
-        assigned: frames that workers were asked for. In a resumed job, this number includes the
-            frames of earlier runs.
+        round: number of the round that will be delivered next, if ``in_rounds``.
+        assigned: number of frames that workers were asked for. In a resumed job, this number
+            includes the frames of earlier runs.
     """
 
     remaining: int | None
@@ -76,10 +78,11 @@ class FrameBudget:
     def next_share(
         self, worker: int, alive: Mapping[int, int], steps: int
     ) -> tuple[int, Share] | None:
-        """Return the worker's next round and its share of it, or None if no frames are left.
+        """Return the number of the worker's next round and the worker's share of this round, or
+        None if no frames are left.
 
         Args:
-            alive: number of envs of each living worker, this worker included.
+            alive: number of envs of each living worker, including this worker.
             steps: usual length of a rollout.
         """
         round_ = self._next_round.get(worker, 0)
@@ -106,7 +109,7 @@ class FrameBudget:
 
     def frames_before(self, round_: int, share: Share) -> int:
         """Return the number of frames assigned before ``round_``. If rollouts are taken one by one,
-        return the number assigned before ``share``, which must be the last share handed out."""
+        return the number of frames assigned before ``share``, which must be the latest share."""
         return self._before[round_] if self.in_rounds else self.assigned - share.frames
 
     def _assign(self, workers: Mapping[int, int], steps: int) -> dict[int, Share]:
@@ -128,15 +131,15 @@ class FrameBudget:
         self.return_frames(sum(each.frames for each in freed))
 
     def return_frames(self, frames: int) -> None:
-        """Let other workers collect ``frames`` frames that a worker did not collect of its
-        share."""
+        """Let other workers collect ``frames`` frames, because a worker did not collect these
+        frames of its share."""
         self.assigned -= frames
         if self.remaining is not None:
             self.remaining += frames
 
     def expected(self) -> list[int]:
-        """Return the workers that have delivered or must deliver in the current round. At the end
-        there are no such workers."""
+        """Return the workers that have delivered or must deliver in the current round. After the
+        last round, return an empty list."""
         while (plan := self._plans.get(self.round)) is not None and not plan:
             self.finish_round()  # all workers of the round have died
         return list(plan or ())

@@ -68,128 +68,139 @@ def _argument(name: str) -> Any:
 class RPCBatchedCollector(BaseCollector):
     """Collect with the workers of a session. Each message has T steps of all envs of one worker.
 
-    Iterating yields a TensorDict ``[N, T]`` per batch, joined along the envs, with the keys of
-    TorchRL's ``Collector`` and ``"policy_version"``, ``("collector", "worker_index")`` and
-    ``("collector", "traj_ids")``. Trajectory ids are unique in the job if each rank has at most one
-    collector. With ``replay_buffer`` the workers write their rows into the buffer themselves, and
-    iterating yields a :class:`CollectReport`. In both cases, ``collector.report`` is the report of
-    the last batch. Iteration ends at ``total_frames``, or after the current batch if the session
-    was told to stop (``session.stop_requested``). If several processes have this process's role, a
-    stop request does not end iteration, because they must agree after which update they stop.
+    Iterating yields one TensorDict ``[N, T]`` per batch, in which the workers' rollouts are joined
+    along the dimension of the envs. A batch has the keys of TorchRL's ``Collector`` and
+    ``"policy_version"``, ``("collector", "worker_index")`` and ``("collector", "traj_ids")``.
+    Trajectory ids are unique in the job if each rank has at most one collector. With
+    ``replay_buffer`` the workers write their rows into the buffer themselves, and iterating yields
+    a :class:`CollectReport`. In both cases, ``collector.report`` is the report of the last batch.
+    Iteration ends at ``total_frames``, or after the current batch if the session was told to stop
+    (``session.stop_requested``). If several processes have this process's role, a stop request does
+    not end iteration, because these processes must all stop after the same update.
 
     Args:
         make_env: a gymnasium id, or a callable that returns a ``gymnasium.Env``, a
             ``gymnasium.vector.VectorEnv`` or a TorchRL env. The workers call the callable, which
-            may be a lambda. A list has one of these for each worker. ``create_env_fn`` is another
-            name of this argument. If the only worker is in this process, an env itself may be given
-            instead. Every call of ``make_env`` must return a new env. A vector env of torch
-            tensors, on the CPU or a GPU, need not be a ``VectorEnv``, because the interface of
-            Isaac Lab's envs is enough. An env is made, stepped and closed in one thread. If the
-            only worker is in this process and there is no ``replay_buffer``, this thread is the
-            caller's. Otherwise, the thread is the main thread of a rank or env process, or a
-            separate thread (see the guide). The gymnasium environments that are registered in this
-            process are registered on the workers, too. An EnvPool is seeded only when it is made,
-            so pass ``seed=np.random.randint(2**31)`` to ``envpool.make``. Before ``make_env`` is
-            called, NumPy is seeded from ``seed``, differently on each worker.
+            may be a lambda. A list has one id or callable for each worker. ``create_env_fn`` is
+            another name of this argument. If the only worker is in this process, an env object may
+            be given instead. Every call of ``make_env`` must return a new env. A vector env of
+            torch tensors, on the CPU or a GPU, need not be a ``VectorEnv``, because the interface
+            of Isaac Lab's envs is enough. An env is made, stepped and closed in one thread. This
+            thread is the caller's thread if an env object was given, or if there is no ``session``,
+            ``replay_buffer`` or ``env_processes``. Otherwise, the thread is the main thread of a
+            rank or env process, or a separate thread (see the guide). The gymnasium environments
+            that are registered in this process are registered on the workers, too. An EnvPool is
+            seeded only when it is made, so pass ``seed=np.random.randint(2**31)`` to
+            ``envpool.make``. Before ``make_env`` is called, NumPy is seeded from ``seed``,
+            differently on each worker.
         policy: the learner's module. Each worker gets a copy on its CPU, and new weights after
             ``update_policy_weights_()``. Without ``policy`` and ``policy_factory``, actions are
             random. If some lazy layers have no shapes yet, an env is built and closed in this
             process to find these shapes.
         session: the session of the workers. None means one worker in this process.
-        frames_per_batch: frames of a batch. To get T, this number is divided by the number of
-            rollouts in a batch (one per worker; with ``FirstReady``, a single one) and by the
-            number of envs of a worker. T is rounded up, with a warning if this rounding makes
-            batches larger. With None, the duration of a step is measured at the start, before the
-            first episodes, and determines T. A rollout then lasts about half a second (longer if
-            more than four processes share a core) and has at most 8 MiB, but at least one step.
-            Each rollout costs one message, which takes the learner a millisecond and the worker
-            two. The attribute ``frames_per_batch`` tells how many frames a batch then has.
-        total_frames: iteration ends after exactly this many frames; with -1, it never ends. The
-            last batches are shorter.
+        frames_per_batch: number of frames in a batch. T is this number, divided by the number of
+            rollouts in a batch (one per worker, or only one with ``FirstReady``) and by the number
+            of envs of a worker. T is rounded up, with a warning if this makes batches larger. With
+            None, the workers measure the duration of a step before the first episodes, and this
+            duration determines T. A rollout then lasts about half a second (longer if more than
+            four processes share a core) and has at most 8 MiB, but at least one step. Each rollout
+            is sent as one message, which takes one millisecond of the learner's time and two of the
+            worker's time. The attribute ``frames_per_batch`` then says how many frames a batch has.
+        total_frames: iteration ends after exactly this many frames, so the last batches may be
+            shorter. With -1, iteration never ends.
         policy_factory: ``(worker_index, num_workers) -> policy``, called on each worker instead of
             copying ``policy``. A factory without required arguments (and without ``worker_index``)
             is called without arguments. A list has one factory for each worker. If ``policy`` is
             given, too, its weights are loaded into the module that the factory made, or into the
-            part of that module that they fit.
-        num_envs: envs per process. A vector env itself says how many envs it has.
+            part of that module that the weights fit.
+        num_envs: number of envs per worker or, with ``env_processes``, per env process. A vector
+            env itself says how many envs it has.
         env_processes: the number of processes that step a worker's envs, on the worker's node. With
             0, the worker steps its envs itself. Otherwise, the worker sends one rollout for all of
             these processes, so one worker per node is enough. An env process that dies is replaced,
-            with a warning, and the rows that it had not delivered are collected again. If a process
-            and its next two successors all die before they deliver, iterating raises an error. A
-            server process forks the env processes.
+            with a warning, and the rows that it had not delivered are collected again. If an env
+            process and its next two successors all die before they deliver a rollout, iterating
+            raises an error. A server process forks the env processes.
         step_timeout_s: an env process that makes no step for this many seconds, because it hangs or
             is paused, is killed and replaced. By default, there is no limit.
-        workers: peers to use; default ``session.of_role("collector")``, or this process if there
-            are no such peers.
+        workers: the peers that have the workers. The default is ``session.of_role("collector")``,
+            or this process if there are no such peers.
         readiness: the rule for when a batch is complete, ``WaitAll()``, ``FirstReady()``,
             ``Quorum(...)`` or ``Preempt(...)``.
         max_policy_lag: how many rollouts each worker may collect ahead while the caller works on a
-            batch. After this many, the worker waits. With ``WaitAll`` and one update per batch,
-            data are at most this many versions old. With 0, no new rollout begins until the caller
-            asks for the next batch; with ``WaitAll``, all data then come from the newest weights. A
-            worker in the caller's process never runs ahead, because it sets TorchRL's exploration
-            type, which applies to the whole process.
+            batch. After this many rollouts, the worker waits. With ``WaitAll`` and one update per
+            batch, data are at most this many versions old. With 0, no new rollout begins until the
+            caller requests the next batch; with ``WaitAll``, all data then come from the newest
+            weights. Without ``env_processes``, a worker in the caller's process never collects
+            ahead, because it sets TorchRL's exploration type, which applies to the whole process.
         replay_buffer: a buffer that is pickled and sent to the workers, which call
             ``extend(rows.reshape(-1))``, or ``extend(rows)`` if the storage has several dimensions.
-            Its storage must be a ``SharedMemmapStorage``, unless the worker is this process.
+            Unless all workers are in this process, its storage must be shared, such as a
+            ``SharedMemmapStorage``.
         inference: where the policy runs. With ``"worker"``, it runs on the workers. With
-            ``"learner"``, workers send the observations of each step and get actions. The actions
-            come from a copy of ``policy`` on the learner's CPU; ``update_policy_weights_()``
-            updates this copy. Use ``"learner"`` if the policy does not fit on the workers.
+            ``"learner"``, workers send the observations of each step to the learner, and get
+            actions. The actions come from a copy of ``policy`` on the learner's CPU;
+            ``update_policy_weights_()`` updates this copy. Use ``"learner"`` if the policy does not
+            fit on the workers.
         env_groups: with ``inference="learner"``, the number of groups into which the envs of a
             worker, or of each of its env processes, are divided. One group is stepped while the
             other groups wait for actions.
-        trajs_per_batch: batches are this many complete trajectories ``[trajs_per_batch, longest]``,
-            zero-padded, with ``("collector", "mask")``, as in TorchRL. At ``total_frames``,
-            unfinished trajectories, and complete trajectories that do not fill a batch, are not
-            delivered. With ``replay_buffer``, reports still count rollouts. The process that made a
-            trajectory writes it to the buffer once it is complete, without other trajectories and
-            without padding.
+        trajs_per_batch: each batch consists of this many complete trajectories
+            ``[trajs_per_batch, longest]``, padded with zeros, with ``("collector", "mask")``, as in
+            TorchRL. At ``total_frames``, unfinished trajectories, and complete trajectories that do
+            not fill a batch, are not delivered. With ``replay_buffer``, reports still count
+            rollouts. The process that made a trajectory writes the trajectory to the buffer once it
+            is complete, separately from other trajectories and without padding.
         traj_format: ``"cat"`` concatenates the trajectories of ``trajs_per_batch``,
-            ``[steps of all]``; ``"padded"`` (default) pads them with zeros, as above.
-        split_trajs: pass each batch through TorchRL's ``split_trajectories``.
-        postproc: called on the worker with each rollout ``[N, T]``. Returns the rows to deliver.
-        postproc_factory: called once on each worker with its policy. Returns its ``postproc``.
+            ``[steps of all]``; ``"padded"`` (default) pads trajectories with zeros.
+        split_trajs: whether to pass each batch through TorchRL's ``split_trajectories``.
+        postproc: a function that each worker calls with each of its rollouts ``[N, T]``, and that
+            returns the rows to deliver.
+        postproc_factory: a function that each worker calls once with its policy, and that returns
+            the worker's ``postproc``.
         seed: seed of all envs and of the workers' random numbers. By default, the seed is drawn
-            from torch's generator; TorchRL envs then stay seeded as ``make_env`` left them, as in
-            TorchRL's collectors. Env i of the job gets the i-th seed of TorchRL's chain of seeds,
-            however the envs are divided among workers. With ``seed``, vector envs that take one
-            seed for all their envs are therefore refused. Gymnasium's native CartPole is accepted,
-            because its envs are seeded one by one. EnvPools only cause a warning.
-        min_workers: iteration raises if fewer workers are alive.
-        worker_timeout_s: a worker whose rollout takes longer (because the worker hangs or is
-            paused) counts as lost until it answers. Other workers collect its frames. When it
-            answers, its late rows are dropped, and it begins new episodes. With ``replay_buffer``,
-            the late rows are in the buffer, in addition to ``total_frames``. By default, there is
-            no limit.
-        replace_lost: under ``local_cluster``, replace a worker whose process died. This process
-            forks new processes for the worker's envs, which begin new episodes. A worker gets at
-            most three successors. The other workers collect meanwhile.
-        timeout_s: limit of the wait for each batch, and of other calls. The default is the
-            session's ``timeout_s``. Building the workers may take this long or the session's
-            ``timeout_s``, whichever is longer.
+            from torch's generator; TorchRL envs then keep the seeds that ``make_env`` gave them, as
+            in TorchRL's collectors. Env i of the job gets the i-th seed of TorchRL's chain of
+            seeds, however the envs are divided among workers. Vector envs that accept only one seed
+            for all their envs are therefore refused if ``seed`` is given. Gymnasium's native
+            CartPole is accepted, because its envs are seeded one by one. EnvPools only cause a
+            warning.
+        min_workers: iteration raises PeerLostError if fewer workers than this are alive.
+        worker_timeout_s: limit of a rollout's duration, in seconds. A worker whose rollout takes
+            longer, because the worker hangs or is paused, counts as lost until it answers.
+            Meanwhile, other workers collect its frames. When the worker answers, its late rows are
+            dropped, and it begins new episodes. With ``replay_buffer``, the late rows are in the
+            buffer, in addition to ``total_frames``. By default, there is no limit.
+        replace_lost: whether to replace a worker whose process died. This works only under
+            ``local_cluster``. This process forks new processes for the worker's envs, which begin
+            new episodes. A worker gets at most three successors. The other workers collect
+            meanwhile.
+        timeout_s: limit of the wait for each batch and of other calls, in seconds. The default is
+            the session's ``timeout_s``. Building the workers may take this long or as long as the
+            session's ``timeout_s``, whichever is longer.
         categorical_action_encoding: as in TorchRL's ``GymEnv``; only for gymnasium envs.
-        init_random_frames: actions are random until this many frames have been collected. Frames
-            from before a resume and rows in ``replay_buffer`` also count. Until then, the policy's
-            other outputs are zero.
+        init_random_frames: actions are random until this many frames have been collected. Frames of
+            earlier runs of a resumed job, and rows in ``replay_buffer``, also count. Until then,
+            the policy's other outputs are zero.
         create_env_kwargs: keyword arguments for ``make_env``; a list has one dict for each worker.
-        reset_at_each_iter: each rollout begins new episodes.
+        reset_at_each_iter: whether each rollout begins new episodes.
         max_frames_per_traj: episodes are truncated after this many steps, and rows have
-            ``"step_count"``. Not for vector envs.
-        set_truncated: the last step of each rollout is marked as truncated and done.
+            ``"step_count"``. Vector envs are refused.
+        set_truncated: whether the last step of each rollout is marked as truncated and done.
         track_traj_ids: False leaves ``("collector", "traj_ids")`` out.
-        compact_obs: True leaves out the entries of ``"next"`` that the next row has, too, such as
-            ``("next", "observation")``. The last observations of episodes and rollouts are lost.
+        compact_obs: True leaves out the entries of ``"next"`` that the following row repeats, such
+            as ``("next", "observation")``. The last observations of episodes and rollouts are then
+            missing.
         track_policy_version: True writes ``("next", "policy_version")`` in addition to
-            ``"policy_version"``, as TorchRL does; False leaves both out.
+            ``"policy_version"``, as TorchRL does. False leaves out both keys.
         pre_collect_hook, post_collect_hook: ``pre_collect_hook()`` is called before each rollout
-            and ``post_collect_hook(rows)`` after it, in the process that makes the rollout.
+            and ``post_collect_hook(rows)`` after each rollout, in the process that makes the
+            rollout.
         cat_results: ``"stack"`` gives batches ``[workers, N, T]``; 0, 1 or -1 is the dimension
             along which the workers' rollouts are joined. The default is 0 (TorchRL's
             ``MultiSyncCollector`` stacks).
         preemptive_threshold: once this fraction of the workers is ready, the other workers end
-            their rollouts early. Shorthand for ``readiness=Preempt(...)``.
+            their rollouts early. This argument is a shorthand for ``readiness=Preempt(...)``.
         device, storing_device: the device of batches. The workers themselves run on the CPU.
         compile_policy, cudagraph_policy: as in TorchRL's collectors, True or the arguments of
             ``torch.compile`` (and ``warmup``) or of ``CudaGraphModule``. These arguments have an
@@ -201,19 +212,20 @@ class RPCBatchedCollector(BaseCollector):
     Raises:
         ConfigurationError: arguments cannot work together, or ``make_env`` returned the same env
             twice.
-        RemoteError: building a worker failed; the message names the node and includes the
+        RemoteError: building a worker failed. The message names the node and includes the
             traceback.
 
     Iterating raises:
-        DeadlineError: no batch within ``timeout_s``; the message names the workers that are late.
-            No rows are lost, and you can iterate again to continue. If the envs are stepped in the
-            caller's thread, the deadline is checked after each step, so only Ctrl-C ends a step
-            that hangs.
-        RemoteError: an env or the policy raised on a worker; the collector is shut down.
-        PeerLostError: fewer than ``min_workers`` are alive; the collector is shut down. As long as
-            enough workers are alive, the death of a worker causes one warning, an entry in
-            ``report.lost_workers`` and smaller batches. The other workers collect the frames that
-            the dead worker had not delivered.
+        DeadlineError: no batch was complete within ``timeout_s`` seconds. The message names the
+            workers that are late. No rows are lost, and you can iterate again to continue. If the
+            envs are stepped in the caller's thread, the deadline is checked after each step, so
+            only Ctrl-C ends a step that hangs.
+        RemoteError: an env or the policy raised an exception on a worker. The collector is then
+            shut down.
+        PeerLostError: fewer than ``min_workers`` workers are alive. The collector is then shut
+            down. As long as enough workers are alive, the death of a worker causes one warning, an
+            entry in ``report.lost_workers`` and smaller batches. The other workers collect the
+            frames that the dead worker had not delivered.
 
     Example:
         >>> collector = RPCBatchedCollector(
@@ -274,7 +286,7 @@ class RPCBatchedCollector(BaseCollector):
         cudagraph_policy: bool | Mapping[str, Any] | None = None,
         **torchrl: Any,
     ) -> None:
-        given = dict(locals())  # Settings has fields of the same names
+        given = dict(locals())  # Settings has fields with these names
         super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook)
         if make_env is None:
             make_env = torchrl.pop("create_env_fn", None)
@@ -305,7 +317,7 @@ class RPCBatchedCollector(BaseCollector):
         self._start(session, peers)
 
     def _begin(self, settings: Settings, session: Session | None) -> None:
-        """Set everything that is known before there are workers."""
+        """Set all attributes that do not depend on the workers."""
         self._settings = settings
         self._num_workers = settings.num_workers
         self.readiness: Readiness = settings.readiness
@@ -342,7 +354,7 @@ class RPCBatchedCollector(BaseCollector):
                 exploration_type=settings.exploration_type,
                 categorical_action_encoding=settings.categorical_action_encoding,
             )
-        # A policy that cannot be packed is refused here, before any worker is built.
+        # Pack the weights before any worker is built, because pack() refuses unsuitable policies.
         initial = pack(policy, 0) if isinstance(policy, nn.Module) else None
         limit_s = self.timeout_s if session is None else max(self.timeout_s, session.timeout_s)
         place = _place(session)
@@ -357,7 +369,7 @@ class RPCBatchedCollector(BaseCollector):
                 self._inference.close(_SHUTDOWN_S)
             raise
         self._abandoned = weakref.finalize(self, _close_soon, self._crew, self._inference)
-        self._abandoned.atexit = False  # not needed at exit, where everything ends with the process
+        self._abandoned.atexit = False  # not needed at exit, because the process ends
         if initial is not None and self._inference is None:
             self._crew.send_weights({worker.index: initial for worker in self._crew.workers})
             # without factories, the workers already have copies of the policy
@@ -368,7 +380,8 @@ class RPCBatchedCollector(BaseCollector):
         self._note_frames()
 
     def _note_frames(self) -> None:
-        """Set how many frames a batch has, once the workers' numbers of envs are known."""
+        """Set the number of frames in a batch, which depends on the number of envs of each
+        worker."""
         first, asked = self._crew.workers[0], self._settings.frames_per_batch
         rollouts = self._settings.rollouts_per_batch
         self.frames_per_batch = rollouts * first.num_envs * first.steps
@@ -425,7 +438,7 @@ class RPCBatchedCollector(BaseCollector):
             self.total_frames if self.total_frames >= 0 else None, self.readiness.in_rounds
         )
         # As in TorchRL, all rows that were ever written to the buffer count towards the random
-        # frames, even rows of other writers.
+        # frames, including rows of other writers.
         budget.assigned = getattr(self.replay_buffer, "write_count", 0) if random_frames else 0
         crew = Crew(
             workers,
@@ -445,7 +458,7 @@ class RPCBatchedCollector(BaseCollector):
         if not errors and len(workers) < self.min_workers:
             errors = [
                 PeerLostError(
-                    f"only {len(workers)} of {len(configs)} workers could be started, expected at "
+                    f"only {len(workers)} of {len(configs)} workers could be started; expected at "
                     f"least min_workers={self.min_workers}; see the workers' output, or lower "
                     "min_workers"
                 )
@@ -456,7 +469,7 @@ class RPCBatchedCollector(BaseCollector):
         return crew
 
     # ---- attributes of TorchRL's collectors. These attributes are read-only, because the workers
-    # have already been built with them.
+    # have already been built with their values.
 
     exploration_type = _argument("exploration_type")
     max_frames_per_traj = _argument("max_frames_per_traj")
@@ -487,7 +500,7 @@ class RPCBatchedCollector(BaseCollector):
         """Return an attribute of ``policy``, the learner's module."""
         return getattr(self.policy, attr)
 
-    # ---- what TorchRL's trainers ask for
+    # ---- attributes and methods that TorchRL's trainers use
 
     @property
     def init_random_frames(self) -> int:
@@ -525,29 +538,36 @@ class RPCBatchedCollector(BaseCollector):
         weights_dict: Mapping[str, Weights] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Send weights. Every worker gets the weights before its next rollout. Does not block.
+        """Send weights to the workers. Every worker gets the weights before its next rollout. This
+        method does not block.
 
         Args:
-            policy_or_weights: a module, a TensorDict or a (nested) state dict; or
-                ``{0: ..., 1: ...}`` by worker index, where workers left out keep their weights; or
-                ``{"policy": ...}``. The default is the policy given to the collector.
+            policy_or_weights: the weights of all workers, as a module, a TensorDict or a (nested)
+                state dict. A dict ``{0: ..., 1: ...}`` has the weights of each worker by worker
+                index, and workers without an entry keep their weights. A dict ``{"policy": ...}``
+                is accepted, too. The default is the policy that was given to the collector.
             weights, policy: other names of ``policy_or_weights``.
             worker_ids: indices of the workers that get the weights; by default, all workers.
-            model_id: ``"policy"``, the only model here.
-            weights_dict: ``{"policy": ...}``.
+            model_id: must be ``"policy"``, because the workers have no other model.
+            weights_dict: a dict ``{"policy": ...}`` with the weights.
 
         Raises:
-            ConfigurationError: there are no weights, they do not fit the policy, there are no such
-                workers, or an option of TorchRL's collectors has no meaning here. When this error
-                is raised, nothing has changed, not even the version.
+            ConfigurationError: there are no weights, the weights do not fit the policy, there are
+                no workers with these indices, or an argument of TorchRL's collectors is not
+                supported. If this error is raised, nothing has changed, not even the version.
         """
         self._crew.require_here()
         given = [x for x in (policy_or_weights, weights, policy, weights_dict) if x is not None]
         unsupported = [name for name, value in kwargs.items() if value is not None]
-        if len(given) > 1 or unsupported:
+        if len(given) > 1:
             raise ConfigurationError(
-                f"got {len(given)} arguments with weights and the unsupported arguments "
-                f"{unsupported}; pass one argument with weights, and none of the unsupported ones"
+                f"got {len(given)} arguments with weights; expected at most one of "
+                "policy_or_weights=, weights=, policy= and weights_dict="
+            )
+        if unsupported:
+            raise ConfigurationError(
+                f"got the arguments {unsupported}, which this collector does not support; leave "
+                "these arguments out"
             )
         if model_id not in (None, "policy") or not {"policy"} >= set(weights_dict or ()):
             raise ConfigurationError(
@@ -560,8 +580,8 @@ class RPCBatchedCollector(BaseCollector):
         if _by_worker(source):
             if worker_ids is not None:
                 raise ConfigurationError(
-                    "got weights by worker index and worker_ids=; pass a dict by worker index, or "
-                    "the weights of one policy with worker_ids="
+                    "got worker_ids= together with weights by worker index; pass either a dict of "
+                    "weights by worker index, or the weights of one policy and worker_ids="
                 )
             packed = {worker: self._pack(each, version) for worker, each in source.items()}
         else:
@@ -569,13 +589,13 @@ class RPCBatchedCollector(BaseCollector):
             packed = dict.fromkeys(had if chosen is None else chosen, self._pack(source, version))
         if self._inference is not None and (worker_ids is not None or _by_worker(source)):
             raise ConfigurationError(
-                f"got weights for workers {list(packed)}, expected weights "
-                f"for all workers: {_ONE_POLICY}"
+                f"got weights for the workers {list(packed)}; expected weights for all workers, "
+                f"because {_ONE_POLICY}. Pass the weights of one policy without worker_ids="
             )
         if unknown := sorted(packed.keys() - had.keys()):
             raise ConfigurationError(
-                f"got weights for workers {unknown}, expected indices of "
-                f"existing workers, {sorted(had)}"
+                f"got weights for the workers {unknown}, which do not exist; expected indices of "
+                f"the existing workers {sorted(had)}"
             )
         if self._inference is not None:
             self._version = version
@@ -597,15 +617,15 @@ class RPCBatchedCollector(BaseCollector):
                 source = source["policy"]
         if not isinstance(source, nn.Module | TensorDictBase | Mapping):
             raise ConfigurationError(
-                "no weights to send: pass the learner's module as policy= to the collector "
-                f"(also with policy_factory=), or to this call; got {type(source).__name__}"
+                f"no weights to send: got {type(source).__name__}; pass the learner's module to "
+                "this call, or as policy= to the collector (also with policy_factory=)"
             )
         packed = pack(source, version)
         if self._settings.policy_factories is None and source is not self.policy:
             if not isinstance(self.policy, nn.Module):
                 raise ConfigurationError(
-                    f"the workers' policy is {type(self.policy).__name__}, which has no weights to "
-                    "set: pass an nn.Module as policy= to the collector"
+                    f"the workers' policy is a {type(self.policy).__name__}, which has no weights "
+                    "to set; pass an nn.Module as policy= to the collector"
                 )
             find_target(packed, self.policy)
         return packed
@@ -627,7 +647,7 @@ class RPCBatchedCollector(BaseCollector):
             yield batch
 
     def next(self) -> Any:
-        """Return the next batch, or None after the last."""
+        """Return the next batch, or None after the last batch."""
         # No iterator is stored, because it would keep this collector alive.
         self._iteration_started = True
         with self._shut_down_by_errors():
@@ -722,22 +742,23 @@ class RPCBatchedCollector(BaseCollector):
     # ---- in the background
 
     def start(self) -> None:
-        """Collect into the replay buffer in a thread, until ``total_frames`` are collected or
-        :meth:`async_shutdown` is called. Meanwhile, weights may be updated and :meth:`stats`
-        called.
+        """Collect into the replay buffer in a separate thread, until ``total_frames`` frames are
+        collected or :meth:`async_shutdown` is called. Meanwhile, the caller may update weights and
+        call :meth:`stats`.
 
-        If an env object was passed to the constructor, it moves to a separate thread. For an env
-        that may only be used in the thread that made it, pass a function that makes the env
-        instead.
+        If an env object was passed to the constructor, a separate thread steps this env from now
+        on. If an env may only be used in the thread that made it, pass a function that makes the
+        env instead of the env object.
 
         Raises:
-            ConfigurationError: there is no ``replay_buffer``, or the collector of such an env was
-                built in another thread, or is in the middle of a rollout.
+            ConfigurationError: there is no ``replay_buffer``; or the caller's thread steps the
+                envs, and this call is in another thread or in the middle of a rollout.
             Exception: the exception with which collection in the background ended.
         """
         if self.replay_buffer is None:
             raise ConfigurationError(
-                "start() collects into a replay buffer; pass replay_buffer= to the collector"
+                "start() collects into a replay buffer, but this collector has none; pass "
+                "replay_buffer= to the collector"
             )
         self._crew.require_open()
         if self._background is not None:
@@ -754,11 +775,11 @@ class RPCBatchedCollector(BaseCollector):
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Pause collection inside the block: no env is stepped there. Entering the block waits for
-        the rollouts under way, at most ``timeout_s``.
+        """Pause collection, so that no env is stepped inside the block. Entering the block waits
+        until the current rollouts have ended, at most ``timeout_s`` seconds.
 
         Raises:
-            DeadlineError: the rollouts did not end in time.
+            DeadlineError: the rollouts did not end within ``timeout_s`` seconds.
             Exception: the exception with which collection in the background ended.
         """
         self._crew.require_here()
@@ -783,7 +804,8 @@ class RPCBatchedCollector(BaseCollector):
 
     @property
     def pre_collect_hook(self) -> Callable[[], Any] | None:
-        """Called before each rollout, in the process that makes it."""
+        """The function that is called before each rollout, in the process that makes the
+        rollout."""
         return self._pre_collect_hook
 
     @pre_collect_hook.setter
@@ -792,7 +814,8 @@ class RPCBatchedCollector(BaseCollector):
 
     @property
     def post_collect_hook(self) -> Callable[[TensorDictBase], Any] | None:
-        """Called after each rollout with its rows, in the process that makes it."""
+        """The function that is called with the rows of each rollout, in the process that makes the
+        rollout."""
         return self._post_collect_hook
 
     @post_collect_hook.setter
@@ -818,33 +841,41 @@ class RPCBatchedCollector(BaseCollector):
         refuse({"weight_updater": value})
 
     def receive_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Always raise: call :meth:`update_policy_weights_` at the learner."""
-        raise ConfigurationError("receive_weights: call update_policy_weights_() at the learner")
+        """Always raise ConfigurationError, because the learner sends weights to the workers. Call
+        :meth:`update_policy_weights_` at the learner instead."""
+        raise ConfigurationError(
+            "receive_weights() is not supported; call update_policy_weights_() at the learner"
+        )
 
     def register_scheme_receiver(self, *args: Any, **kwargs: Any) -> None:
-        """Always raise, because there are no weight sync schemes. Call
+        """Always raise ConfigurationError, because there are no weight sync schemes. Call
         :meth:`update_policy_weights_` instead."""
-        raise ConfigurationError("there are no weight sync schemes: call update_policy_weights_()")
+        raise ConfigurationError(
+            "weight sync schemes are not supported; call update_policy_weights_()"
+        )
 
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
-        """Always raise, because there is no weight updater. Call :meth:`update_policy_weights_`
-        instead."""
-        raise ConfigurationError("there is no weight updater: call update_policy_weights_()")
+        """Always raise ConfigurationError, because there is no weight updater. Call
+        :meth:`update_policy_weights_` instead."""
+        raise ConfigurationError("weight updaters are not supported; call update_policy_weights_()")
 
     def enable_profile(self, *args: Any, **kwargs: Any) -> None:
-        """Always raise: rollouts run in other threads and processes. Profile them there with
-        ``pre_collect_hook`` and ``post_collect_hook``."""
+        """Always raise ConfigurationError, because rollouts run in other threads and processes.
+        Profile rollouts there with ``pre_collect_hook`` and ``post_collect_hook``."""
         raise ConfigurationError(
-            "enable_profile: the rollouts run in other threads and processes; profile there, with "
-            "pre_collect_hook= and post_collect_hook="
+            "enable_profile() is not supported, because the rollouts run in other threads and "
+            "processes; start and stop a profiler there with pre_collect_hook= and "
+            "post_collect_hook="
         )
 
     def fake_tensordict(self) -> TensorDictBase:
-        """Always raise, as TorchRL's collectors with several workers do, because the envs are on
-        the workers. Call :meth:`next` for a batch of real rows."""
+        """Always raise ConfigurationError, because the envs are on the workers. TorchRL's
+        collectors with several workers also raise an error. Call :meth:`next` for a batch of real
+        rows."""
         raise ConfigurationError(
-            "fake_tensordict: the envs are on the workers, which make only real rows; next() "
-            "returns a batch, and a shared storage needs no example of its rows"
+            "fake_tensordict() is not supported, because the envs are on the workers, which make "
+            "only real rows; call next() for a batch. A shared storage needs no example of its "
+            "rows"
         )
 
     # ---- the rest of TorchRL's interface
@@ -874,7 +905,8 @@ class RPCBatchedCollector(BaseCollector):
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed all envs and start new episodes. Env i of the job gets the i-th seed of TorchRL's
-        chain of seeds, no matter which worker steps it. Blocks until a rollout in flight has ended.
+        chain of seeds, no matter which worker steps env i. This method blocks until the current
+        rollouts have ended.
 
         Returns:
             the seed that follows the seeds used.
@@ -883,8 +915,8 @@ class RPCBatchedCollector(BaseCollector):
         return self._crew.ask_all("set_seed", seed, static_seed, timeout_s=self.timeout_s)[0]
 
     def get_attr(self, name: str, env: int | None = None) -> list[Any]:
-        """Return a list of the values of an attribute, one per env of the job in the envs' order.
-        If one env is named, the list has only its value.
+        """Return the values of an attribute of all envs of the job, in the order of the envs. If
+        ``env`` is given, the list has only the value of the env with this number.
 
         The attribute is also found behind gymnasium's wrappers. This method, ``set_attr``, ``call``
         and ``render`` block until the rollouts in flight have ended.
@@ -896,11 +928,12 @@ class RPCBatchedCollector(BaseCollector):
         return self._visit(env, "get", name)
 
     def set_attr(self, name: str, value: Any, env: int | None = None) -> None:
-        """Set an attribute of every env, or of one."""
+        """Set an attribute of every env, or only of the env with number ``env``."""
         self._visit(env, "set", name, value)
 
     def call(self, method: str, *args: Any, env: int | None = None, **kwargs: Any) -> list[Any]:
-        """Call a method of every env, or of one, such as ``reset_task``. Return a result per env.
+        """Call a method of every env, such as ``reset_task``, or only of the env with number
+        ``env``. Return a list with one result per env.
 
         Running episodes continue; to begin new ones, call :meth:`reset`.
         """
@@ -918,8 +951,8 @@ class RPCBatchedCollector(BaseCollector):
         Args:
             index: index into the job's envs in their order, as for a tensor ``[envs]``; a number,
                 several numbers, a slice or a mask. Only these envs begin new episodes, and only
-                their unfinished trajectories are dropped. Not for vector envs that reset their envs
-                themselves.
+                their unfinished trajectories are dropped. Vector envs that reset their envs
+                themselves accept no index.
 
         Raises:
             ConfigurationError: there are no such envs.
@@ -951,8 +984,9 @@ class RPCBatchedCollector(BaseCollector):
         workers = {worker.index: worker for worker in self._crew.workers if not worker.lost}
         if number not in workers:
             raise ConfigurationError(
-                f"{asked} belongs to a lost worker, or to none; expected an env of the living "
-                f"workers {sorted(workers)}, which have {self._crew.workers[0].num_envs} envs each"
+                f"{asked} selects an env of a lost worker, or an env that does not exist; expected "
+                f"an env of the living workers {sorted(workers)}, which have "
+                f"{self._crew.workers[0].num_envs} envs each"
             )
         return workers[number].handle
 
@@ -979,22 +1013,25 @@ class RPCBatchedCollector(BaseCollector):
         """Continue the counts of a saved collector. Load the policy's weights first, because this
         call sends the policy's weights to the workers.
 
-        Trajectories get new ids, above those of all earlier runs.
+        Trajectories get new ids, which are larger than the ids of all earlier runs.
 
         Raises:
             ConfigurationError: this collector was already iterated, or ``state_dict`` is not a
-                result of :meth:`state_dict`. Nothing has changed then.
+                result of :meth:`state_dict`. In this case, nothing has changed.
         """
         self._crew.require_here()
         if self._crew.budget.begun:
-            raise ConfigurationError("call load_state_dict() before the first batch")
+            raise ConfigurationError(
+                "load_state_dict() was called after the first batch was requested; call "
+                "load_state_dict() before the first batch"
+            )
         try:
             frames, batches, version, run = (
                 int(state_dict[name]) for name in ("frames", "batches", "policy_version", "run")
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigurationError(
-                f"load_state_dict() got {state_dict!r:.200}, expected a result of a collector's "
+                f"load_state_dict() got {state_dict!r:.200}; expected a result of a collector's "
                 "state_dict()"
             ) from error
         self._frames, self._iter, self._version = frames, batches - 1, version
@@ -1020,8 +1057,9 @@ class RPCBatchedCollector(BaseCollector):
         raise_on_error: bool = True,
     ) -> None:
         """Stop the rollouts in flight after their current step, and close all envs. Idempotent.
-        Blocks at most ``timeout`` seconds (default 10), even if workers are dead or hang. In a
-        forked child it does nothing, because the workers belong to the parent.
+        This method blocks at most ``timeout`` seconds (default 10), even if workers are dead or
+        hang. In a forked child, this method does nothing, because the workers belong to the parent
+        process.
 
         Args:
             close_env: False leaves the envs open, for example if the caller still uses an env that
@@ -1056,8 +1094,8 @@ class RPCBatchedCollector(BaseCollector):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigurationError(
             "a collector cannot be copied or pickled, because its envs and workers belong to this "
-            "process: build one in the process that needs it, and pass on the state_dict() of "
-            "this collector"
+            "process: build another collector in the process that needs one, and pass the "
+            "state_dict() of this collector to it"
         )
 
     def __repr__(self) -> str:
@@ -1071,7 +1109,7 @@ class RPCBatchedCollector(BaseCollector):
 def _place(session: Session | None) -> tuple[int, int]:
     """Return this collector's number among the collectors of the job, and the number of these
     collectors. The result assumes that each process of this role, or each rank of a job without a
-    session, builds one."""
+    session, builds one collector."""
     if session is not None:
         return session.me.index, len(session.of_role(session.role))
     with contextlib.suppress(ConfigurationError):  # the environment variables are invalid
@@ -1093,14 +1131,15 @@ def _close_soon(crew: Crew, inference: LearnerInference | None) -> None:
             inference.close(_SHUTDOWN_S)
 
     if crew.in_callers_thread:
-        # ``close`` fails if garbage collection runs in a thread other than that of the collector's
-        # caller. Garbage collection then also frees the envs.
+        # ``close`` fails if garbage collection runs in another thread than the thread of the
+        # collector's caller. In this case, garbage collection frees the envs, too.
         close()
         return
     threading.Thread(target=close, name="torchrl_dist-close", daemon=True).start()
 
 
 def _by_worker(source: Any) -> bool:
-    """Whether these are weights by worker index. (A TensorDict is a Mapping, too.)"""
+    """Whether ``source`` is a dict of weights by worker index. (A TensorDict is a Mapping, too, but
+    its keys are strings.)"""
     keys = list(source.keys()) if isinstance(source, Mapping) else []
     return bool(keys) and all(type(key) is int for key in keys)

@@ -1,4 +1,4 @@
-"""The workers as the learner sees them: requests, deliveries and lost workers.
+"""Manage the learner's workers: request rollouts, take deliveries, and handle lost workers.
 
 If the policy lag allows it, a worker has two requests at a time. With only one request, the worker
 would idle while its answer and the next request are in transit. Answers arrive in threads of the
@@ -41,22 +41,22 @@ from torchrl_dist.weights import PackedWeights
 
 Delivery = tuple[RolloutStats, TensorDict | None]
 
-# RPC requires a deadline for each call. This deadline is longer than any rollout, because only the
-# wait for a batch should end at a deadline. A rollout that arrives later is kept for the next
-# batch.
+# RPC requires a deadline for each call. The deadline of a call for a rollout is longer than any
+# rollout, because only the wait for a batch should end at a deadline. A rollout that arrives after
+# this wait is kept for the next batch.
 _ROLLOUT_LIMIT_S = 7 * 24 * 3600.0
 _MAX_IN_FLIGHT = 2
-_GLANCE_S = 0.25  # waits check for a stop at this interval, as signal handlers cannot wake them
-_BUILD_S = 120.0  # limit for building or closing a successor
-_WARN_AT_CALLER = 7  # stack frames between a warning here and the loop over the collector
+_GLANCE_S = 0.25  # interval at which waits check for a stop, because signals do not wake them
+_BUILD_S = 120.0  # limit in seconds for building or closing a successor
+_WARN_AT_CALLER = 7  # stack frames from a warning here to the loop over the collector
 
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    number: int  # consecutive for each worker, from 0
+    number: int  # numbers of a worker's requests are consecutive, from 0
     round: int
     share: Share
-    begun: float  # on the clock awake()
+    begun: float  # time of the request, by the clock awake()
 
 
 Arrival = tuple[RolloutRequest, RolloutStats, TensorDict | None]
@@ -64,7 +64,7 @@ Arrival = tuple[RolloutRequest, RolloutStats, TensorDict | None]
 
 @dataclass
 class Worker:
-    """What the crew knows about one worker. The crew's condition guards all attributes."""
+    """The crew's record of one worker. The crew's condition guards all attributes."""
 
     index: int
     name: str
@@ -76,20 +76,20 @@ class Worker:
     ragged: bool = False  # whether shapes may differ between the worker's rows
     in_flight: list[RolloutRequest] = field(default_factory=list)
     requests: int = 0
-    settled: int = 0  # all requests before this number are answered or given up
+    settled: int = 0  # all requests with smaller numbers are answered or given up
     # Answers that arrived before answers to earlier requests, by request number. None stands for an
     # answer without rows.
     overtook: dict[int, Arrival | None] = field(default_factory=dict)
     cut_through: int = -1  # requests up to this number were told to end early
     inbox: deque[Arrival] = field(default_factory=deque)
-    busy_since: float = 0.0  # on awake(), when the first request in flight began
+    busy_since: float = 0.0  # when the first request in flight began, by the clock awake()
     given_up: int = 0  # requests in flight whose answers will be dropped
-    callers: CallersHandle | None = None  # set if its envs live in the caller's thread
-    has_gap: bool = False  # rows were dropped, so it must begin new episodes
+    callers: CallersHandle | None = None  # set if the caller's thread steps the envs
+    has_gap: bool = False  # rows were dropped, so the worker must begin new episodes
     failure: BaseException | None = None
     lost: bool = False
     weights: PackedWeights | None = None  # the newest weights for this worker
-    has_newest: bool = True  # whether these weights were sent
+    has_newest: bool = True  # whether ``weights`` were sent to the worker
     frames: int = 0
 
 
@@ -112,13 +112,14 @@ class Crew:
     """Request as many rollouts as the policy lag allows, and gather the rollouts of a batch.
 
     Args:
-        workers: at least one.
-        names_of_unstarted: workers that were lost before they began.
-        min_workers: ``gather`` raises if fewer workers are alive.
-        worker_timeout_s: a worker whose rollout takes longer counts as lost until it answers.
+        workers: the workers, at least one.
+        names_of_unstarted: names of the workers that were lost before their first rollout.
+        min_workers: ``gather`` raises PeerLostError if fewer workers than this are alive.
+        worker_timeout_s: limit of a rollout's duration, in seconds. A worker whose rollout takes
+            longer counts as lost until it answers.
         replacer: builds successors of workers that died.
-        random_frames: a rollout uses random actions if fewer frames than this were requested before
-            it.
+        random_frames: a rollout uses random actions if fewer frames than this number were requested
+            before this rollout.
         stopped: returns True once no more batches are wanted; ``gather`` then returns None.
     """
 
@@ -158,11 +159,11 @@ class Crew:
 
     @property
     def frames(self) -> dict[int, int]:
-        """Frames in batches so far, by worker index."""
+        """Number of frames in all batches so far, by worker index."""
         return {worker.index: worker.frames for worker in self.workers}
 
     def send_weights(self, by_worker: Mapping[int, PackedWeights]) -> None:
-        """Send weights, given by worker index, with each worker's next request.
+        """Store weights, given by worker index, which will be sent with each worker's next request.
 
         The weights must be complete, because a worker may never have received the previous weights.
         """
@@ -178,9 +179,10 @@ class Crew:
         or the job was told to stop.
 
         Raises:
-            DeadlineError: no batch within ``timeout_s``; call again to continue waiting.
-            PeerLostError: fewer than ``min_workers`` are alive.
-            RemoteError: a worker raised.
+            DeadlineError: no batch was complete within ``timeout_s`` seconds. Call again to
+                continue waiting.
+            PeerLostError: fewer than ``min_workers`` workers are alive.
+            RemoteError: a worker raised an exception.
         """
         begun = awake()
         for worker in self.workers:
@@ -233,11 +235,11 @@ class Crew:
             )
             if self._replacing:
                 names += f"{', ' * bool(names)}{self._replacing} workers that are being replaced"
-            if others := held_up():  # calls of a policy in this process that others wait for
+            if others := held_up():  # policy calls in this process for which others wait
                 names += f" (held up by {others})"
             raise DeadlineError(
-                f"no batch within {timeout_s:g} s; waiting for {names or 'no worker'}. "
-                "Iterate again to continue waiting, or raise timeout_s"
+                f"no batch within {timeout_s:g} s; waiting for {names or 'no worker'}. Iterate "
+                "again to continue waiting, or raise timeout_s= of the collector"
             )
         for worker in self.workers:
             if worker.callers is not None and worker.callers.asked and not self._paused:
@@ -250,7 +252,7 @@ class Crew:
     def _work(self, own: CallersHandle, until: float) -> None:
         """Make a rollout in this thread. Call with the condition held; the condition is released
         during the rollout."""
-        own.running = True  # set while the condition is held, so that other threads see it
+        own.running = True  # set while the condition is held, so that other threads see the change
         self._cond.release()
         try:
             own.work(until)
@@ -305,15 +307,15 @@ class Crew:
                 worker.handle.submit("cut", request.number, least)
 
     def _give_up_hanging(self) -> None:
-        """Count workers whose rollout takes too long as lost, and return their shares to the
-        budget."""
+        """Treat workers whose rollout takes too long as lost, and return the shares of these
+        workers to the budget."""
         limit_s = self.worker_timeout_s
         if limit_s is None:
             return
         for worker in self.workers:
             if worker.in_flight and awake() - worker.busy_since > limit_s:
                 worker.failure = PeerLostError(
-                    f"{worker.name}: no rollout within worker_timeout_s={limit_s:g} s"
+                    f"{worker.name} delivered no rollout within worker_timeout_s={limit_s:g} s"
                 )
                 worker.given_up += len(worker.in_flight)
                 for request in worker.in_flight:
@@ -325,7 +327,8 @@ class Crew:
     # ---- requests
 
     def _request(self, worker: Worker) -> None:
-        """Ask for as many rollouts as the policy lag allows. Call with the condition held."""
+        """Request as many rollouts from a worker as the policy lag allows. Call with the condition
+        held."""
         ahead = worker.max_ahead + (1 if self._waiting else 0)
         while (
             not self.is_closed
@@ -370,7 +373,8 @@ class Crew:
         return True
 
     def _arrived(self, worker: Worker, request: RolloutRequest, future: Future) -> None:
-        """Take a rollout or its failure. Called in a thread of the transport."""
+        """Take the rollout that a request returned, or the error that it raised. Threads of the
+        transport call this method."""
         with self._cond:
             error = future.exception()
             if request not in worker.in_flight:
@@ -380,7 +384,7 @@ class Crew:
             worker.busy_since = awake()
             worker.overtook[request.number] = None
             if error is not None and not isinstance(error, Exception) and worker.callers:
-                # the rollout was interrupted, and the exception was raised in the caller
+                # The rollout was interrupted, and the interruption was raised in the caller.
                 worker.has_gap = True
                 self.budget.give_back(worker.index, request.round, request.share)
             elif error is not None:
@@ -391,7 +395,7 @@ class Crew:
                 rows, stats = future.result()
                 if isinstance(rows, PackedRows):
                     rows = rows.unpack()
-                if stats.frames:  # no frames: the worker was closed during the rollout
+                if stats.frames:  # 0 frames mean that the worker was closed
                     worker.overtook[request.number] = (request, stats, rows)
                     self.budget.return_frames(request.share.frames - stats.frames)
             self._settle(worker)
@@ -420,7 +424,8 @@ class Crew:
                 self._arrivals.append(worker.index)
 
     def _note_failures(self) -> bool:
-        """Warn about or raise new failures. Return whether there were any."""
+        """Warn about newly lost workers, and raise other new errors. Return whether workers were
+        newly lost."""
         failed = [w for w in self.workers if w.failure is not None and not w.lost]
         for worker in failed:
             assert worker.failure is not None
@@ -431,14 +436,14 @@ class Crew:
             left = sum(not w.lost for w in self.workers)
             if left + self._replacing < self.min_workers:
                 raise PeerLostError(
-                    f"only {left} workers are left, expected at least "
-                    f"min_workers={self.min_workers}; lost: "
+                    f"only {left} workers are left; expected at least "
+                    f"min_workers={self.min_workers}. Lost workers: "
                     f"{', '.join(w.name for w in self.workers if w.lost)}. See the output of the "
                     "lost workers, or lower min_workers"
                 ) from worker.failure
             warnings.warn(
                 f"{worker.failure}; collecting continues with {left} "
-                f"workers{', another one is built' * replaced}",
+                f"workers{', and a successor is built' * replaced}",
                 stacklevel=_WARN_AT_CALLER,
             )
         return bool(failed)
@@ -508,8 +513,8 @@ class Crew:
                     self._request(worker)
 
     def ask_all(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        """Call a method of every living worker, and block for the results until a common
-        deadline."""
+        """Call a method of every living worker, and block until all results have arrived or their
+        common deadline has passed."""
         self.require_open()
         alive = [w for w in self.workers if not w.lost and w.failure is None]
         futures = [w.handle.submit(method, *args, timeout_s=timeout_s) for w in alive]
@@ -521,13 +526,15 @@ class Crew:
                 continue  # the next request to this worker reports the loss
         if len(results) < self.min_workers:
             raise PeerLostError(
-                f"{method}: {len(results)} workers answered; expected at least "
-                f"min_workers={self.min_workers}"
+                f"{method}: only {len(results)} workers answered; expected at least "
+                f"min_workers={self.min_workers}. See the output of the lost workers, or lower "
+                "min_workers"
             )
         return results
 
     def move_to_own_thread(self) -> None:
-        """Move envs that live in the caller's thread to a thread that steps and closes them.
+        """If the caller's thread steps envs, let a separate thread step and close these envs from
+        now on.
 
         Raises:
             ConfigurationError: see :meth:`CallersHandle.moved`.
@@ -538,7 +545,7 @@ class Crew:
 
     @property
     def in_callers_thread(self) -> bool:
-        """Whether the envs live in the thread that built the collector."""
+        """Whether the thread that built the collector also steps the envs."""
         return any(worker.callers is not None for worker in self.workers)
 
     @property
@@ -549,19 +556,19 @@ class Crew:
     def require_here(self) -> None:
         if not self.is_here:
             raise ConfigurationError(
-                f"process {os.getpid()} was forked from process {self._pid}, which has this "
-                "collector; the envs and workers stay in that process. Build another collector "
-                "here, or send batches to this process"
+                f"process {os.getpid()} was forked from process {self._pid}, which built this "
+                f"collector; the envs and workers stay in process {self._pid}. Build another "
+                "collector in this process, or send batches to this process"
             )
 
     def require_open(self) -> None:
         self.require_here()
         if self.is_closed:
-            raise ConfigurationError("this collector was shut down; build a new one")
+            raise ConfigurationError("this collector was shut down; build a new collector")
 
     def close(self, limit_s: float, close_env: bool = True) -> list[RemoteError]:
         """Stop the rollouts in flight and, with ``close_env``, close all envs. Block at most
-        ``limit_s``. Idempotent.
+        ``limit_s`` seconds. Idempotent.
 
         Returns:
             the errors that envs raised while they were closed.

@@ -1,4 +1,5 @@
-"""Handles to workers, with the same two methods for workers of this process and of others."""
+"""Handles to workers. A handle has the same two methods whether its worker is in this process or in
+another process."""
 
 from __future__ import annotations
 
@@ -22,10 +23,10 @@ from torchrl_dist.runtime.chores import CHORES
 from torchrl_dist.stopping import Stopped
 
 _INTERRUPTS = (KeyboardInterrupt, Stopped)
-# After the time limit of a call, a node worker has this long to report which env processes are
-# late.
+# After the time limit of a call, a node worker has this many seconds to report which env processes
+# are late.
 _ANSWERS_LATE_S = 1.0
-# How long to wait until a rank's main thread serves calls.
+# The longest wait, in seconds, until the main thread of a rank serves calls.
 _SERVES_SOON_S = 5.0
 
 
@@ -33,20 +34,21 @@ class Handle(Protocol):
     """The part of ``torchrl_dist.runtime.Remote`` that the collector needs."""
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
-        """Call the method, and block for its result."""
+        """Call the method, block until it has ended, and return its result."""
 
     def submit(
         self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any
     ) -> Future:
-        """Call the method. A call for a rollout returns immediately. Any other call to a worker in
-        this process returns when the method has ended."""
+        """Call the method, and return a future of its result. A call of ``collect`` returns
+        immediately. Any other call to a worker in this process may block until the method has
+        ended."""
 
 
 def make_far_worker(config: WorkerConfig) -> PinnedWorker:
     """Make a worker in this process for a learner in another process.
 
-    The worker's envs live in the main thread. If the main thread does not serve calls, or has the
-    envs of another worker, they live in a separate thread.
+    The main thread makes and steps the worker's envs. If the main thread does not serve calls, or
+    already has the envs of another worker, a separate thread makes and steps the envs.
     """
     adopt_registrations(config.registrations)
     if config.env_processes:
@@ -56,7 +58,7 @@ def make_far_worker(config: WorkerConfig) -> PinnedWorker:
 
 
 def make_far_worker_here(config: WorkerConfig) -> Remote[PinnedWorker]:
-    """Make a worker, and return a handle to the worker for the learner."""
+    """Make a worker in this process, and return a handle by which the learner calls the worker."""
     session = current_session()
     try:
         return session.remote(session.me, make_far_worker, config)
@@ -67,11 +69,12 @@ def make_far_worker_here(config: WorkerConfig) -> Remote[PinnedWorker]:
 def make_local_handle(
     config: WorkerConfig, name: str = "this process", *, alone: bool
 ) -> LocalHandle | CallersHandle:
-    """Make a worker in this process. Errors call the worker ``name``.
+    """Make a worker in this process. ``name`` is the worker's name in errors.
 
-    The envs of the collector's only worker (``alone``) live in the calling thread, unless the
-    policy is at the learner. With a replay buffer, whose writes may block, the envs live in the
-    calling thread only if the caller built the env.
+    If the worker is the collector's only worker (``alone``), the calling thread makes and steps its
+    envs, unless the policy is at the learner. With a replay buffer, whose writes may block, the
+    calling thread steps only an env that the caller built. In all other cases, a separate thread or
+    env processes step the envs.
     """
     adopt_registrations(config.registrations)
     given = isinstance(config.make_env, GivenEnv)
@@ -82,7 +85,8 @@ def make_local_handle(
     use_one_thread = partial(use_one_thread_if_small, config.policy)
     if config.env_processes:
         node = PinnedWorker(NodeWorker, config, thread)
-        # Called last, because the env processes must copy the original number of threads.
+        # Submit this call last, because the env processes must inherit the original number of
+        # threads.
         thread.submit(use_one_thread)
         return LocalHandle(node, name, _ANSWERS_LATE_S)
     thread.submit(use_one_thread)
@@ -90,7 +94,8 @@ def make_local_handle(
 
 
 def _told(error: BaseException, name: str) -> RemoteError:
-    """Wrap an error as if it came from another process. Call this in the ``except`` block."""
+    """Wrap an error as if it came from another process. Call this function in the ``except``
+    block."""
     told = RemoteError(
         f"{type(error).__name__}: {error}",
         peer=name,
@@ -102,7 +107,8 @@ def _told(error: BaseException, name: str) -> RemoteError:
 
 
 class LocalHandle:
-    """A worker of this process whose envs live in another thread, or in env processes.
+    """A handle to a worker of this process whose envs are stepped in another thread or in env
+    processes.
 
     Args:
         late_s: how many seconds after a call's time limit the worker itself may still report that
@@ -116,12 +122,12 @@ class LocalHandle:
         self._as_is = (*_INTERRUPTS, DeadlineError) if late_s else _INTERRUPTS
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
-        """Run the method after the rollout under way. Wait at most ``timeout_s`` for the end of
-        both.
+        """Run the method after the current rollout has ended. Wait at most ``timeout_s`` seconds
+        until the rollout and the method have ended.
 
         Raises:
             DeadlineError: the rollout did not end, or env processes did not answer, in time.
-            RemoteError: the method raised; its exception is the cause.
+            RemoteError: the method raised. The method's exception is the cause of this error.
         """
         answer = getattr(self._worker, method)(*args, **kwargs)
         if not isinstance(answer, Future):
@@ -136,8 +142,8 @@ class LocalHandle:
             answer.cancel()
             raise DeadlineError(
                 f"{method}: the rollout under way in this process did not end within {timeout_s:g} "
-                "s. Its env or policy hangs, or timeout_s is too short; raise timeout_s if no "
-                "step hangs"
+                "s. Find out whether its env or policy hangs; if a step only takes long, raise "
+                "timeout_s= of the collector"
             ) from None
         except BaseException as error:  # including a SystemExit that an env raised
             raise _told(error, self._name) from error
@@ -164,12 +170,13 @@ def _pass_on(future: Future, name: str, answer: Future) -> None:
 
 
 class CallersHandle:
-    """A worker whose envs live in the thread that builds this object.
+    """A handle to a worker whose envs are made, stepped and closed in the thread that builds this
+    object.
 
     When that thread needs a batch, the thread calls :meth:`work`, which makes the rollouts.
 
     Attributes:
-        running: whether a rollout is under way.
+        running: whether a rollout is running.
         asked: the rollouts that were requested and are still incomplete, with their futures.
     """
 
@@ -184,43 +191,45 @@ class CallersHandle:
         self._worker: RolloutWorker = run_on_cpu(partial(RolloutWorker, config))
 
     def require_thread(self, what: str) -> None:
-        """Raise unless this is the thread of the envs.
+        """Raise an error unless the calling thread is the thread that steps the envs.
 
         Raises:
-            ConfigurationError: this is not the thread of the envs.
+            ConfigurationError: the calling thread is not the thread that steps the envs.
         """
         if threading.current_thread() is not self._thread:
             raise ConfigurationError(
-                f"{what} in thread {threading.current_thread().name!r}: the collector was built in "
-                f"thread {self._thread.name!r}, in which its envs are made, stepped and closed. "
-                "Build and use the collector in one thread, or pass env_processes=1, so that any "
-                "thread may use the collector"
+                f"{what} in thread {threading.current_thread().name!r} is not possible, because "
+                f"the collector was built in thread {self._thread.name!r}, and only that thread "
+                "may step and close the envs. Build and use the collector in one thread, or pass "
+                "env_processes=1, so that any thread may use the collector"
             )
 
     def require_closable(self) -> None:
-        """Raise if this thread cannot close the envs.
+        """Raise an error if the calling thread cannot close the envs.
 
         Raises:
-            ConfigurationError: the envs live in another thread, which is alive and not in a
-                rollout.
+            ConfigurationError: only another thread may close the envs, and that thread is alive and
+                makes no rollout.
         """
         if not self.running and self._thread.is_alive():
             self.require_thread("shutdown()")
 
     def moved(self, request: int) -> LocalHandle:
-        """Return a handle whose envs are stepped and closed in a thread of their own. Do not use
-        this handle afterwards.
+        """Return a new handle to the same worker, whose envs are then stepped and closed in a
+        separate thread. Do not use the old handle afterwards.
 
         Args:
             request: the number of the next request for a rollout.
 
         Raises:
-            ConfigurationError: this is not the thread of the envs, or a rollout is not complete.
+            ConfigurationError: the calling thread is not the thread that steps the envs, or a
+                rollout is not complete.
         """
         self.require_thread("start()")
         if self.running or self.asked:
             raise ConfigurationError(
-                "start() during a rollout: call next() until it returns the batch, then start()"
+                "start() was called during a rollout; call next() until it returns the batch, "
+                "then call start()"
             )
         worker, thread = self._worker, OwnThread()
         thread.submit(partial(use_one_thread_if_small, self._policy))
@@ -229,8 +238,8 @@ class CallersHandle:
         )
 
     def work(self, until: float) -> None:
-        """Begin or continue the oldest requested rollout. Stop at the time ``until`` on
-        ``awake()``. Called in the envs' thread."""
+        """Begin or continue the oldest requested rollout, at most until the clock ``awake()``
+        reaches ``until``. Call this method in the thread that steps the envs."""
         future, request = self.asked[0]
         self.running = True
         self._ended.clear()
@@ -257,23 +266,24 @@ class CallersHandle:
             future.set_result(result)
 
     def drop(self, error: BaseException) -> None:
-        """Fail the oldest request, because its rollout was interrupted and the rows are lost."""
+        """Let the oldest request fail with ``error``, because its rollout was interrupted and the
+        rows are lost."""
         future, _ = self.asked.popleft()
         future.set_exception(error)
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
-        """Run the method in this thread.
+        """Run the method in the calling thread.
 
         Raises:
             DeadlineError: the method was called inside a rollout.
-            ConfigurationError: this is not the thread of the envs.
-            RemoteError: the method raised; its exception is the cause.
+            ConfigurationError: the calling thread is not the thread that steps the envs.
+            RemoteError: the method raised. The method's exception is the cause of this error.
         """
         self.require_thread(f"{method}()")
         if self.running:
             raise DeadlineError(
-                f"{method} was called by an env, a policy or a hook inside a "
-                "rollout; call it between rollouts"
+                f"{method} was called by an env, a policy or a hook inside a rollout; call "
+                f"{method} between rollouts"
             )
         try:
             return run_on_cpu(partial(getattr(self._worker, method), *args, **kwargs))
@@ -307,8 +317,8 @@ class CallersHandle:
             self._ended.wait(step_limit_s)
 
     def _end(self) -> None:
-        """Do what was postponed until the rollout's end: close the worker, and wake the thread that
-        waits until it is closed."""
+        """Do the work that was postponed until the end of the rollout: close the worker if this was
+        requested, and wake the thread that waits until the worker is closed."""
         asked, self._to_close = self._to_close, None
         if asked is not None:
             future, close_env = asked

@@ -1,8 +1,8 @@
-"""The policy at the learner: at each step, workers send observations and get actions.
+"""Run the policy at the learner: at each step, workers send observations and get actions.
 
 TorchRL's ``InferenceServer`` batches the requests of all workers over an RPC transport. Requests
-and answers are dicts of plain tensors, because a TensorDict costs more per message than a small
-network.
+and answers are dicts of plain tensors, because sending a TensorDict takes more time than a call of
+a small network.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from torchrl_dist.forks import renewed
 from torchrl_dist.runtime import Remote, Session
 from torchrl_dist.weights import PackedWeights, unpack
 
-_IDLE_S = 0.5  # the server's thread checks at least this often whether it must end
+_IDLE_S = 0.5  # interval at which the server's thread checks whether it must end
 _MAX_BATCH = 256
+_CLOSED = "the learner's inference server was closed, because its collector was shut down"
 
 
 class RPCInferenceTransport(InferenceTransport):
@@ -46,7 +47,7 @@ class RPCInferenceTransport(InferenceTransport):
         future: Future = Future()
         with self._cond:
             if self._closed:
-                future.set_exception(PeerLostError("the learner's inference has ended"))
+                future.set_exception(PeerLostError(_CLOSED))
             else:
                 self._queue.append((values, future, time.monotonic()))
                 self._cond.notify()
@@ -75,20 +76,20 @@ class RPCInferenceTransport(InferenceTransport):
         callback.set_exception(exc)
 
     def close(self) -> None:
-        """Fail the waiting requests and all later requests. Idempotent."""
+        """Let the waiting requests and all later requests fail. Idempotent."""
         with self._cond:
             self._closed = True
             left, self._queue = self._queue, []
             self._cond.notify_all()
         for _, future, _ in left:
-            future.set_exception(PeerLostError("the learner's inference has ended"))
+            future.set_exception(PeerLostError(_CLOSED))
 
 
 class LearnerInference:
-    """The learner's side: a server with its own copy of the policy.
+    """An inference server at the learner, with its own copy of the policy.
 
     Attributes:
-        handle: the transport's handle for the workers.
+        handle: the handle by which the workers call the transport.
         inputs: keys of the observations that the policy reads.
     """
 
@@ -104,7 +105,7 @@ class LearnerInference:
         if any(isinstance(key, tuple) and key[0] == "next" for key in outputs):
             raise ConfigurationError(
                 "inference='learner' does not keep the state of a recurrent policy. Leave "
-                "inference out, so that the workers run the policy"
+                "inference= out, so that the workers run the policy"
             )
         refuse_stamps(outputs, "the policy")
         self._policy = cpu_copy(policy, travels=False)
@@ -118,7 +119,7 @@ class LearnerInference:
             self._run,
             self._transport,
             max_batch_size=_MAX_BATCH,
-            # does not delay requests, because a batch may consist of a single request
+            # This timeout does not delay requests, because a batch may consist of a single request.
             timeout=_IDLE_S,
             collate_fn=_Requests,
             policy_version_key=None,
@@ -143,8 +144,8 @@ class LearnerInference:
             self._version = packed.version
 
     def close(self, limit_s: float) -> None:
-        """End the server after the policy's current call, if one runs. Block at most ``limit_s``.
-        Idempotent."""
+        """End the server. If the policy is being called, wait for the end of this call, at most
+        ``limit_s`` seconds. Idempotent."""
         self._transport.close()
         self._server.shutdown(timeout=max(0.0, limit_s))
 
@@ -165,8 +166,8 @@ class _Requests:
         return {key: torch.cat([values[key] for values in self._requests]) for key in keys}
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Return ``default``. The server asks each request for its exploration type, but all
-        requests use the learner's type."""
+        """Return ``default``. The server asks each request for an exploration type, but all
+        requests use the exploration type of the learner."""
         return default
 
 

@@ -1,10 +1,10 @@
-"""Rules for when a batch is complete. All rules are pure functions of sets of workers, except the
-rule of the recipe DD-PPO, which asks other learners (``recipes/ddppo/preempt_all.py``).
+"""Rules that decide when a batch is complete. All rules are pure functions of sets of workers,
+except the rule of the recipe DD-PPO, which asks other learners (``recipes/ddppo/preempt_all.py``).
 
 The collector asks its rule whenever a rollout arrives, and once more when the rule's deadline has
 passed. The deadline is counted from the time when the caller began to wait for the batch. The
-deadline is the same for all workers. A rollout that is not taken into this batch is kept for a
-later batch.
+deadline is the same for all workers. If the rule does not take a rollout into the current batch,
+the rollout is kept for a later batch.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Readiness(ABC):
 
     @property
     def deadline_s(self) -> float | None:
-        """Seconds after which ``take`` may answer differently without a new arrival. None if the
-        answer changes only with arrivals."""
+        """Seconds of waiting after which the result of ``take`` may change although no rollout has
+        arrived. None if the result changes only when a rollout arrives."""
         return None
 
     def rollouts_per_batch(self, num_workers: int) -> int:
@@ -49,9 +49,9 @@ class Readiness(ABC):
         """Return the workers whose rollouts form the batch, or an empty tuple to continue waiting.
 
         Args:
-            arrived: workers with a rollout that is ready, in the order of arrival.
-            expected: workers that were asked for this batch, without workers that died before their
-                rollout had arrived. Includes ``arrived``.
+            arrived: workers whose rollout has arrived, in the order of arrival.
+            expected: workers that were asked for a rollout of this batch, except workers that died
+                before their rollout arrived. Includes ``arrived``.
             waited_s: seconds since the caller began to wait for this batch.
         """
 
@@ -63,7 +63,7 @@ class Readiness(ABC):
 
 @dataclass(frozen=True)
 class WaitAll(Readiness):
-    """A batch is one rollout of every worker, in the order of their indices.
+    """A batch is one rollout of every worker, in the order of the workers' indices.
 
     Example:
         >>> WaitAll().take(arrived=[1], expected=[0, 1], waited_s=3.0)
@@ -82,8 +82,8 @@ class WaitAll(Readiness):
 class FirstReady(Readiness):
     """A batch is the rollout that has been ready longest, so no worker waits for another worker.
 
-    The other rollouts are taken later, and then lag by one update or more, even with
-    ``max_policy_lag=0``. The batch shows this in ``policy_version``.
+    The other rollouts form later batches. Their rows then lag by one update or more, even with
+    ``max_policy_lag=0``, as the rows' ``policy_version`` shows.
 
     Example:
         >>> FirstReady().take(arrived=[1, 0], expected=[0, 1], waited_s=0.0)
@@ -106,13 +106,14 @@ class Quorum(Readiness):
     """A batch is one rollout of every worker, or of those workers that have delivered by
     ``timeout_s``.
 
-    If fewer than ``min_workers`` have delivered by then, the batch waits until that many, or all
-    living workers, have delivered. A late rollout stays whole and belongs to a later batch, where
-    it lags by one update more (see ``policy_version``). All rollouts of a batch have the same
-    length. Rollouts get shorter near ``total_frames``, so batches may have fewer rollouts there.
+    If fewer than ``min_workers`` workers have delivered at this deadline, the batch waits until
+    ``min_workers`` workers, or all living workers, have delivered. A late rollout is not cut. It
+    becomes part of a later batch, where its rows lag by one more update (see ``policy_version``).
+    All rollouts of a batch have the same length. Near ``total_frames``, rollouts get shorter, so a
+    batch may have fewer rollouts.
 
     Args:
-        min_workers: at least 1.
+        min_workers: number of workers that must have delivered, at least 1.
         timeout_s: deadline for all workers, in seconds since the caller began to wait for the
             batch.
 
@@ -156,10 +157,10 @@ class Quorum(Readiness):
 class Preempt(Readiness):
     """Once ``fraction`` of the workers have delivered, the other workers stop early.
 
-    These workers deliver the rows that they have, but at least ``min_part`` of a rollout. A batch
-    thus does not wait long for a slow env and still gets rows from it. In DD-PPO, the source of
-    this rule (Wijmans et al. 2020, section 3.1), workers stop when 60 % have finished, after at
-    least a quarter of the steps.
+    Workers that stop early deliver the rows that they have, but at least ``min_part`` of a rollout.
+    A batch thus does not wait long for a slow env, and still contains rows of the slow env. In
+    DD-PPO, the source of this rule (Wijmans et al. 2020, section 3.1), workers stop when 60 % of
+    the workers have finished, but not before a quarter of the steps.
 
     The batch keeps its shape ``[N, T]``. Rows that a worker did not collect are zero, with
     trajectory id -1 and False in ``("collector", "mask")``. The last row before the zeros is
@@ -167,8 +168,8 @@ class Preempt(Readiness):
     next batch under a new trajectory id.
 
     Args:
-        fraction: of the workers that were asked for this batch, above 0 and at most 1. With 1, no
-            rollout is cut.
+        fraction: the fraction of the workers asked for this batch that must have delivered, above 0
+            and at most 1. If it is 1, no rollout is cut.
         min_part: the fraction of a rollout that every worker makes, above 0 and at most 1.
 
     Example:

@@ -17,12 +17,14 @@ class CollectReport:
     """The statistics of a batch. With ``replay_buffer=``, the collector yields objects of this
     class.
 
-    Counts cover all workers of the collector. Keys of the mappings are worker indices. ``shares``
-    and ``episode_lengths_by_worker`` show whether fast workers or short episodes dominate the data.
+    Counts cover all workers of the collector. The keys of all mappings are worker indices.
+    ``shares`` and ``episode_lengths_by_worker`` show whether fast workers or short episodes
+    dominate the data.
 
     Attributes:
-        frames: env steps in this batch.
-        total_frames: env steps so far, including those before the job was resumed.
+        frames: number of env steps in this batch.
+        total_frames: number of env steps so far, including the steps of earlier runs if the job was
+            resumed.
         frames_by_worker: ``frames`` by worker.
         total_frames_by_worker: ``total_frames`` by worker.
         episode_returns: sums of rewards of the episodes that ended in this batch.
@@ -30,13 +32,14 @@ class CollectReport:
         episode_lengths_by_worker: ``episode_lengths`` by worker.
         policy_version: version of the newest weights given to the collector.
         policy_lag: ``policy_version`` minus the version that made this batch's oldest transition.
-        messages: rollouts in this batch.
-        data_bytes: size of these rollouts.
-        wait_s: how long the caller was blocked for this batch.
-        collect_s: seconds of stepping, by worker.
-        write_s: seconds of postproc and of writing to the replay buffer, by worker.
+        messages: number of rollouts in this batch. Each rollout is sent as one message.
+        data_bytes: size of this batch's rollouts, in bytes.
+        wait_s: seconds for which the caller was blocked until this batch was complete.
+        collect_s: seconds that stepping the envs took, by worker.
+        write_s: seconds that postproc and writing to the replay buffer took, by worker.
         lost_workers: names of the workers that have died so far.
-        replaced: env processes that ended in this batch and were replaced, and how they ended.
+        replaced: for each env process that ended in this batch and was replaced, a text that names
+            the process and says how it ended.
 
     Example:
         >>> report = CollectReport(total_frames=100, total_frames_by_worker={0: 75, 1: 25})
@@ -63,33 +66,33 @@ class CollectReport:
 
     @property
     def shares(self) -> dict[int, float]:
-        """Each worker's fraction of all frames so far. The fractions are equal if no worker is
-        favoured."""
+        """Each worker's fraction of all frames so far. The fractions are equal if all workers have
+        collected the same number of frames."""
         total = max(1, sum(self.total_frames_by_worker.values()))
         return {worker: n / total for worker, n in self.total_frames_by_worker.items()}
 
-    # ---- methods that TorchRL's trainers call on what a collector yields, to count frames
+    # ---- methods that TorchRL's trainers call on a batch to count its frames
 
     def numel(self) -> int:
         """The same as :attr:`frames`."""
         return self.frames
 
     def keys(self, *_: Any) -> tuple[()]:
-        """No keys, because the rows are in the replay buffer."""
+        """Return no keys, because the rows are in the replay buffer."""
         return ()
 
     def get(self, key: Any, default: Any = _REQUIRED) -> Any:
         """Return ``default``, because the rows are in the replay buffer.
 
         Raises:
-            ConfigurationError: there is no default.
+            ConfigurationError: no default was given.
         """
         if default is _REQUIRED:
             raise ConfigurationError(
                 f"a CollectReport has no {key!r}, because the workers wrote the rows into the "
                 "replay buffer. In a trainer, register sample() and update_priority() of "
-                "ReplayBufferTrainer, but not extend(). To log, use 'post_optim_log', whose "
-                "batches are samples, or collector.report"
+                "ReplayBufferTrainer, but not extend(). To log values, register a hook for "
+                "'post_optim_log', which gets sampled batches, or read collector.report"
             )
         return default
 
@@ -97,7 +100,8 @@ class CollectReport:
 
 
 def summarize(rollouts: Sequence[RolloutStats], known: CollectReport) -> CollectReport:
-    """Return ``known``, a batch's report, with the statistics of the rollouts."""
+    """Return a copy of ``known``, the report of a batch, to which the statistics of the batch's
+    rollouts are added."""
     frames: dict[int, int] = {}
     collect_s: dict[int, float] = {}
     write_s: dict[int, float] = {}

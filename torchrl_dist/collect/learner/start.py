@@ -1,5 +1,5 @@
-"""Build the workers concurrently, check that they are alike, and choose the length of messages.
-Build successors of lost workers."""
+"""Build the workers concurrently, check that their envs are alike, choose the number of steps per
+message, and build successors of lost workers."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from torchrl_dist.runtime import Peer, Remote, Session
 from torchrl_dist.runtime.awake import result_of
 
 # One message holds about this many seconds of steps. Sending and receiving a message takes three
-# milliseconds of CPU in total. This CPU time is less than a percent of the time if each process has
-# a core.
+# milliseconds of CPU time in total. If each process has a core, these milliseconds are less than
+# one percent of the time of the steps.
 MESSAGE_S = 0.5
 # If more processes than this share a core, a message holds more seconds of steps, in proportion to
-# their number.
+# the number of processes per core.
 _PROCESSES_PER_CORE = 4
 MESSAGE_BYTES = 8 << 20
-_WARN_AT_CALLER = 5  # stack frames between a warning here and the code that builds the collector
+_WARN_AT_CALLER = 5  # stack frames from a warning here to the code that builds the collector
 
 
 def start_workers(
@@ -51,12 +51,12 @@ def start_workers(
     limit_s: float,
 ) -> tuple[list[Worker], list[str], list[BaseException]]:
     """Build a worker on every peer, or one worker in this process if there are no peers. Block at
-    most ``limit_s``. If the call is interrupted, all workers are closed, even workers that are
-    finished only later.
+    most ``limit_s`` seconds. If the call is interrupted, all workers are closed, even workers whose
+    construction ends only later.
 
     Returns:
-        the workers that could be built, the names of workers whose process is gone, and the errors
-        of the other workers.
+        the workers that were built, the names of the workers whose process has ended, and the
+        errors of all other workers.
     """
 
     def build(index: int) -> Worker:
@@ -85,9 +85,9 @@ def start_workers(
 
     registrations = dump_registrations()
     infos: list[WorkerInfo] = []
-    # With a session, a separate thread steps the envs. Other processes may wait for the caller's
-    # thread, and a step that hangs there would exceed their deadlines. Only an env that the caller
-    # made stays in the caller's thread.
+    # With a session, a separate thread steps the envs, because other processes may wait for the
+    # caller's thread, and a step that hangs in the caller's thread would make them miss their
+    # deadlines. Only an env object that the caller made is stepped in the caller's thread.
     first = configs[0]
     callers = len(configs) == 1 and (session is None or isinstance(first.make_env, GivenEnv))
     builds: list[Future[Worker]] = [Future() for _ in configs]
@@ -95,7 +95,7 @@ def start_workers(
         for index, building in enumerate(builds):
             run = partial(settle, building, partial(build, index))
             if callers and not first.env_processes:
-                run()  # in this thread, because the envs may have to be made and stepped here
+                run()  # in this thread, because it may have to make and step the envs
             else:
                 threading.Thread(target=run, name="torchrl_dist-build", daemon=True).start()
         wait(builds)
@@ -109,7 +109,8 @@ def start_workers(
             elif isinstance(error, PeerLostError) and peers:
                 lost.append(peers[index].name)
                 warnings.warn(
-                    f"a worker was lost before it began: {error}", stacklevel=_WARN_AT_CALLER
+                    f"a worker was lost before its first rollout: {error}",
+                    stacklevel=_WARN_AT_CALLER,
                 )
             else:
                 errors.append(error)
@@ -130,7 +131,8 @@ def start_workers(
 def _remote_worker(
     session: Session, peer: Peer, config: WorkerConfig, limit_s: float
 ) -> Remote[PinnedWorker]:
-    """Build a worker on a peer. If the worker is finished only after the limit, close it."""
+    """Build a worker on a peer. If this takes longer than ``limit_s`` seconds, raise DeadlineError,
+    and close the worker when it has been built."""
     built = session.submit(peer, make_far_worker_here, config, timeout_s=math.inf)
     try:
         return result_of(built, limit_s)
@@ -156,7 +158,7 @@ def _close(limit_s: float, building: Future[Worker]) -> None:
 
 
 def _set_steps(workers: Sequence[Worker], infos: Sequence[WorkerInfo], limit_s: float) -> None:
-    # Medians are used, because workers that are still starting disturb the timings.
+    # Use medians, because workers that are still starting disturb the timings.
     steps = steps_per_message(
         statistics.median(info.step_s for info in infos),
         statistics.median(info.step_bytes for info in infos),
@@ -169,7 +171,8 @@ def _set_steps(workers: Sequence[Worker], infos: Sequence[WorkerInfo], limit_s: 
 
 
 def seconds_per_message(workers: Sequence[WorkerInfo]) -> float:
-    """Return how many seconds of steps a message may hold: more if many processes share a core."""
+    """Return how many seconds of steps a message may hold. If many processes share a core, a
+    message may hold more seconds of steps."""
     crowds: defaultdict[str, float] = defaultdict(float)  # processes per core
     for worker in workers:
         crowds[worker.host] += worker.processes / worker.cores
@@ -182,10 +185,11 @@ def steps_per_message(step_s: float, step_bytes: float, message_s: float = MESSA
     return max(1, int(min(message_s / step_s, MESSAGE_BYTES / step_bytes)))
 
 
-# The most successors of one worker. After these successors, another one would probably die, too.
+# The largest number of successors of one worker. There is a limit, because another successor would
+# probably die, too.
 _MOST_REPLACED = 3
 _SEED_STRIDE = 1_000_003
-# A run has 32 bits for trajectory ids. The two highest bits count a worker's successors.
+# A run has 32 bits for trajectory ids. The two highest of these bits count a worker's successors.
 _ID_BITS = 30
 
 
@@ -193,7 +197,7 @@ class Replacer:
     """Replace a worker whose process has died by new env processes, which this process forks.
 
     Attributes:
-        configs: what workers are built from, by index.
+        configs: the configs from which the workers are built, by worker index.
         trajectory_base: argument of ``RolloutWorker.set_trajectory_base``.
 
     Raises:
@@ -205,9 +209,9 @@ class Replacer:
     ) -> None:
         if session is None or session.world.launcher != "local":
             raise ConfigurationError(
-                "got replace_lost=True, expected False, because workers can be replaced only "
-                "under local_cluster; other launchers start processes themselves (torchrun "
-                "--max-restarts restarts the job)"
+                "got replace_lost=True, expected False, because lost workers can be replaced only "
+                "under local_cluster. Leave replace_lost= out; other launchers may restart "
+                "processes themselves (torchrun --max-restarts restarts the job)"
             )
         self.configs = configs
         self.trajectory_base = 0
@@ -223,7 +227,7 @@ class Replacer:
 
         Raises:
             RemoteError: the successor's envs could not be built.
-            PeerLostError, DeadlineError: the successor's processes died, or took too long.
+            PeerLostError, DeadlineError: the successor's processes died, or did not start in time.
         """
         self._replaced[lost.index] += 1
         generation = self._replaced[lost.index]
