@@ -316,9 +316,13 @@ class OldVector(gymnasium.vector.VectorEnv):
         (Old, "reset", r"reset\(\) returned one value \(ndarray\); expected the tuple"),
         (Old, "second reset", r"reset\(\) returned one value \(ndarray\); expected the tuple"),
         (Old, "seed", r"reset\(\) does not accept seed=; expected reset\(seed=None,"),
-        (Old, "step", r"step\(\) returned a tuple of 4; expected the tuple \(observation, "),
+        (Old, "step", r"step\(\) returned a tuple of 4 values; expected the tuple \(observation, "),
         (OldVector, "reset", r"reset\(\) returned one value \(ndarray\); expected the tuple"),
-        (OldVector, "step", r"step\(\) returned a tuple of 4; expected the tuple \(observation, "),
+        (
+            OldVector,
+            "step",
+            r"step\(\) returned a tuple of 4 values; expected the tuple \(observation, ",
+        ),
     ],
 )
 def test_an_env_of_the_old_api_is_refused(make: Any, old: str, words: str, num_envs: int) -> None:

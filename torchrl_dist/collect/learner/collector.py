@@ -137,7 +137,7 @@ class RPCBatchedCollector(BaseCollector):
             ``extend(rows.reshape(-1))``, or ``extend(rows)`` if the storage has several dimensions.
             Unless all workers are in this process, its storage must be shared, such as a
             ``SharedMemmapStorage``.
-        inference: where the policy runs. With ``"worker"``, it runs on the workers. With
+        inference: where the policy runs. With ``"worker"``, the policy runs on the workers. With
             ``"learner"``, workers send the observations of each step to the learner, and get
             actions. The actions come from a copy of ``policy`` on the learner's CPU;
             ``update_policy_weights_()`` updates this copy. Use ``"learner"`` if the policy does not
@@ -231,7 +231,7 @@ class RPCBatchedCollector(BaseCollector):
         >>> collector = RPCBatchedCollector(
         ...     "CartPole-v1", None, num_envs=4, frames_per_batch=32, total_frames=64
         ... )
-        >>> for batch in collector:  # [N, T]; here in this process, with ``session`` in others
+        >>> for batch in collector:  # [N, T]; without ``session``, this process collects
         ...     print(batch.shape, batch["next", "reward"].shape)
         torch.Size([4, 8]) torch.Size([4, 8, 1])
         torch.Size([4, 8]) torch.Size([4, 8, 1])
@@ -724,7 +724,8 @@ class RPCBatchedCollector(BaseCollector):
             self._busy_s[worker] = self._busy_s.get(worker, 0.0) + busy
 
     def _figures(self) -> dict[str, Any]:
-        """Return the job's figures so far, for ``top``. Another thread calls this method."""
+        """Return the job's figures so far, which the command ``top`` shows. Another thread calls
+        this method."""
         report = self.report
         rows = getattr(getattr(self.replay_buffer, "storage", None), "scratch_dir", None)
         return {
@@ -922,7 +923,7 @@ class RPCBatchedCollector(BaseCollector):
         and ``render`` block until the rollouts in flight have ended.
 
         Raises:
-            RemoteError: there is no such attribute.
+            RemoteError: an env has no attribute of this name.
             ConfigurationError: no env has that number.
         """
         return self._visit(env, "get", name)
@@ -955,7 +956,8 @@ class RPCBatchedCollector(BaseCollector):
                 themselves accept no index.
 
         Raises:
-            ConfigurationError: there are no such envs.
+            ConfigurationError: ``index`` is not an index into the job's envs, or selects envs of a
+                lost worker.
             RemoteError: the envs cannot be reset one by one.
         """
         if index is None:
@@ -1107,8 +1109,8 @@ class RPCBatchedCollector(BaseCollector):
 
 
 def _place(session: Session | None) -> tuple[int, int]:
-    """Return this collector's number among the collectors of the job, and the number of these
-    collectors. The result assumes that each process of this role, or each rank of a job without a
+    """Return the index of this collector among the collectors of the job, and how many collectors
+    the job has. The result assumes that each process of this role, or each rank of a job without a
     session, builds one collector."""
     if session is not None:
         return session.me.index, len(session.of_role(session.role))

@@ -1,1 +1,1 @@
-"""From a policy and environments to a rollout, in one process."""
+"""Make rollouts from a policy and environments, in one process."""

@@ -64,7 +64,7 @@ def transition_of(answer: Any, env: Any) -> tuple[Any, Any, Any, Any, Any]:
 
 def _described(answer: Any) -> str:
     if isinstance(answer, tuple | list):
-        return f"a {type(answer).__name__} of {len(answer)}"
+        return f"a {type(answer).__name__} of {len(answer)} values"
     return f"one value ({type(answer).__name__})"
 
 

@@ -256,7 +256,8 @@ def _call_with_tensordict(policy: Policy, values: Values, n: int) -> Values:
 
 
 def flat(td: TensorDictBase) -> Values:
-    """Return the leaves of ``td`` by key."""
+    """Return the tensors and non-tensor data in ``td`` by key, including those of nested
+    TensorDicts."""
     return dict(td.items(True, True, is_leaf=is_leaf_nontensor))
 
 
@@ -284,7 +285,7 @@ def nested(
 
 
 class PolicyCalls:
-    """Call a policy with TorchRL's exploration type set.
+    """Call a policy under an exploration type of TorchRL.
 
     If ``clones`` is true, results are cloned, because the next call of a compiled policy may
     overwrite the results of the call before.
@@ -303,7 +304,7 @@ class PolicyCalls:
         self._known = known_classes()
 
     def on_values(self, values: Values, n: int) -> Values:
-        """Call :func:`act` with the exploration type set."""
+        """Call :func:`act` under the exploration type."""
         out = self._exploring.call(act, self._policy, values, n, self._known)
         return {key: value.clone() for key, value in out.items()} if self._clones else out
 

@@ -214,7 +214,7 @@ class Episodes:
         before = (np.cumsum(done) - ends).reshape(n, steps)  # episodes that ended before each step
         anew = before > before[:, :1]
         ids[anew] = numbers[before[anew] - 1]
-        self._current[env[ended]] = numbers  # an env keeps the last of its numbers
+        self._current[env[ended]] = numbers  # the last number of an env stays
         # Sum each part separately. If sums were differences of a running sum, an infinite or huge
         # reward in one episode would spoil the sums of all later episodes.
         with np.errstate(invalid="ignore"):
@@ -521,7 +521,7 @@ class GymnasiumRollout(_Loop):
         self._rngs = [np.random.default_rng() for _ in range(n)]
         self._draws: list[Tensor] = []
         if type(policy) is RandomPolicy and getattr(policy, "action_spec", None) is None:
-            policy = None  # None draws from the env's action space, as in TorchRL's collectors
+            policy = None  # draw actions from the env's action space, as in TorchRL's collectors
         if isinstance(policy, nn.Module):
             _set_specs(policy, driver.single_action_space, categorical_action_encoding)
         self._new_state = carried_state(policy, n)
@@ -547,13 +547,13 @@ class GymnasiumRollout(_Loop):
             return values
         if not self.at_random:
             return self._policy.on_values(values, self.num_envs)
-        if self._unwritten is None:  # gives random rows the same keys as the policy's rows
+        if self._unwritten is None:  # random rows need the same keys as the policy's rows
             asked = {key: value.clone() for key, value in values.items()}
             self._unwritten = _unwritten(values, self._policy.on_values(asked, self.num_envs))
         return self._unwritten | values | {"action": self._draw()}
 
     def _draw(self) -> Tensor:
-        if not self._draws:  # draws env by env, because each env has its own generator
+        if not self._draws:  # draw env by env, because each env has its own generator
             by_env = [self._codec.sample(rng, _DRAWS) for rng in self._rngs]
             self._draws = list(torch.stack(by_env, 1).unbind(0))
         return self._draws.pop()

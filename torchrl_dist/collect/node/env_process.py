@@ -257,8 +257,8 @@ class _Part:
 
 
 class _Watched(RolloutWorker):
-    """A rollout worker that shares memory with the node worker. The rollout worker counts its steps
-    there, and finds there its weights and requests to cut or stop a rollout."""
+    """A rollout worker that shares memory with the node worker. It writes a count of its steps to
+    this memory, and reads its weights and requests to cut or stop a rollout from this memory."""
 
     def __init__(self, config: WorkerConfig, words: np.ndarray, progress: int) -> None:
         self._words, self._progress = words, progress

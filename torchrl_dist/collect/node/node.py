@@ -317,8 +317,8 @@ class NodeWorker:
         self, request: int | None = None, **options: Any
     ) -> tuple[TensorDict | PackedRows | None, RolloutStats]:
         """See ``RolloutWorker.collect``. If an env process ended, its rows are missing and the
-        statistics name the process. ``PackedRows`` stay valid during the next call of this method,
-        until the call after that.
+        statistics name the process. ``PackedRows`` stay valid until the rollout after the next
+        rollout is requested, by ``expect`` or ``collect``.
 
         Raises:
             RemoteError: an env raised.

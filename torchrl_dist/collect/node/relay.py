@@ -1,10 +1,10 @@
 """Relay requests for actions from env processes to the learner, through the node worker.
 
 A question is an env process's request for actions. A message between nodes costs a millisecond of
-CPU time, whatever its size. This is more than all other costs of sixteen questions together. The
-node worker therefore sends the questions of all waiting env processes to the learner in one
-message. While the env processes step other groups of envs, the node worker also waits for more
-questions, unless the answers would then be late.
+CPU time, whatever its size. A millisecond is more than all other costs of sixteen questions
+together. The node worker therefore sends the questions of all waiting env processes to the learner
+in one message. While the env processes step other groups of envs, the node worker also waits for
+more questions, unless the answers would then be late.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class NodeLearner:
 
     Args:
         beat: called every ``beat_s`` seconds (None: never) while this object waits for an answer,
-            so that the node worker does not take the env process to hang.
+            so that the node worker does not kill the env process as one that hangs.
     """
 
     def __init__(

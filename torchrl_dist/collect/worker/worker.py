@@ -117,8 +117,9 @@ class WorkerConfig(WorkerOptions):
         policy: the policy that the worker calls, without a copy. If there is neither a policy nor a
             factory, actions are random.
         policy_factory: ``(worker_index, num_workers) -> module``, called on the worker.
-        frames_per_rollout: T is this number divided by the number of envs, rounded up. If it is
-            None, ``describe`` times a step, and T is 1 until ``set_steps`` is called.
+        frames_per_rollout: T is this number divided by the number of envs, rounded up. If the
+            number is None, ``describe`` measures the duration of a step, and T is 1 until
+            ``set_steps`` is called.
         seed: the job's seed. The envs of all workers get consecutive seeds from TorchRL's chain of
             seeds.
         seed_given: whether the user gave the seed. If so, a worker whose envs cannot be seeded one
@@ -134,11 +135,12 @@ class WorkerConfig(WorkerOptions):
         stamp_version: if None, rows contain the version of the policy that made the rows. If True,
             rows also contain this version under ``"next"``, as in TorchRL. If False, rows contain
             no version.
-        place: this collector's number among the collectors of the job, and the number of these
-            collectors.
+        place: the index of this collector among the collectors of the job, and how many collectors
+            the job has.
         whole_trajectories: whether the worker writes only complete trajectories to the replay
             buffer, one after another.
-        shown_index: in an env process, the index of its node worker, for data and statistics.
+        shown_index: in an env process, the index of its node worker. Rows and statistics then
+            contain this index.
         registrations: gymnasium environments to register in the worker's process.
     """
 
@@ -291,7 +293,8 @@ class RolloutWorker:
         self._closed = self._stop = False
         self._close_error: Exception | None = None
         self._cut = (-1, 0)
-        self._part: TensorDict | None = None  # the finished steps of a rollout that ran out of time
+        # the finished steps of a rollout that was interrupted at its deadline
+        self._part: TensorDict | None = None
         self._seed_process(config.seed)
         self.policy = config.policy
         if config.policy_factory is not None:
