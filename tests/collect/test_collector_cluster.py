@@ -237,7 +237,7 @@ def test_shutdown_is_quick_while_a_rollout_runs_and_after_a_death(fork_server) -
 def test_a_buffer_that_would_be_copied_to_the_workers_is_refused(fork_server: ForkServer) -> None:
     with local_cluster({"learner": 1, "collector": 1}, fork_server=fork_server) as session:
         private = TensorDictReplayBuffer(storage=LazyTensorStorage(100), batch_size=8)
-        with pytest.raises(ConfigurationError, match="LazyTensorStorage belongs to this process"):
+        with pytest.raises(ConfigurationError, match="LazyTensorStorage, which belongs to this"):
             RPCBatchedCollector(
                 "CartPole-v1", session=session, frames_per_batch=8, replay_buffer=private
             )

@@ -188,7 +188,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"init_random_frames": 0.5}, "whole number"),
     ({"max_frames_per_traj": -3}, "at least 0"),
     ({"track_policy_version": object()}, "expected True or False"),
-    ({"policy_factory": [object, object]}, "one for each of 1"),
+    ({"policy_factory": [object, object]}, "one callable for each of 1"),
     ({"make_env": [Counter, Counter]}, "2 make_env"),
     ({"make_env": None}, "expected a gymnasium id"),
     ({"make_env": 3}, "gymnasium id or a function"),

@@ -322,8 +322,8 @@ def test_unsupported_arguments_are_refused_with_the_reason(build: Any) -> None:
         "receive_weights": "call update_policy_weights_",
         "register_scheme_receiver": "call update_policy_weights_",
         "init_updater": "call update_policy_weights_",
-        "enable_profile": "profile there",
-        "fake_tensordict": r"next\(\) returns a batch",
+        "enable_profile": "start and stop a profiler there",
+        "fake_tensordict": r"call next\(\) for a batch",
     }.items():
         with pytest.raises(ConfigurationError, match=instead):
             getattr(collector, method)()

@@ -552,8 +552,8 @@ def choose_policy_factories(given: Any, num_workers: int) -> tuple[PolicyFactory
     each = list(given) if isinstance(given, list | tuple) else [given] * num_workers
     if len(each) != num_workers or not all(callable(factory) for factory in each):
         raise ConfigurationError(
-            f"policy_factory={given!r}: expected a callable, or a list of {num_workers} callables, "
-            "one per worker"
+            f"policy_factory={given!r}: expected a callable, or a list with one callable for each "
+            f"of {num_workers} workers"
         )
     return tuple(f if _takes_two(f) else _WithoutArguments(f) for f in each)
 
