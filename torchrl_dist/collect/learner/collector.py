@@ -910,7 +910,7 @@ class RPCBatchedCollector(BaseCollector):
         rollouts have ended.
 
         Returns:
-            the seed that follows the seeds used.
+            the seed that follows the seeds of all envs.
         """
         seed = choose_seed(seed)
         return self._crew.ask_all("set_seed", seed, static_seed, timeout_s=self.timeout_s)[0]
@@ -950,10 +950,10 @@ class RPCBatchedCollector(BaseCollector):
         ``max_policy_lag``) are still delivered.
 
         Args:
-            index: index into the job's envs in their order, as for a tensor ``[envs]``; a number,
-                several numbers, a slice or a mask. Only these envs begin new episodes, and only
-                their unfinished trajectories are dropped. Vector envs that reset their envs
-                themselves accept no index.
+            index: an index into all envs of the job, as into a tensor ``[envs]``: a number, several
+                numbers, a slice or a mask. Only these envs begin new episodes, and only their
+                unfinished trajectories are dropped. Vector envs that reset their envs themselves
+                accept no index.
 
         Raises:
             ConfigurationError: ``index`` is not an index into the job's envs, or selects envs of a
@@ -1114,7 +1114,7 @@ def _place(session: Session | None) -> tuple[int, int]:
     session, builds one collector."""
     if session is not None:
         return session.me.index, len(session.of_role(session.role))
-    with contextlib.suppress(ConfigurationError):  # the environment variables are invalid
+    with contextlib.suppress(ConfigurationError):  # the environment variables may be invalid
         world = World.from_env()
         return world.global_rank, world.world_size
     return 0, 1

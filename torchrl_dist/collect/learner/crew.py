@@ -250,8 +250,8 @@ class Crew:
         self._cond.wait(left_s)
 
     def _work(self, own: CallersHandle, until: float) -> None:
-        """Make a rollout in this thread. Call with the condition held; the condition is released
-        during the rollout."""
+        """Make a rollout in the calling thread. The caller must hold the condition, which is
+        released during the rollout."""
         own.running = True  # set while the condition is held, so that other threads see the change
         self._cond.release()
         try:
@@ -327,8 +327,8 @@ class Crew:
     # ---- requests
 
     def _request(self, worker: Worker) -> None:
-        """Request as many rollouts from a worker as the policy lag allows. Call with the condition
-        held."""
+        """Request as many rollouts from a worker as the policy lag allows. The caller must hold the
+        condition."""
         ahead = worker.max_ahead + (1 if self._waiting else 0)
         while (
             not self.is_closed
@@ -449,8 +449,8 @@ class Crew:
         return bool(failed)
 
     def _replace(self, lost: Worker) -> bool:
-        """Start to build a successor, and return whether a successor may be built. Call with the
-        condition held."""
+        """Start to build a successor, and return whether a successor may be built. The caller must
+        hold the condition."""
         # A worker whose requests were given up needs no successor, because it may still answer.
         if self.replacer is None or lost.given_up or not self.replacer.may_replace(lost):
             return False
@@ -479,7 +479,7 @@ class Crew:
                 if self._waiting:
                     self._request(self._by_index[lost.index])
             elif error is not None:
-                lost.failure, lost.lost = error, False  # so that _note_failures handles the error
+                lost.failure, lost.lost = error, False  # _note_failures handles the error
             self._cond.notify_all()
         if new is not None:  # the crew was closed meanwhile
             new.handle.submit("close", step_limit_s=_BUILD_S, timeout_s=_BUILD_S)
@@ -537,7 +537,8 @@ class Crew:
         now on.
 
         Raises:
-            ConfigurationError: see :meth:`CallersHandle.moved`.
+            ConfigurationError: the calling thread is not the thread that steps the envs, or a
+                rollout is not complete.
         """
         for worker in self.workers:
             if worker.callers is not None:

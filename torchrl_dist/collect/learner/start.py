@@ -95,7 +95,7 @@ def start_workers(
         for index, building in enumerate(builds):
             run = partial(settle, building, partial(build, index))
             if callers and not first.env_processes:
-                run()  # in this thread, because it may have to make and step the envs
+                run()  # here, because this thread may have to make and step the envs
             else:
                 threading.Thread(target=run, name="torchrl_dist-build", daemon=True).start()
         wait(builds)
@@ -173,7 +173,7 @@ def _set_steps(workers: Sequence[Worker], infos: Sequence[WorkerInfo], limit_s: 
 def seconds_per_message(workers: Sequence[WorkerInfo]) -> float:
     """Return how many seconds of steps a message may hold. If many processes share a core, a
     message may hold more seconds of steps."""
-    crowds: defaultdict[str, float] = defaultdict(float)  # processes per core
+    crowds: defaultdict[str, float] = defaultdict(float)  # by host, processes per core
     for worker in workers:
         crowds[worker.host] += worker.processes / worker.cores
     return MESSAGE_S * max(1.0, max(crowds.values()) / _PROCESSES_PER_CORE)

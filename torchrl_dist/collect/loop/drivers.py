@@ -613,7 +613,7 @@ def make_driver(first: Any, make_env: str | Callable[[], Any], num_envs: int) ->
 def _driver_from_id(env_id: str, num_envs: int) -> EnvDriver:
     module, _, name = env_id.rpartition(":")
     if module:
-        importlib.import_module(module)  # registers the env, as in gymnasium.make
+        importlib.import_module(module)  # the import registers the env, as in gymnasium.make
     spec = gymnasium.spec(name)
     if num_envs > 1 and spec.vector_entry_point in _CARTPOLE and not spec.additional_wrappers:
         return vector_driver(

@@ -55,8 +55,9 @@ def use_one_thread_if_small(policy: Any) -> None:
         return
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    # The call above also changed the default for threads that start later. Another thread restores
-    # the default, because its call does not change the number of this thread.
+    # The call above also changed the default for threads that start later. Restore the default by a
+    # call in another thread, because that call does not change how many threads the calling thread
+    # uses.
     restore = threading.Thread(target=torch.set_num_threads, args=(threads,))
     restore.start()
     restore.join()

@@ -934,7 +934,7 @@ def make_rollout(
     driver = make_driver(first, make_env, num_envs)
     try:
         if isinstance(driver, EnvListDriver) and _has_reward_space(driver.envs[0]):
-            raise UnknownSpaceError(f"{driver.envs[0]} has a reward space")
+            raise UnknownSpaceError(f"{driver.envs[0]} has an unsupported reward space")
         categorical = categorical_action_encoding
         return GymnasiumRollout(
             driver, policy, frames, categorical_action_encoding=categorical, **acting

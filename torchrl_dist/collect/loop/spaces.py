@@ -343,7 +343,9 @@ def _box_codec(space: spaces.Box) -> ActionCodec:
 
 
 _Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
-_FARTHEST = 10**6  # limit of a draw's distance from its only bound; P(distance > 40) < 1e-17
+# A draw with a single bound is at most this far from the bound. In practice, no draw reaches this
+# limit, because P(distance > 40) < 1e-17.
+_FARTHEST = 10**6
 
 
 def _float_box(space: spaces.Box) -> _Draw:

@@ -131,7 +131,8 @@ class NodeWorker:
     def __init__(self, config: WorkerConfig, server: ForkServer | None = None) -> None:
         if config.env_processes < 1:
             raise ConfigurationError(
-                f"env_processes={config.env_processes}: expected at least 1; correct env_processes="
+                f"env_processes={config.env_processes}: expected at least 1; for a worker without "
+                "env processes, build a RolloutWorker"
             )
         start_clock()
         # Processes reach a buffer over hosts through the session. Env processes are not in the
