@@ -534,9 +534,9 @@ def _check_shape(saved: Any, here: Any, launched: int) -> None:
     differ = [name for name in names if getattr(saved, name) != getattr(here, name)]
     options = " ".join(f"--{name} {getattr(saved, name)}" for name in differ)
     raise ConfigurationError(
-        f"the run in {here.output_path} was started with {options}, but the command line of this "
-        "rank says otherwise; only the first rank reads the checkpoint, so pass these options to "
-        "every rank, with the numbers of the run or with new numbers"
+        f"the run in {here.output_path} was started with {options}, but this rank's command line "
+        "has other values. Only the first rank reads the checkpoint, so pass these options to "
+        "every rank, with either the run's values or new values"
     )
 
 

@@ -275,8 +275,8 @@ def completed(
         return part
     if not new.keys() <= old.keys():
         raise ConfigurationError(
-            f"weights {list(new)[:5]} were sent after {list(old)[:5]}, and only the workers know "
-            "whether both are parts of one policy: send all weights of the policy in one call, or "
+            f"got weights {list(new)[:5]} after weights {list(old)[:5]}; the learner cannot tell "
+            "whether both belong to one policy. Send all weights of the policy in one call, or "
             "pass the learner's module as policy= to the collector"
         )
     return replace(pack(old | new, part.version), aliases=before.aliases)

@@ -1,13 +1,13 @@
 """Average the gradients of parameters over ranks, at the end of every backward pass.
 
 DistributedDataParallel prepares its reducer in the module's ``forward``, and expects one backward
-pass that reaches every parameter. TorchRL's losses are used differently: ``loss.actor_loss(batch)``
-does not call ``forward``. If one forward returns several losses, each loss has its own backward
-pass, followed by a step of its own optimizer. A delayed actor loss has a backward pass only in some
-updates. In these cases DistributedDataParallel leaves each rank's gradients unaveraged, or raises
-in a later forward. In this module, hooks on the parameters notice which parameters a backward pass
-reaches. The gradients are averaged at the end of the pass, no matter which method computed the
-loss.
+pass per forward, which must reach every parameter. TorchRL's losses are used differently:
+``loss.actor_loss(batch)`` does not call ``forward``. If one forward returns several losses, each
+loss has its own backward pass, followed by a step of its own optimizer. A delayed actor loss has a
+backward pass only in some updates. In these cases DistributedDataParallel does not average the
+gradients, or raises in a later forward. In this module, hooks on the parameters record which
+parameters a backward pass reaches. The gradients are averaged at the end of the pass, no matter
+which method computed the loss.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ from ..errors import ConfigurationError
 from .likeness import card
 from .ranks import Ranks
 
-# The GradientAverage of each parameter. A parameter must not have two of them, because its gradient
-# would be averaged twice.
+# The GradientAverage of each parameter. A parameter must not have two GradientAverages, because
+# each backward pass would then average its gradient twice.
 _owners = WeakTensorKeyDictionary()
 
 
 class GradientAverage:
-    """Average the gradients of the attached parameters over the ranks, in place in each ``grad``.
+    """Average the ``grad`` of each attached parameter over the ranks, in place.
 
-    The average includes everything that was accumulated in ``grad``. Averaging a second time
-    changes nothing, because the gradients are then equal on all ranks.
+    The average covers the whole ``grad``, including gradients that earlier passes accumulated.
+    Averaging these gradients again changes nothing, because they are already equal on all ranks.
 
-    Each backward pass sends one buffer, with all gradients and a flag per parameter that says
-    whether this rank reached the parameter. Ranks may therefore reach different parameters.
+    After a backward pass, each rank sends one buffer. The buffer holds all gradients, and for each
+    parameter a flag that says whether the pass reached the parameter on this rank. The passes of
+    different ranks may therefore reach different parameters.
 
     Args:
-        after: called after each average.
+        after: a function to call after each average.
     """
 
     def __init__(self, ranks: Ranks, after: Callable[[], None] = lambda: None) -> None:
@@ -66,7 +67,8 @@ class GradientAverage:
     def attach(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Average exactly these parameters from now on.
 
-        Parameters that need no gradient are left out until a later call finds that they need it.
+        Parameters that require no gradient are left out until a later call of this method finds
+        that they require a gradient.
 
         Raises:
             ConfigurationError: the parameters are on several devices, or one of them is attached to
@@ -85,8 +87,9 @@ class GradientAverage:
                 self._release(name)
         for name, parameter in parameters.items():
             if parameter.requires_grad and name not in self._hooks:
-                # Weak references, because parameters and their GradientAverage would otherwise keep
-                # each other alive: the garbage collector does not see torch's hooks.
+                # Use weak references, because otherwise parameters and their GradientAverage would
+                # keep each other alive. The garbage collector would not free this cycle, because it
+                # does not see torch's hooks.
                 note = functools.partial(_note, weakref.ref(self), name)
                 self._hooks[name] = parameter.register_post_accumulate_grad_hook(note)
                 _owners[parameter] = weakref.ref(self)
@@ -119,7 +122,9 @@ class GradientAverage:
             return _owners.get(parameter, lambda: None)() not in (None, self)
 
         if is_taken():
-            gc.collect()  # frees unreferenced losses; every rank does this at the same point
+            # Free losses that are no longer referenced, because one of them may own the parameter.
+            # Every rank does this at the same point.
+            gc.collect()
         return is_taken()
 
     def _release(self, name: str) -> None:
@@ -129,8 +134,8 @@ class GradientAverage:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """In this block, only accumulate gradients. The next backward pass after the block averages
-        the accumulated gradients."""
+        """Accumulate gradients without averaging them in this block. The next backward pass after
+        the block averages the accumulated gradients."""
         before, self._local = self._local, True
         try:
             yield
@@ -167,8 +172,8 @@ class GradientAverage:
             self._versions = None
         self._reached.add(name)
         # The callback is queued for each parameter, because the first parameter of a pass cannot be
-        # recognized if the previous pass raised before its end. Only the first callback has an
-        # effect.
+        # recognized if the previous pass raised before its end. Only the first callback of a pass
+        # has an effect.
         Variable._execution_engine.queue_callback(self._average)
 
     def _is_new_pass(self) -> bool:
@@ -188,15 +193,16 @@ class GradientAverage:
         if self._local or not self._reached:
             return
         parameters = list(self._parameters.values())
-        # An earlier backward pass that raised may have reached a parameter whose grad is now None.
+        # Check grad, too, because ``_reached`` may still name parameters of an earlier backward
+        # pass that raised, and the grads of these parameters may be None now.
         reached = [n in self._reached and p.grad is not None for n, p in self._parameters.items()]
         self._reached.clear()
         buffer, count = self._buffer, len(parameters)
         buffer[:count].copy_(torch.tensor(list(map(float, reached)), device="cpu"))
         for (name, parameter), view in zip(self._parameters.items(), self._views, strict=True):
             # Include the gradients of parameters that this pass did not reach on this rank. If
-            # another rank reached such a parameter, its average must include the gradient from
-            # earlier passes.
+            # another rank reached such a parameter, the average must include the gradient that
+            # earlier passes accumulated on this rank.
             if parameter.grad is None:
                 view.zero_()
             elif parameter.grad.is_sparse:
@@ -215,8 +221,8 @@ class GradientAverage:
             agreed=digest,
         )
         buffer[count:].div_(self._ranks.size)
-        # The flags are read only if this rank lacks a gradient, because reading them waits for the
-        # work queued on a GPU.
+        # Read the flags only if the pass did not reach every parameter on this rank, because
+        # reading them waits for the work queued on a GPU.
         somewhere = reached if all(reached) else (buffer[:count] > 0).tolist()
         for parameter, view, there in zip(parameters, self._views, somewhere, strict=True):
             if not there:
@@ -245,12 +251,12 @@ class GradientAverage:
         devices = {parameter.device for parameter in self._parameters.values()}
         if len(devices) > 1:
             raise ConfigurationError(
-                f"the loss has parameters on {sorted(map(str, devices))}; expected one device per "
-                "rank"
+                f"the loss has parameters on {sorted(map(str, devices))}; expected all parameters "
+                "of a rank on one device. Move the loss to one device before it is distributed."
             )
         sizes = [parameter.numel() for parameter in self._parameters.values()]
         self._dtypes = [parameter.dtype for parameter in self._parameters.values()]
-        # at least 32 bits, because 16 bits are too few for sums over many ranks
+        # at least 32 bits, because 16 bits are too imprecise for sums over many ranks
         dtype = torch.float32
         dtype = functools.reduce(torch.promote_types, self._dtypes, dtype)
         device = devices.pop() if devices else torch.device("cpu")

@@ -23,7 +23,7 @@ from torchrl.data import TensorSpec
 from torchrl.objectives import LossModule
 from torchrl.objectives.value import ValueEstimatorBase
 
-# Further attributes of a loss that TorchRL lets a user change.
+# Attributes that a description also contains, because TorchRL lets users change them in a loss.
 _SETTINGS = (
     "value_type",
     "loss_mask_key",
@@ -31,7 +31,7 @@ _SETTINGS = (
     "deterministic_sampling_mode",
     "reduction",
 )
-# For larger tensors, a description has only type and shape.
+# A description contains the elements of a tensor only if the tensor has at most this many elements.
 _SHOWN_ELEMENTS = 64
 _SHOWN_CHARACTERS = 200
 _DEVICE = re.compile(r"(cpu|cuda|mps|xpu|hpu|npu)(:\d+)?")
@@ -59,8 +59,8 @@ def description(loss: LossModule) -> dict[str, str]:
 
 
 def card(tensor: Tensor) -> str:
-    """Describe what of a tensor must be equal on all ranks: type, shape, and whether it is a frozen
-    parameter."""
+    """Describe the properties of a tensor that must be equal on all ranks: type, shape, and whether
+    the tensor is a frozen parameter."""
     frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
     return f"{tensor.dtype} {list(tensor.shape)}{' (frozen)' if frozen else ''}"
 
@@ -68,8 +68,8 @@ def card(tensor: Tensor) -> str:
 def _modules(loss: LossModule) -> Iterator[tuple[str, nn.Module]]:
     """Yield each module of ``loss`` once, with its path.
 
-    Also yield networks that are not submodules of the loss. TorchRL keeps these networks apart,
-    because TorchRL calls the networks with parameters that the loss holds.
+    The networks of a loss are not its submodules, because the loss holds their parameters and calls
+    the networks with these parameters. This function yields the networks, too.
     """
     pending, seen = [("", loss)], {id(loss)}
     while pending:

@@ -108,7 +108,7 @@ class DistributedLoss(_Loss):
     _weight: Weight
     _call: Call | None
     _likeness: str | None
-    _keepers: list[nn.Module]  # may not be in training mode, see _statistics_in
+    _keepers: list[nn.Module]  # must not be in training mode, see _statistics_in
     _is_closed: bool
 
     def __new__(
@@ -273,7 +273,7 @@ class DistributedLoss(_Loss):
         super().set_keys(**kwargs)
 
     def _forget_likeness(self) -> None:
-        """In the next call, compare the ranks' value estimators and keys."""
+        """Make the next call of the loss compare the ranks' value estimators and keys."""
         self.__dict__["_likeness"] = None
 
     def _description(self) -> dict[str, str]:
@@ -337,8 +337,8 @@ class _NormalizedByAll(_Loss):
 class _DrawnByFirst(_Loss):
     """Added to REDQLoss: all ranks use the target networks that rank 0 draws.
 
-    Each call draws some of the target networks. A single process would use the same drawn networks
-    for all rows.
+    Each call of REDQLoss draws some of the target networks. All ranks must use the same networks,
+    because a single process would use the same networks for all rows.
     """
 
     def __getattr__(self, item: str) -> Any:
@@ -365,8 +365,8 @@ class _Drawn:
 def _subclass(loss_class: type[LossModule]) -> type:
     """Return ``loss_class`` with the additions of :class:`DistributedLoss`.
 
-    Reductions are observed in every method that returns losses: ``forward``, and methods that have
-    the names of TorchRL's loss methods.
+    Reductions are observed in every method that returns losses: in ``forward``, and in methods
+    whose names end with "loss" or begin with "loss_", as the names of TorchRL's loss methods do.
     """
     methods = {
         name: _observed(getattr(loss_class, name), loss_class)
@@ -389,8 +389,8 @@ def _subclass(loss_class: type[LossModule]) -> type:
 def _observed(method: Callable[..., Any], loss_class: type[LossModule]) -> Callable[..., Any]:
     name = method.__name__
 
-    # The method calls other ranks, so it cannot be compiled. Compiled networks inside stay
-    # compiled.
+    # This function communicates with other ranks, so it cannot be compiled. Compiled networks that
+    # the method calls stay compiled.
     @torch.compiler.disable
     @functools.wraps(method)
     def observed(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -420,10 +420,10 @@ def _observed(method: Callable[..., Any], loss_class: type[LossModule]) -> Calla
             raise
         finally:
             self.__dict__["_call"] = None
-        _refuse_training(self)  # CrossQLoss's methods call train()
+        _refuse_training(self)  # again, because CrossQLoss's methods call train()
         if name == "forward" and not args and isinstance(result, tuple):
             keys = getattr(self, "out_keys", ())
-            # after a call by keywords, the tuple has the order of out_keys
+            # If the arguments were keywords, the tuple has the order of out_keys.
             if len(keys) == len(result):
                 named = dict(zip(map(str, keys), result, strict=True))
                 return tuple(_shared(self, loss_class, call, name, named, None).values())
@@ -452,8 +452,8 @@ def _shared(
     def watch(part: str, output: Tensor) -> Tensor:
         reason = refusal(loss_class, loss, call, part) or call.trace(output, sums=sums)
         outputs.append((output, reason and f"{part} of {loss_class.__name__}: {reason}"))
-        # The hook is on a view, so that gradients that flow to another part do not call the hook of
-        # this part.
+        # Put the hook on a view, because a hook on the output itself would also be called for
+        # gradients that come from other parts of the loss.
         shown = output.view_as(output)
         shown.register_hook(
             functools.partial(_passed, loss._gradients, loss._weight, outputs[-1][1])
@@ -481,7 +481,7 @@ def _passed(
     """Handle a backward pass that reaches a part of the loss."""
     gradients.begin()
     if weight.stated is not None:
-        # Without rows, the gradient may be NaN. A product with zero would then be NaN, too.
+        # Without rows, the gradient may be NaN, and NaN times zero would still be NaN.
         return gradient * weight.stated if weight.stated else torch.zeros_like(gradient)
     if reason is not None:
         raise ConfigurationError(
@@ -518,7 +518,7 @@ def _modules_of(loss: LossModule) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _refuse_statistics(loss: LossModule) -> None:
-    """Raise if a call would update tensors from this rank's rows only."""
+    """Raise if a call of the loss would update a tensor from this rank's rows alone."""
     for path, module in _modules_of(loss):
         if module.training and (what := _statistics_in(module)):
             where = f"{path} ({type(module).__name__})" if path else type(module).__name__
@@ -526,7 +526,8 @@ def _refuse_statistics(loss: LossModule) -> None:
 
 
 def _refuse_training(loss: Any) -> None:
-    """Raise if a module that was frozen when the loss was distributed is in training mode now."""
+    """Raise if a module that was in eval mode when the loss was distributed is in training mode
+    now."""
     if any(module.training for module in loss._keepers):
         _refuse_statistics(loss)
 
@@ -543,8 +544,8 @@ def _statistics_in(module: nn.Module) -> str | None:
         )
     if isinstance(module, ValueNorm):
         return (
-            "would scale by the values that this rank has seen. Scale rewards or advantages before "
-            "the loss, by statistics of all ranks (ranks.means)."
+            "would scale by the values that this rank alone has seen. Before you call the loss, "
+            "scale rewards or advantages by statistics of all ranks (ranks.means)."
         )
     if isinstance(module, KLPENPPOLoss) and not module.increment == module.decrement == 1:
         return (

@@ -34,19 +34,20 @@ from ..runtime.awake import awake, check_timeout, start_clock
 from ..runtime.store import AnsweringStore, StoreSilent
 from ..runtime.world import is_seen_here, process_stamp
 
-# A rank that waits longer than this tells the other ranks that it waits, and looks for their
-# failures.
+# After this many seconds, a waiting rank tells the other ranks that it waits, and checks whether
+# they have failed.
 _SLICE_S = 1.0
-# How many numbers are summed at once.
+# How many numbers a rank sends in one meeting, including the code of its call.
 _BLOCK = 64
 # In a meeting, the ranks of a group check that they make the same call (``Ranks._meet``).
-# ``_agreed`` holds what the last meeting of each group agreed on. Until the next meeting, the ranks
-# may sum tensors of the agreed size without meeting again.
+# ``_agreed`` maps each group to the text on which its ranks agreed in their last meeting. Until the
+# next meeting, the ranks may sum tensors of the agreed size without meeting again.
 _agreed: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
-# For each group whose ranks are on several nodes, the group in which it sums tensors.
+# Maps each group whose ranks are on several nodes to a second group of the same ranks, for sums.
 _groups_of_sums: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-# A rank sends its whole tensor, instead of parts, to each other rank if the tensor has at most
-# _MOST_DIRECT_BYTES and this sends at most _DIRECT_BYTES more than sending parts.
+# To sum a tensor between nodes, a rank sends the whole tensor to each other rank if the tensor has
+# at most _MOST_DIRECT_BYTES, and if the rank thereby sends at most _DIRECT_BYTES more than if it
+# sent parts. Otherwise the rank sends parts, which takes a second round trip.
 _DIRECT_BYTES, _MOST_DIRECT_BYTES = 2**18, 2**24
 # After a failed collective, a rank waits this long for the other ranks to report that they wait,
 # too.
@@ -96,20 +97,20 @@ class Ranks:
     """The ranks of a torch.distributed group, or this process alone. Use the object in one thread
     only.
 
-    Every rank builds this object and calls its methods in the same order. All methods except
-    ``own``, ``seed`` and ``report`` block until every rank has made the same call, at most
-    ``timeout_s``. These methods raise:
+    Every rank must build this object and call its methods in the same order. All methods except
+    ``own``, ``seed`` and ``report`` block until every rank has made the same call, but no longer
+    than ``timeout_s``. These methods raise:
 
-    - DeadlineError after ``timeout_s`` (the error names the missing ranks, and where they wait
-      instead),
+    - DeadlineError after ``timeout_s`` (the error names the missing ranks, and the calls in which
+      they wait instead),
     - PeerLostError if a process died,
     - RemoteError if a rank called :meth:`report` with an exception,
     - ConfigurationError if the ranks called different methods.
 
     If a process on another node dies while the other ranks average gradients, these ranks notice
-    the death immediately. In other calls, they notice it only at the deadline. On a GPU, averaging
-    does not block. Instead, torch's watchdog enforces the group's own deadline, and its error does
-    not name the missing ranks.
+    the death immediately. In other calls, the ranks notice such a death only at the deadline. On a
+    GPU, averaging does not block the process. Instead, torch's watchdog enforces the group's own
+    deadline, and its error does not name the missing ranks.
 
     Attributes:
         index: this process's rank in the group.
@@ -205,7 +206,7 @@ class Ranks:
                         if gone.intersection(absent) or is_late():
                             raise self._missing_error(absent, what, late=True)
             told = [json.loads(text) for text in insist(self._store.multi_get, keys)]
-            # All ranks have reached this line, so all have read the values of earlier exchanges.
+            # All ranks have begun this exchange, so all have read the values of earlier exchanges.
             if number > 2:
                 with contextlib.suppress(StoreSilent):
                     self._store.delete_key(f"exchange/{number - 2}/{self.index}")
@@ -282,8 +283,8 @@ class Ranks:
     def seed(self, seed: int) -> int:
         """Seed the generators of Python, NumPy and torch in this process.
 
-        Ranks get different seeds, because with equal seeds they would explore and draw alike. Each
-        rank's seed is the same in each run.
+        Each rank gets a different seed, because with equal seeds all ranks would draw the same
+        random numbers. In every run with the same ``seed``, a rank gets the same seed.
 
         Returns:
             The seed of this rank, for environments.
@@ -300,12 +301,12 @@ class Ranks:
         """Send ``error`` to the ranks that wait for this rank. Does not block or raise."""
         if self.size > 1:
             with contextlib.suppress(dist.DistError):
-                # a failure that is already reported has caused this error
+                # Report only the first failure, because later errors are consequences of it.
                 if not self._store.check("failure"):
                     self._store.set("failure", json.dumps(self._description(error)))
 
     def _description(self, error: BaseException) -> list[Any]:
-        if type(error) in (DeadlineError, PeerLostError):  # the error is about a third rank
+        if type(error) in (DeadlineError, PeerLostError):  # a third rank has failed
             return [self.index, str(error), type(error).__name__]
         message = traceback.format_exception_only(error)[-1].strip()
         return [self.index, message, "".join(traceback.format_exception(error))]
@@ -321,9 +322,9 @@ class Ranks:
     def _raise_reported(self, what: str = "") -> None:
         """Raise the failure that another rank has reported.
 
-        Also raise if the next rank waits for something other than ``what`` in the same call. It is
-        enough to look at the next rank, because if any two ranks wait for different things, two
-        neighbouring ranks do, too.
+        Also raise if the next rank waits in the same call for something other than ``what``. Each
+        rank checks only the next rank, because if any two ranks wait for different things, so do
+        two neighbouring ranks.
         """
         reported = self._store.check("failure")
         other = (self.index + 1) % self.size
@@ -346,7 +347,8 @@ class Ranks:
     ) -> None:
         """Sum ``tensor`` over the ranks, in place.
 
-        Arguments and errors are those of :meth:`add_up`. Shape and type must be equal on all ranks.
+        Takes the arguments and raises the errors of :meth:`add_up`. The tensors of all ranks must
+        have the same shape and type.
 
         Args:
             agreed: the argument ``agreed`` of an earlier ``add_up`` whose ``details`` determine the
@@ -356,7 +358,7 @@ class Ranks:
         if self.group is None or self.size == 1:
             return
         if not agreed or _agreed.get(self.group) != agreed:
-            # The ranks meet, because gloo would abort the process if the tensors had different
+            # Meet first, because gloo would abort the process if the ranks' tensors had different
             # sizes.
             self._meet(what, f"{details} {tensor.numel()} {tensor.dtype}", [], compare)
             _agreed[self.group] = agreed
@@ -375,9 +377,11 @@ class Ranks:
 
         Args:
             what: names this call in errors.
-            details: must be equal on all ranks, like the number of values.
+            details: a text that must be equal on all ranks. The number of values must be equal,
+                too.
             compare: called on all ranks if ``details`` differ, to raise a more precise error.
-            agreed: a part of ``details``, to be passed to a later ``all_reduce``.
+            agreed: a part of ``details``. Pass the same text to a later ``all_reduce``, so that the
+                ranks need not meet again.
 
         Raises:
             ConfigurationError: the ranks differ in ``what``, ``details`` or the number of values.
@@ -401,9 +405,10 @@ class Ranks:
     ) -> list[float]:
         """Sum a block of fixed size, after checking that all ranks make the same call.
 
-        Each rank sends its block to each other rank, because between nodes the number of messages
-        matters more than their size. ``_sum`` uses another collective, because gloo would otherwise
-        mistake one rank's block for a part of another rank's tensor.
+        Each rank sends its block directly to every other rank. The blocks thus arrive after one
+        round trip, and between nodes, round trips take more time than the bytes of small blocks.
+        ``_sum`` uses another collective or another group, because gloo would otherwise mistake one
+        rank's block for a part of another rank's tensor.
         """
         assert self.group is not None
         code = zlib.crc32(f"{what} {details}".encode())
@@ -452,8 +457,8 @@ class Ranks:
             self._wait_for(lambda: group.allreduce([tensor], options), options, what)
 
     def _sum_from_afar(self, tensor: Tensor, what: str) -> None:
-        """Sum in one round trip, or in two for a large tensor. gloo's own ring algorithm needs two
-        round trips per rank."""
+        """Sum the tensors of ranks on several nodes. The sum takes one round trip, or two for a
+        large tensor. gloo's own ring algorithm would need two round trips per rank."""
         group, size = self._group_of_sums(what), self.size
         more_bytes = (size - 2) * tensor.nbytes
         if more_bytes <= _DIRECT_BYTES and tensor.nbytes <= _MOST_DIRECT_BYTES:
@@ -512,7 +517,7 @@ class Ranks:
         """Yield a function that announces that this rank waits for ``what``.
 
         The announcement is withdrawn if the block ends without an error. The first rank that gives
-        up reads the announcements of all ranks, to learn which wait and which are missing.
+        up reads the announcements of all ranks, to learn which ranks wait and which are missing.
         """
         keys = (f"place/{self.index}", self._waiting_key(self.index))
         said = False
@@ -555,8 +560,8 @@ class Ranks:
         )
 
     def _lost_error(self, what: str, error: dist.DistError) -> Exception:
-        """Return the error to raise if the store's process has died, or is stopped and therefore
-        silent. Without the store, only this node's kernel can tell which ranks died or are
+        """Return the error to raise if the store's process has died, or does not answer because it
+        is stopped. Without the store, only this node's kernel can tell which ranks died or are
         stopped."""
         give_up = awake() + _GRACE_S
         while True:
@@ -576,8 +581,8 @@ class Ranks:
                 f"{self.timeout_s:g} s ({error})"
             )
         return PeerLostError(
-            f"{what}: {error}. The launcher or {self.members[0]} keeps the store: check whether "
-            "that process is alive"
+            f"{what}: {error}. The store is in the launcher or in {self.members[0]}: check whether "
+            "both processes are alive"
         )
 
     def _absent(self, keys: list[str]) -> list[Rank]:
@@ -624,8 +629,10 @@ def _apart(index: int, what: str, other: int, theirs: str) -> str:
 
 
 def _done(work: dist.Work) -> bool:
-    """Whether ``work`` ended, even by an error, within _SLICE_S. Python handles signals between
-    such waits."""
+    """Wait for ``work``, at most _SLICE_S. Return whether it has ended, with or without an error.
+
+    Python handles signals only between two such waits.
+    """
     try:
         work.wait(timedelta(seconds=_SLICE_S))
     except RuntimeError:

@@ -1,20 +1,22 @@
 """Observe the divisor of each part of a loss.
 
 If a part is a mean over rows, its gradient on rank r is ``g_r / d_r``. Here, ``g_r`` is the
-gradient of the sum over rows. The divisor ``d_r`` is the number of rows, the number of rows that a
-mask leaves, or the sum of the rows' weights. A single process with all rows would compute
-``sum_r g_r / sum_r d_r``. Therefore each mean's gradient is multiplied by
-``size * d_r / sum_r d_r`` in the backward pass. Plain averages over the ranks are then exact, even
-if gradients of other parts of the loss, of other losses or of other backward passes are added.
+gradient of the sum over the rank's rows. The divisor ``d_r`` is the number of these rows, the
+number of rows that a mask leaves, or the sum of the rows' weights. A single process with the rows
+of all ``size`` ranks would compute ``sum_r g_r / sum_r d_r``. Therefore the backward pass
+multiplies each mean's gradient by ``size * d_r / sum_r d_r``. A plain average over the ranks is
+then exact, even if gradients of other parts of the loss, of other losses or of other backward
+passes are added.
 
 Divisors come from two places: from TorchRL's own ``_reduce_loss``, which almost all losses call,
-and from the autograd graph of each output, in which ``mean()`` notes the number of elements.
+and from the autograd graph of each output, in which ``mean()`` records the number of elements.
 Between a mean and the output, only sums and constant factors are allowed, because any other
 function would need the mean over all ranks instead of this rank's mean.
 
-A graph does not show the statistics of a batch through which no gradient flows, such as those of a
-normalized advantage. Therefore only classes whose statistics are known are supported (``KNOWN``,
-for TorchRL 0.14). Other classes are refused unless the caller states the weight of each rank.
+The graph does not show statistics of a batch through which no gradient flows, such as the mean and
+deviation that normalize advantages. Therefore only loss classes whose statistics are known are
+supported (``KNOWN``, for TorchRL 0.14). Other classes are refused unless the caller states the
+weight of each rank.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from torch import Tensor
 from torchrl.objectives import LossModule, PPOLoss
 from torchrl.objectives import value as estimators
 
-_MEAN, _SUM = 1, 2  # the numbers by which torch names reductions
+_MEAN, _SUM = 1, 2  # torch's numbers for these reductions
 
 # Operations of autograd that are linear in each input that has a gradient.
 _LINEAR = frozenset(
@@ -83,7 +85,8 @@ class Reduction:
 
     Attributes:
         divisor: the divisor on this rank; None for a sum.
-        factor: the factor for its gradient, once the divisors of all ranks are known.
+        factor: the factor by which the gradient is multiplied. It is 1 until the divisors of all
+            ranks are known.
     """
 
     def __init__(self, divisor: float | None, weight: Weight) -> None:
@@ -127,7 +130,7 @@ class Call:
                 divisor = float(reduce(torch.ones_like(loss), reduction="sum"))
             self.is_masked |= divisor != loss.numel()
             if divisor == 0:
-                # The mean over no rows may be NaN. Scaled by zero, it would still be NaN.
+                # The mean over no rows may be NaN, and NaN times zero would still be NaN.
                 result = loss.masked_fill(torch.ones_like(loss, dtype=torch.bool), 0).sum()
         reduction = self._new(result.grad_fn, divisor)
         result.register_hook(reduction.scale)
@@ -140,7 +143,7 @@ class Call:
         """Find the reductions of which ``output`` is a linear function.
 
         Returns:
-            Why ``output`` cannot be traced back to reductions, or None.
+            None, or the reason why ``output`` cannot be traced back to reductions.
         """
         stack, seen = [output.grad_fn], set()
         while stack:
@@ -177,7 +180,7 @@ def _divisor(node: Any, name: str) -> float | None:
         return float(node._saved_self_sym_numel)
     if name == "MeanBackward1":
         sizes = node._saved_self_sym_sizes
-        # Dimensions are saved as unsigned numbers, -1 as 2 ** 64 - 1.
+        # torch saves dimensions as unsigned numbers, for example -1 as 2 ** 64 - 1.
         dims = {dim - 2**64 if dim >= 2**63 else dim for dim in node._saved_dim}
         dims = {dim % len(sizes) for dim in dims}
         kept = [size for dim, size in enumerate(sizes) if dim not in dims]
@@ -270,9 +273,9 @@ def _td3_bc(loss: LossModule, call: Call, part: str) -> str | None:
     return None
 
 
-# For each class (but not its subclasses), a rule that refuses the parts that combine several rows
-# before their reductions. tests/learn/test_classes.py compares each class with one process that has
-# all rows.
+# Each class (but not its subclasses) has a rule. The rule refuses the parts of the loss that
+# combine several rows before the reduction. tests/learn/test_classes.py compares the gradients of
+# each class with those of one process that has all rows.
 KNOWN: dict[type[LossModule], Rule] = {
     **dict.fromkeys(
         (
@@ -333,8 +336,8 @@ _ESTIMATORS = (
 
 
 def refusal(loss_class: type[LossModule], loss: LossModule, call: Call, part: str) -> str | None:
-    """Return why the divisors of a part do not determine the ranks' weights, or None if they
-    determine the weights."""
+    """Return why the ranks' weights cannot be computed from the divisors of a part of the loss, or
+    None if they can."""
     rule = _by_row if loss_class in _OWN else KNOWN.get(loss_class)
     if rule is None:
         return (
@@ -369,7 +372,8 @@ def normalized(
     rows.
 
     Args:
-        add_up: returns the sums of some numbers over the ranks, which must all make the same calls.
+        add_up: a function that returns the sums of numbers over the ranks. All ranks must make the
+            same calls of this function.
     """
     kept = {dim % advantage.ndim for dim in loss.normalize_advantage_exclude_dims}
     dims = [dim for dim in range(advantage.ndim) if dim not in kept]

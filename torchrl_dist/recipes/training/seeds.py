@@ -116,7 +116,7 @@ def _claim(folder: Path, resume: bool) -> dict[int, dict[str, Any]]:
         return {}
     if not any(folder.glob("seed*")):
         raise ConfigurationError(
-            f"--resume: there is no run of a seed in {folder}; leave --resume out to start new runs"
+            f"--resume: {folder} contains no run for any seed; leave --resume out to start new runs"
         )
     if not (folder / RESULTS).is_file():
         return {}

@@ -242,7 +242,8 @@ class ReplayClient:
     def states(self) -> list[HostState]:
         """Return the states of the hosts that answer, after all operations of this client.
 
-        Blocks for one call. The masses in the states may be those of uniform draws."""
+        Blocks for one call. If the draws are uniform, the mass in each state is the shard's number
+        of rows that can be drawn."""
         return [state for state in self.states_by_shard() if state is not None]
 
     def states_by_shard(self) -> list[HostState | None]:

@@ -55,13 +55,13 @@ from torchrl_dist.runtime.awake import awake
 # least this often sends one message per batch instead of two.
 _COMPANY_S = 0.02
 
-# The most operations of one request. A larger operation counts as one operation per 32 KiB. A
-# request is therefore limited to about 16 MiB, unless a single operation is larger. The host needs
-# about 100 us per counted operation, that is, a twentieth of a second for a full request.
+# The maximum number of operations in one request. A larger operation counts as one operation per 32
+# KiB. A request is therefore limited to about 16 MiB, unless a single operation is larger. The host
+# needs about 100 us per counted operation, that is, a twentieth of a second for a full request.
 _MOST_OPERATIONS = 512
 _BYTES_PER_OPERATION = 2**15
-# The most operations of the first request. The first request is small, because the connection may
-# be slow.
+# The maximum number of operations in the first request. The first request is small, because the
+# connection may be slow.
 _FIRST_OPERATIONS = 8
 # A fraction of the deadline. After a call that takes longer than this fraction, the next calls are
 # smaller.

@@ -480,7 +480,8 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         if priority is not None and priority.numel() == data.shape[0]:
             # there is nothing to reduce, and a call to reduce would cost more than the update
             return priority.reshape(-1)
-        if priority is not None and self._storage.ndim > 1:  # TorchRL would reduce other rows, too
+        if priority is not None and self._storage.ndim > 1:
+            # TorchRL would mistake the priorities' second dimension for a dimension of the storage.
             return _torchrl.reduced(priority.reshape(len(priority), -1), self._sampler.reduction)
         return self._get_priority_vector(data)
 
