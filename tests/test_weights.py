@@ -174,5 +174,5 @@ def test_equal_names_mean_equal_tensors_if_only_the_workers_have_the_policy(modu
     assert found["a"].tolist() == [0, 0] and found["b"].tolist() == [1, 1, 1]
     more = pack({"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(1)}, 1)
     assert completed(more, before, module) is more
-    with pytest.raises(ConfigurationError, match="send all weights of the policy in one call"):
+    with pytest.raises(ConfigurationError, match="Send all weights of the policy in one call"):
         completed(pack({"c": torch.ones(3)}, 1), before, module)

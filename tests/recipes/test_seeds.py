@@ -80,7 +80,7 @@ def test_the_runs_end_with_a_killed_command(tmp_path: Path) -> None:
 def test_what_seeds_cannot_do_is_refused(tmp_path, monkeypatch, capsys) -> None:
     folder = tmp_path / "all"
     assert main([*TOY, "--seeds", "2", "--resume", "--output-dir", str(folder)]) == 2
-    assert "no run of a seed" in capsys.readouterr().err
+    assert "no run for any seed" in capsys.readouterr().err
     assert main([*TOY, "--seeds", "0"]) == 2
     monkeypatch.setenv("RANK", "0")
     assert main([*TOY, "--seeds", "2"]) == 2

@@ -645,7 +645,7 @@ def test_wrong_arguments_say_what_is_expected(alone, folder) -> None:
         replay_buffer(alone, **{**common, "capacity": 65})
     owner = host_replay(alone, 64, scratch_dir=folder, shortcut=False)
     storage = SharedMemmapStorage(64, scratch_dir=folder / "own", job_id="test")
-    with pytest.raises(ConfigurationError, match="pass one owner to the sampler"):
+    with pytest.raises(ConfigurationError, match="pass the same owner to the sampler"):
         RPCRandomSampler(owner=owner).sample(storage, 4)
     storage.close()
 

@@ -1,4 +1,4 @@
-"""``torchrl-dist plan``: predicts the speed of a job, and whether distributing it pays."""
+"""``torchrl-dist plan``: predicts the speed of a job, and whether it pays to distribute the job."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from torchrl_dist.ui import above_zero, at_least, show_table
 if TYPE_CHECKING:
     from .measure import Measured, Subject
 
-# The collector's defaults: a message has half a second of steps, or more if more than
-# _PROCESSES_PER_CORE processes share a core. It never has more than _MESSAGE_BYTES.
+# The collector's defaults: a message has the steps of _MESSAGE_S, or of a longer time if more than
+# _PROCESSES_PER_CORE processes share a core. A message never has more than _MESSAGE_BYTES.
 _MESSAGE_S, _MESSAGE_BYTES, _PROCESSES_PER_CORE = 0.5, 8 << 20, 4
 _MOST_PER_CORE, _MOST = 32, 256  # limits on the number of env processes that are considered
 _DRAWS = 100  # how often measurements are resampled, to find the interval of a prediction
@@ -31,7 +31,7 @@ _BUSY = 0.5  # a node with at least this load average per core counts as busy
 
 @dataclass(frozen=True)
 class Learning:
-    """The work of a learner, unless options of the command change it.
+    """The learner's work, if the options of the command do not change it.
 
     Attributes:
         hidden: widths of each network's layers.
@@ -54,12 +54,14 @@ def learning_of(recipe: str) -> Learning:
 
 
 def updates_of(config: Any) -> tuple[float, int, int]:
-    """Return updates per batch, rows of an update, and the number of networks that it trains."""
+    """Return updates per batch, rows of an update, and the number of networks that each update
+    trains."""
     return _LEARNING[config.recipe](config)
 
 
-# By recipe: updates per batch, rows of an update, and networks that it trains. r2d2 is missing,
-# because only networks of plain layers are measured, and it has an LSTM.
+# By recipe: updates per batch, rows of an update, and number of networks that each update trains.
+# r2d2 is missing, because only networks of plain layers are measured, and r2d2's network has an
+# LSTM.
 _LEARNING: dict[str, Callable[[Any], tuple[float, int, int]]] = {
     "apex": lambda config: (config.updates_per_batch, config.batch_size, 1),
     "ddppo": lambda config: (
@@ -129,7 +131,7 @@ def run(options: argparse.Namespace) -> int:
         )
     from .measure import Subject, envs_of, measure, named, small_policy, usable_cores
 
-    if options.recipe is not None:  # refuse at once what `train` would refuse
+    if options.recipe is not None:  # refuse an env that `train` would refuse
         from torchrl_dist.recipes.parts.environments import look_at
 
         look_at(env, continuous=RECIPES[options.recipe].config.continuous)
@@ -187,9 +189,9 @@ def steps_per_message(costs: Costs, envs: int, per_core: float, joined: int) -> 
     """Return the steps that ``RPCBatchedCollector`` chooses with ``frames_per_batch=None``.
 
     Args:
-        envs: envs of an env process.
-        per_core: env processes that share a core.
-        joined: env processes whose steps travel in one message.
+        envs: number of envs of each env process.
+        per_core: number of env processes that share a core.
+        joined: number of env processes whose steps are sent in one message.
     """
     step_s = costs.step_s(envs) + envs * costs.idle_s
     seconds = _MESSAGE_S * max(1.0, per_core / _PROCESSES_PER_CORE)
@@ -264,11 +266,12 @@ def plan(
 def thriftiest(
     ranked: Sequence[tuple[Layout, Prediction]], best: Layout
 ) -> tuple[Layout, Prediction]:
-    """Return the layout with the fewest env processes that is nearly as fast as the fastest one.
+    """Of the layouts that are nearly as fast as the fastest one, return the layout with the fewest
+    env processes.
 
     Considers only layouts of the same kind as ``best``: one process, one node or several nodes.
-    The planner recommends this layout, because more processes would bring little more speed. Unless
-    it is a single process, its number of processes is that of :func:`processes_that_pay`.
+    The planner recommends this layout, because more processes would bring little more speed. A
+    recommended layout of several processes has the number that :func:`processes_that_pay` returns.
     """
     kind = (best.alone, best.nodes > 1)
     alike = [each for each in ranked if (each[0].alone, each[0].nodes > 1) == kind]
@@ -289,7 +292,8 @@ def _different(ranked: Iterable[tuple[Layout, Prediction]]) -> list[tuple[Layout
 
 
 def processes_that_pay(ranked: Sequence[tuple[Layout, Prediction]], several: bool = False) -> int:
-    """Return the smallest number of env processes that is nearly as fast as the best.
+    """Return the smallest number of env processes with which a layout is nearly as fast as the
+    fastest layout.
 
     1 means that a single process suffices.
 
@@ -305,9 +309,9 @@ def deadline_of(costs: Costs, ranked: Sequence[tuple[Layout, Prediction]]) -> di
     """Return the effect of a receive deadline on the best layout that waits for all workers and has
     no policy lag, or None if there is no such layout.
 
-    ``gain`` is the factor by which frames per second grow. ``spread`` is the standard deviation of
-    a rollout's time over its mean.
-    ``deadline_s`` is None if no deadline pays.
+    ``gain`` is the factor by which the deadline increases frames per second. ``spread`` is the
+    standard deviation of a rollout's time, divided by the mean. ``deadline_s`` is None if no
+    deadline makes the layout faster.
     """
     from .regimes import best_deadline
 

@@ -1,4 +1,5 @@
-"""How does the speed grow with the number of nodes? The planner's model predicts up to 32 nodes.
+"""How does the speed grow with the number of nodes? The planner's model predicts the speed of up to
+32 nodes.
 
     torchrl-dist plan --env CartPole-v1 --json > plan.json
     python -m torchrl_dist.plan.growth plan.json
@@ -6,8 +7,8 @@
 Prints the efficiencies that tianshou#1172 measured with Ray on nodes of 48 cores, for steps that
 sleep 1, 0.1, 0.01 and 0.001 s. Next to these figures are the planner's predictions, for one rank
 per core and for one node worker per node. The predictions use the costs of messages in plan.json,
-and each prediction names what limits the speed. The lines below the table say with how many nodes
-one learner is saturated.
+and each prediction names what limits the speed. The lines below the table say how many nodes
+saturate one learner.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ def growth(costs: Costs) -> list[dict[str, Any]]:
 
 
 def full_at(costs: Costs, step_s: float, node_workers: bool) -> float:
-    """Return the number of nodes that saturate one learner. More nodes bring no more frames."""
+    """Return the number of nodes that saturate one learner. With more nodes, the learner receives
+    no more frames per second."""
     one = predict(sleeping(costs, step_s), layout_of(1, step_s, node_workers), CORES)
     busy = one.learner_busy
     return math.inf if busy <= 0 else 1 / busy

@@ -1,9 +1,9 @@
 """Measures the costs of a job on this node, with the collector itself, in under a minute.
 
-The kernel counts how long a process waits for a core, and wall-clock times exclude this wait. Other
-work on the node therefore changes the results little. Each figure is measured several times.
-``Measured.costs`` takes the medians. To find an interval, it takes medians of resampled repeats of
-the measurements.
+The kernel counts how long a process waits for a core, and the measured wall-clock times exclude
+this wait. Other work on the node therefore changes the results little. Each figure is measured
+several times. ``Measured.costs`` takes the medians of these repeats. To find the interval of a
+prediction, ``Measured.costs`` takes the medians of resampled repeats.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from torchrl_dist.runtime import ForkServer, local_cluster, proc
 
 ENVS, NATIVE_ENVS = (1, 8, 64), (1, 8, 64, 512)
 _REPEATS = 5  # repeats of every measurement, for its median and its interval
-_LARGE_BYTES = 4 << 20  # size of the message that shows the cost of a byte
+# Size of a large message. To find the cost of a byte, large messages are compared with small ones.
+_LARGE_BYTES = 4 << 20
 _ASKING = 4  # number of env processes that send requests at the same time
 _STAMP = "worker_cpu_s"
 
@@ -44,12 +45,12 @@ class Subject:
     """The job to plan for.
 
     Attributes:
-        make_env: called with a number of envs. Returns a function that makes one env, or a vector
-            env with that many envs.
+        make_env: a function that takes a number of envs, and returns a function that makes one env,
+            or a vector env with that number of envs.
         native: whether ``make_env`` makes vector envs for more than one env.
-        policy: a module. None: random actions.
-        update_s: seconds of one update of the learner. None: measure an update of ``networks``
-            networks with these ``hidden`` layers.
+        policy: a module, or None for random actions.
+        update_s: seconds of one update of the learner, or None to measure an update of ``networks``
+            networks with layers of the widths ``hidden``.
         updates_per_frame, batch_size: updates per frame, and rows of an update.
         bytes_per_s: bandwidth of the network between nodes.
     """
@@ -70,8 +71,8 @@ class Measured:
     """Repeated measurements by name, in seconds.
 
     Attributes:
-        step_cpu: by number of envs, the CPU time of one step of all of them, including policy and
-            rollout loop.
+        step_cpu: by number of envs, the CPU time of one step of all these envs, including policy
+            and rollout loop.
         figures: by name, the fields of ``Costs`` and some figures that are only shown.
         policy: by number of rows, the CPU time of a call of the policy.
     """
@@ -114,7 +115,7 @@ def measure(
     Args:
         seconds: time for each of about ten figures.
         timeout_s: the longest wait for processes to start and to answer.
-        fork_server: starts the processes. Default: a new one.
+        fork_server: the server that starts the processes (default: a new one).
 
     Raises:
         RemoteError, ConfigurationError: the env or the policy cannot be used.
@@ -188,7 +189,7 @@ def _measure_env(subject: Subject, found: Measured, seconds: float) -> None:
         until = time.perf_counter() + seconds
         while len(times) < 3 or (time.perf_counter() < until and len(times) < 20_000):
             action = act()
-            if asleep:  # steps that only compute may be too short for calls of _waited_s
+            if asleep:  # other steps may be shorter than a call of _waited_s
                 waited = _waited_s()
                 begun = time.perf_counter()
                 ended = step(action)
@@ -210,7 +211,7 @@ def _measure_env(subject: Subject, found: Measured, seconds: float) -> None:
 
 
 def _is_idle(act: Callable[[], Any], step: Callable[[Any], Any]) -> bool:
-    """Whether a step takes longer than this process computes, for example because it sleeps."""
+    """Whether a step takes longer than its CPU time, for example because the env sleeps."""
     clock = Clock()
     for _ in range(3):
         step(act())
@@ -278,14 +279,14 @@ def _measure_policy(subject: Subject, rows: TensorDict, found: Measured, seconds
     for size in (1, 16, 256):
         batch = rows.reshape(-1)[:1].expand(size).clone().exclude("next", "action")
         with torch.no_grad():
-            # Measured briefly, because this figure is only shown: the timed steps include the
-            # policy.
+            # Measure briefly, because this figure is only shown. Predictions do not use it, because
+            # the times of steps include the policy.
             repeats = repeat(functools.partial(policy, batch), seconds / 10)
             found.policy[size] = [cpu for cpu, _ in repeats]
 
 
 def _measure_update(subject: Subject, rows: TensorDict, found: Measured, seconds: float) -> None:
-    """Measure a step of Adam for the subject's networks, unless the user gave its time."""
+    """Measure a step of Adam for the subject's networks, unless the user stated its duration."""
     if subject.update_s is not None:
         found.figures["update_s"] = [subject.update_s]
         return
@@ -334,7 +335,8 @@ class Blank(gymnasium.Env):
 
 
 class Stamped:
-    """A postproc that sends the same rows each time, with its process's CPU time so far."""
+    """A postproc that sends the same rows each time, with the CPU time that its process has
+    used."""
 
     def __init__(self, rows: TensorDict) -> None:
         self._rows = rows
@@ -352,7 +354,8 @@ def _measure_messages(
     timeout_s: float,
     fork_server: ForkServer | None,
 ) -> None:
-    """Measure small and large messages on both sides, new weights, and requests to the policy."""
+    """Measure what small messages, large messages, new weights and requests to the policy cost the
+    worker and the learner."""
     begun = time.perf_counter()
     blank = functools.partial(
         Blank, gymnasium.spaces.Box(-1, 1, (1,)), gymnasium.spaces.Discrete(2)
@@ -392,7 +395,7 @@ def _measure_messages(
 
 
 def _messages(collector: RPCBatchedCollector, seconds: float) -> dict[str, list[float]]:
-    """Return the CPU time per message, on both sides."""
+    """Return the CPU time per message, of the learner and of the worker."""
     sides: dict[str, list[float]] = {"learner": [], "worker": []}
     stamp = float(collector.next()[_STAMP].flatten()[0])
     for _ in range(_REPEATS):
@@ -428,7 +431,7 @@ class Heavy(nn.Module):
 def _measure_rounds(
     collector: RPCBatchedCollector, few: dict[str, list[float]], found: Measured, seconds: float
 ) -> None:
-    """Measure a round without policy lag, and the CPU time that new weights add to it.
+    """Measure a round without policy lag, and the CPU time that new weights add to the round.
 
     The latency is the time of a round minus the CPU time of worker and learner.
     """
@@ -477,7 +480,8 @@ def _family_cpu_s() -> float:
 
 
 def _measure_requests(subject: Subject, collect: Any, found: Measured, seconds: float) -> None:
-    """Measure requests to a policy at the learner. Each step of an env without delay sends one.
+    """Measure requests to a policy at the learner. The envs step without delay, and each step sends
+    one request.
 
     A single process shows the latency of a request. Several env processes, whose requests the
     learner joins, show the CPU time of a request.
@@ -564,7 +568,9 @@ def named(text: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ConfigurationError(f"{text}: {error}") from error
+        raise ConfigurationError(
+            f"got {text!r}, expected package:name of an object that can be imported: {error}"
+        ) from error
 
 
 def envs_of(text: str) -> tuple[Callable[[int], Callable[[], Any]], bool]:
@@ -608,8 +614,8 @@ def envs_of(text: str) -> tuple[Callable[[int], Callable[[], Any]], bool]:
 
 
 def _own_vector_env(text: str, envs: int) -> Callable[[], Any]:
-    """Return a function that makes a vector env, or a plain env if ``envs`` is 1, because
-    vectorizing pays only for several."""
+    """Return a function that makes a vector env, or a plain env if ``envs`` is 1, because a vector
+    env pays only for several envs."""
     if envs == 1:
         return functools.partial(gymnasium.make, text)
     mode = gymnasium.VectorizeMode.VECTOR_ENTRY_POINT

@@ -1,8 +1,9 @@
 """Chooses how many processes ``train`` starts if the user gives no number.
 
 A child process steps the environment and takes gradient steps for about a second. The costs of
-messages are not measured. In their place, typical values are used that ``torchrl-dist plan`` has
-found. From all these costs, the planner's model predicts the speed for each number of processes.
+messages are not measured. ``_MESSAGES`` has typical values of these costs, which ``torchrl-dist
+plan`` measured. From all these costs, the planner's model predicts the speed for each number of
+processes.
 """
 
 from __future__ import annotations
@@ -25,18 +26,20 @@ from torchrl_dist.runtime.surroundings import Surroundings
 
 from .command import NEARLY, shown_time, updates_of
 
-_MEASURE_S = 0.3  # for each of three measurements: steps of training, steps of evaluations, updates
+# Seconds for each of three measurements: steps of training, steps of evaluations, updates.
+_MEASURE_S = 0.3
 _SLOW_S = 1e-3
 _FEW_ROWS = 16  # rows of an update with images, because many rows would take a second
-_WAIT_S = 15.0  # wait for the child's answer; some environments take seconds for a reset
+_WAIT_S = 15.0  # for the child's answer, because some environments take seconds for a reset
 _PER_CORE = 4  # more processes per core are not considered, even if they mostly sleep
-# A rollout loop's CPU per step, in addition to that of policy and environment.
+# CPU time of a rollout loop per step, in addition to the CPU time of policy and environment.
 _LOOP_S = 50e-6
-# Two learners or more also average gradients after each update.
+# Seconds to average gradients after each update, if there are several learners.
 _AVERAGE_S = 2e-3
 _PLAYED = 0.5  # assumed length of an episode in an evaluation, divided by the maximum length
-# CPU of a recipe's update, divided by the CPU of a gradient step of the policy's network on the
-# same number of rows. `torchrl-dist bench learner` measured the former, `measure` the latter.
+# CPU time of a recipe's update, divided by the CPU time of a gradient step of the policy's network
+# on the same number of rows. `torchrl-dist bench learner` measured the updates, and `measure`
+# measured the gradient steps.
 _UPDATE = {"apex": 2.0, "ddppo": 3.3, "impala": 4.2, "sac": 4.5}
 # Medians of the costs that `torchrl-dist plan` measured on CPUs of 2026, with messages of a few
 # hundred small rows.
@@ -63,8 +66,8 @@ class Measured:
 
     Attributes:
         step_cpu_s, step_idle_s: CPU and idle time of a step of ``envs_per_collector`` environments.
-        evaluate_cpu_s: CPU of a step of ``eval_episodes`` environments.
-        update_s: CPU of one update of the learner.
+        evaluate_cpu_s: CPU time of a step of ``eval_episodes`` environments.
+        update_s: CPU time of one update of the learner.
         episode_steps: length of the longest episode.
     """
 
@@ -80,7 +83,7 @@ def choose(config: Any, server: ForkServer) -> tuple[dict[str, int], str]:
 
     Args:
         config: the recipe's configuration. Its number of processes does not matter.
-        server: starts the process that measures.
+        server: the server that starts the measuring process.
 
     Returns:
         ``{}`` instead of the option if this recipe or environment could not be measured. The number
@@ -90,7 +93,8 @@ def choose(config: Any, server: ForkServer) -> tuple[dict[str, int], str]:
     if config.recipe not in _UPDATE:
         return (
             {},
-            f"{getattr(config, name)} {name}, because nothing was measured for {config.recipe}",
+            f"{getattr(config, name)} {name}, because train does not know how long an update of "
+            f"{config.recipe} takes",
         )
     try:
         measured = _in_a_child(config, server)
@@ -103,9 +107,9 @@ def choose(config: Any, server: ForkServer) -> tuple[dict[str, int], str]:
 def speeds(config: Any, measured: Measured, cores: int) -> dict[int, float]:
     """Return the predicted frames/s for each value of ``collectors``, or of ddppo's ``learners``.
 
-    The smallest value stands for a single process. Evaluations are part of the job. A single
-    process plays them itself. In a job of several processes, one of them plays the evaluations,
-    and takes time from the cores that all of them share.
+    The smallest value stands for a single process. The predictions include evaluations. A single
+    process plays the evaluations itself. In a job of several processes, one process plays the
+    evaluations, and thereby takes time from the cores that all processes share.
     """
     envs = config.envs_per_collector
     costs = Costs(
@@ -153,8 +157,8 @@ def _numbers(config: Any, first: int, cores: int) -> Iterator[int]:
 
 
 def thriftiest(rates: dict[int, float]) -> int:
-    """Return the smallest number that is nearly as fast as the best. Several processes must be
-    faster than one by the factor ``MIN_GAIN``."""
+    """Return the smallest number of processes whose speed is nearly the highest. This is a single
+    process, unless several are at least ``MIN_GAIN`` times as fast."""
     best = max(rates.values())
     alone = min(rates)
     if best < MIN_GAIN * rates[alone]:

@@ -49,15 +49,16 @@ NETWORKS = {
     "half a rollout, by row": (0.0, 0.5),
     "as long as a rollout, by row": (0.0, 1.0),
 }
-"""The learner's time for a batch with a rollout of each worker, as two numbers. The first part of
-this time does not depend on the number of rows. The second part is proportional to it."""
+"""The learner's time for a batch with a rollout of each worker, as two numbers. The first number is
+the part of this time that does not depend on the number of rows. The second number is the part that
+is proportional to the number of rows."""
 _ROUNDS, _REPLICAS = 60, 24
 
 
 @dataclass(frozen=True)
 class Received:
-    """The result of a simulated run: rollouts received per mean rollout time, and workers per
-    receive."""
+    """The result of a simulated run: the number of rollouts that the learner receives per mean
+    rollout time, and the mean number of workers whose rollouts arrive in one receive."""
 
     rate: float
     workers: float
@@ -135,7 +136,7 @@ def best_deadline(
 
 
 def regimes() -> list[dict[str, Any]]:
-    """Return the map: one line per network, number of workers and spread of a rollout."""
+    """Return the map: one entry per network, number of workers and spread of a rollout."""
     return [
         {
             "network": name,
