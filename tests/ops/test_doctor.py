@@ -375,6 +375,6 @@ def test_clean_removes_what_dead_jobs_left_and_nothing_else(tmp_path, capsys) ->
 def test_the_table_names_check_finding_and_cure(healthy: Probe, capsys) -> None:
     doctor.show(examine(dataclasses.replace(healthy, open_files=100)))
     said = capsys.readouterr().out
-    assert "at most 100" in said and "fail open files: ulimit -n 4096" in said
+    assert "at most 100" in said and "fail open files: raise the limit with ulimit -n 4096" in said
     assert main(["doctor", "--processes", "0"]) == 2
     assert "--processes: got '0'" in capsys.readouterr().err

@@ -285,10 +285,7 @@ def test_slurms_state_of_a_job_without_a_visible_learner_is_shown(tmp_path, monk
     fake(tmp_path, "squeue", '[ "$3" = 77 ] && [ "$5" = all ] && echo "PENDING (BeginTime)"')
     assert main(["top", str(tmp_path), "--once", "--interval", "0.1"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert (
-        "no learner of a session of this job runs on this machine; Slurm says PENDING (BeginTime)"
-        in said
-    )
+    assert "this job has no learner on this machine; Slurm says PENDING (BeginTime)" in said
     assert main(["top", "77", "--once"]) == 2
     assert "Slurm says PENDING (BeginTime) for job 77" in capsys.readouterr().err
     fake(tmp_path, "squeue", 'echo "slurm_load_jobs error: Invalid job id" >&2; exit 1')

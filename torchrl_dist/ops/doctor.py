@@ -1,7 +1,7 @@
 """``torchrl-dist doctor``: check whether this machine, or this allocation of machines, is fit for a
 job.
 
-``examine`` is pure. This function judges the results of ``probe`` on machines and of ``rounds``
+``examine`` is a pure function. It judges the results of ``probe`` on machines and of ``rounds``
 between ranks, and returns one finding per check. A check never raises. If a check cannot determine
 its result, its finding is a warning.
 """
@@ -44,7 +44,7 @@ _CONTAINERS_SHM = 64 * _MIB  # Docker's default without --shm-size
 _FEW_FILES, _MANY_FILES = 256, 4096
 _FEW_PROCESSES = 1024  # the limit also counts threads, of which torch starts one per core
 _SLOW_S = {"store": 0.02, "rpc": 0.05, "all-reduce": 0.05}
-_SLOWEST_PAIR = 10  # a pair is slow if it takes this many times the median of all pairs
+_SLOWEST_PAIR = 10  # a call is slow if it takes this many times the median of all pairs of ranks
 _SKEW_S, _BAD_SKEW_S = 1.0, 60.0
 _KILL_WAIT_S = 30
 _MARKS = {OK: "[green]ok[/]", WARN: "[yellow]warn[/]", FAIL: "[bold red]fail[/]"}
@@ -52,7 +52,8 @@ _MARKS = {OK: "[green]ok[/]", WARN: "[yellow]warn[/]", FAIL: "[bold red]fail[/]"
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check: its state (``ok``, ``warn`` or ``fail``), the facts, a remedy."""
+    """The result of one check: its state (``ok``, ``warn`` or ``fail``), what it found, and a
+    remedy."""
 
     check: str
     state: str
@@ -136,8 +137,8 @@ def _software(probe: Probe) -> Iterator[Finding]:
     if probe.torchrl_trees is None:
         yield Finding("TorchRL's trees", OK, "they load")
         return
-    # Not a warning, because this package does not need TorchRL's trees. The check is here because
-    # many users ask about them.
+    # This finding is not a warning, because this package does not need TorchRL's trees. The check
+    # exists because many users ask about these trees.
     yield Finding(
         "TorchRL's trees", OK,
         f"not loaded; only TorchRL's own prioritized sampler needs them ({probe.torchrl_trees})",
@@ -166,7 +167,8 @@ def _memory(probe: Probe) -> Iterator[Finding]:
     elif folder.total_bytes <= _CONTAINERS_SHM:
         state, found = WARN, f"{found}, the default size in containers"
     cure = (
-        "use torchrl-dist clean --remove, docker run --shm-size=8g or --ipc=host, or a larger mount"
+        "free space with torchrl-dist clean --remove, start the container with docker run "
+        "--shm-size=8g or --ipc=host, or use a larger mount"
     )
     yield _judge("space", state, found, cure)
     limit, planned = probe.memory_limit, probe.planned_bytes
@@ -179,7 +181,7 @@ def _memory(probe: Probe) -> Iterator[Finding]:
     for check, error, well, danger in (
         ("fallocate", folder.fallocate_error, "space can be reserved",
          "a process that writes rows without reserved space may be killed"),
-        ("locks", folder.lock_error, "other processes see them",
+        ("locks", folder.lock_error, "other processes see a lock",
          "processes would overwrite each other's rows"),
     ):  # fmt: skip
         cure = f"choose another --folder: {danger}"
@@ -197,12 +199,14 @@ def _limits(probe: Probe) -> Iterator[Finding]:
         "open files", OK if files is None or files >= many else FAIL if files < few else WARN,
         "no limit" if files is None
         else f"at most {files}; rank 0 of {probe.world_size} processes needs up to {needed}",
-        f"ulimit -n {many}, or sbatch --propagate=NONE, which uses the node's limit",
+        f"raise the limit with ulimit -n {many}, or with sbatch --propagate=NONE, which uses the "
+        "node's limit",
     )  # fmt: skip
     threads = probe.user_processes
     low = threads is not None and threads < _FEW_PROCESSES and probe.uid != 0
     found = "no limit" if threads is None else f"at most {threads}, including threads"
-    yield _judge("processes", WARN if low else OK, found, f"ulimit -u {4 * _FEW_PROCESSES}")
+    cure = f"raise the limit with ulimit -u {4 * _FEW_PROCESSES}"
+    yield _judge("processes", WARN if low else OK, found, cure)
 
 
 def _cpus(probe: Probe) -> Finding:
@@ -210,7 +214,7 @@ def _cpus(probe: Probe) -> Finding:
     found = f"{probe.usable_cores} of {probe.cores} cores usable"
     if probe.cpu_quota is not None and probe.cpu_quota < cores:
         cores = probe.cpu_quota
-        found += f", the cgroup allows time for {cores:g}"
+        found += f", the cgroup allows the CPU time of {cores:g}"
     # torchrun sets OMP_NUM_THREADS to 1, and this package does the same in processes that it
     # starts. Under srun, torch starts a thread per core.
     threads = probe.omp_threads or (probe.usable_cores if probe.launcher == "slurm" else 1)
@@ -231,7 +235,7 @@ def _network(probe: Probe) -> Iterator[Finding]:
     elif probe.lone is not None:
         state = FAIL
         found = f"a task of {probe.lone}, but not a rank, so each task would be a separate job"
-        cure = "start it with srun python ...; pass SLURM's variables into a container"
+        cure = "start tasks with srun python ...; pass SLURM's variables into a container"
     yield Finding("launcher", state, found, cure)
     there, wanted = ", ".join(probe.interfaces), probe.wanted_interfaces
     absent = [name for name, value in wanted.items() if not _exists(value, probe.interfaces)]
@@ -240,7 +244,7 @@ def _network(probe: Probe) -> Iterator[Finding]:
         state, found = FAIL, f"{named}, but this machine has {there}"
     else:
         state, found = OK, named or f"no variable names an interface; available: {there}"
-    yield _judge("interfaces", state, found, "name an interface of this machine")
+    yield _judge("interfaces", state, found, "set these variables to an interface of this machine")
     # A session asks the kernel which address leads to other nodes. Only gloo uses the host name.
     state, found = OK, f"{probe.host} is {probe.address}"
     if probe.address is None:
@@ -256,17 +260,18 @@ def _network(probe: Probe) -> Iterator[Finding]:
         state, found, cure = OK, f"{name} is {address}", ""
         if address is None:
             state, found = FAIL, f"{name} has no address"
-            cure = "set a name that all nodes can resolve"
+            cure = "set MASTER_ADDR to a name that all nodes can resolve"
         elif probe.several_nodes and ipaddress.ip_address(address).is_loopback:
-            state, found, cure = WARN, f"{found} on this machine", "set the first node's address"
+            state, found = WARN, f"{found} on this machine"
+            cure = "set MASTER_ADDR to the first node's address"
         yield Finding("MASTER_ADDR", state, found, cure)
 
 
 def _exists(wanted: str, interfaces: Sequence[str]) -> bool:
     """Whether an interface matches ``wanted``, in NCCL's notation.
 
-    ``wanted`` is a list of prefixes. A leading ``=`` makes it a list of exact names. A leading
-    ``^`` excludes the listed interfaces; such a list always counts as matched.
+    ``wanted`` is a list of prefixes. If the list begins with ``=``, its entries are exact names. If
+    the list begins with ``^``, its entries are excluded, and the list always counts as matched.
     """
     if wanted.startswith("^"):
         return True
@@ -310,7 +315,7 @@ def _gpus(probe: Probe) -> Finding:
         return Finding("cuda", OK, "torch is built for the CPU")
     return Finding(
         "cuda", OK, f"torch for CUDA {cuda.built} sees no GPU",
-        "for one: sbatch --gpus-per-node=1, docker run --gpus all, or unset CUDA_VISIBLE_DEVICES",
+        "for a GPU: sbatch --gpus-per-node=1, docker run --gpus all, or unset CUDA_VISIBLE_DEVICES",
     )  # fmt: skip
 
 
@@ -402,11 +407,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", metavar="DIR", default="/dev/shm", help=text)
     parser.add_argument(
         "--buffer-gib", type=at_least(0, float), default=0.0, metavar="GIB",
-        help="planned size of the buffer",
+        help="planned size of the buffer, in GiB",
     )  # fmt: skip
     parser.add_argument(
         "--processes", type=at_least(1), metavar="N",
-        help="planned processes on this machine (default: 4)",
+        help="planned number of processes on this machine (default: the launcher's, or 4)",
     )  # fmt: skip
     parser.add_argument(
         "--no-round-trips", action="store_true", help="start no process and measure no round trips"

@@ -81,7 +81,7 @@ class Probe:
     user_processes: int | None
     cores: int  # cores of the machine
     usable_cores: int  # cores on which this process may be scheduled
-    cpu_quota: float | None  # how many cores' worth of time the cgroup allows
+    cpu_quota: float | None  # CPU time that the cgroup allows, in cores
     memory_limit: int | None  # bytes that the cgroup allows
     omp_threads: int | None  # the value of OMP_NUM_THREADS
     processes: int  # processes expected on this machine
@@ -219,7 +219,8 @@ def _lock_error(fd: int, name: str) -> str | None:
 
 
 def cpu_quota(own: Path, root: Path) -> float | None:
-    """Return how many cores' worth of time the cgroup (version 1 or 2) allows this process."""
+    """Return the CPU time that the cgroup (version 1 or 2) allows this process, in cores. None
+    means no limit."""
     quotas = []
     for group in _groups(own, root, "cpu"):
         with contextlib.suppress(OSError, ValueError):
@@ -234,7 +235,7 @@ def cpu_quota(own: Path, root: Path) -> float | None:
 
 def memory_limit(own: Path, root: Path) -> int | None:
     """Return how many bytes the cgroup allows this process. Files in /dev/shm count towards this
-    limit."""
+    limit. None means no limit."""
     limits = []
     for group in _groups(own, root, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):

@@ -1,7 +1,7 @@
 """``torchrl-dist slurm -- COMMAND``: a batch script that starts the command's ranks under Slurm.
 
 The script does everything that a job needs and that Slurm does not do by itself. Comments in the
-script explain each part. ``script`` is pure. A single ``srun`` starts all ranks, so that
+script explain each part. ``script`` is a pure function. A single ``srun`` starts all ranks, so that
 ``session`` sees one job even if a heterogeneous job has two components.
 """
 
@@ -66,7 +66,7 @@ class Component:
 
 @dataclass(frozen=True)
 class Job:
-    """What to start, and where.
+    """What the job starts, and where.
 
     Attributes:
         command: the command of each rank. ``train ...`` stands for ``torchrl-dist train ...``.
@@ -83,7 +83,7 @@ class Job:
         torchrun: ranks per node that torchrun starts. With None, srun starts the ranks.
         python: the interpreter for ``torchrl-dist train``.
         setup: lines of shell that run first.
-        sbatch: further options of sbatch.
+        sbatch: more options of sbatch.
     """
 
     command: tuple[str, ...]
@@ -274,7 +274,7 @@ def _environment(job: Job) -> list[str]:
     if _own_replay_dir(job):
         cleaner = shlex.join([*job.container, job.python, "-m", "torchrl_dist"])
         lines += [
-            "# The buffer is in memory. A buffer cannot be on the network, where home folders are.",
+            "# The buffer is in memory, because no buffer can be in a home folder on the network.",
             "# The memory is freed at the end, because the next start may be on another node.",
             'replay=$(mktemp -d "/dev/shm/torchrl_dist-$SLURM_JOB_ID-XXXXXX")',
             "# shellcheck disable=SC2317",
@@ -444,7 +444,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "These options make a heterogeneous job with the learner in the first component.",
     )
     job = parser.add_argument_group("job")
-    tasks = "ranks on each node (default: 1; for a recipe on one node, its processes)"
+    tasks = "ranks on each node (default: 1, or all processes of a recipe if there is one node)"
     time = "time limit in Slurm's notation: minutes, 08:00:00, 2-12 (default: 04:00:00)"
     requeues = "how often the job is queued again after the time limit or a preemption (default: 3)"
     signal_s = "how many seconds before the time limit the job is stopped (default: 120)"
@@ -483,7 +483,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         (
             "--sbatch",
             "OPTION",
-            "further option of sbatch, such as --sbatch=--qos=low; may be repeated",
+            "another option of sbatch, such as --sbatch=--qos=low; may be repeated",
         ),
     ):
         job.add_argument(option, action="append", default=[], metavar=metavar, help=text)

@@ -170,7 +170,8 @@ def find(name: str | None) -> Target:
     """Find a job by a run's folder, a replay directory or a job's id. With None, find the only job.
 
     Raises:
-        ConfigurationError: there is no such job, or there are several, which the error names.
+        ConfigurationError: no job matches ``name``, or ``name`` is None and several jobs run. The
+            error names the jobs.
     """
     jobs = pulses()
     if name is None:
@@ -194,7 +195,7 @@ def find(name: str | None) -> Target:
         return _target(job_id, None, {}, place)
     raise ConfigurationError(
         f"{name} is neither the folder of a run or a buffer, nor a job that collects on this "
-        "machine" + (f"; there are {', '.join(c['job_id'] for c in jobs.values())}" if jobs else "")
+        "machine" + (f", which are {', '.join(c['job_id'] for c in jobs.values())}" if jobs else "")
     )
 
 

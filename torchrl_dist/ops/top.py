@@ -82,7 +82,7 @@ def _headline(now: Snapshot, per: Rates | None) -> str:
     text = f"job {now.job_id}"
     if not figures:
         slurm = "" if now.slurm is None else f"; Slurm says {now.slurm}"
-        return f"{text}: no learner of a session of this job runs on this machine{slurm}"
+        return f"{text}: this job has no learner on this machine{slurm}"
     text += f" on {now.host}, {_duration(now.unix_time_s - figures['started_unix_s'])}"
     frames, of_run = figures["frames"], now.run_frames or 0
     # The run's files may be newer, and they may count the frames of other learners, too.

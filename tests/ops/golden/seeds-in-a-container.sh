@@ -17,7 +17,7 @@ MASTER_ADDR=${nodes%%$'\n'*}
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000))
 export MASTER_ADDR MASTER_PORT PYTHONFAULTHANDLER=1 PYTHONUNBUFFERED=1
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# The buffer is in memory. A buffer cannot be on the network, where home folders are.
+# The buffer is in memory, because no buffer can be in a home folder on the network.
 # The memory is freed at the end, because the next start may be on another node.
 replay=$(mktemp -d "/dev/shm/torchrl_dist-$SLURM_JOB_ID-XXXXXX")
 # shellcheck disable=SC2317
