@@ -246,7 +246,7 @@ def test_nodes_share_a_network() -> None:
 
 def test_impossible_layouts_are_refused() -> None:
     for layout in (Layout(nodes=0), Layout(envs=0), Layout(steps=0), Layout(processes=-1)):
-        with pytest.raises(ConfigurationError, match="at least 1"):
+        with pytest.raises(ConfigurationError, match="at least one node"):
             predict(COSTS, layout, 2)
     with pytest.raises(ConfigurationError, match="one process"):
         decide(rank(COSTS, [Layout(processes=1)], 2))

@@ -1,4 +1,4 @@
-"""``python -m torchrl_dist`` is ``torchrl-dist``."""
+"""``python -m torchrl_dist`` runs the command ``torchrl-dist``."""
 
 from __future__ import annotations
 

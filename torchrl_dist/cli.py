@@ -2,7 +2,7 @@
 
 A command imports heavy packages only when it runs, so that ``--help`` and errors about arguments
 appear without delay. A command prints its result as one JSON object in the last line of stdout;
-``train`` prints a summary instead if stdout is a terminal. Everything else goes to stderr.
+``train`` prints a summary instead if stdout is a terminal. All other output goes to stderr.
 
 Exit codes:
 
@@ -81,11 +81,11 @@ def console() -> NoReturn:
             sys.excepthook(*sys.exc_info())
     finally:
         _end_in_time(code)
-    # Wait for threads and run exit functions as Python does, but do not let Python finalize itself:
-    # a daemon thread that still computes in torch, such as an evaluation that a stop signal cut
-    # short, or RPC's exit function would sometimes abort this process ("terminate called without
-    # an active exception").
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it would only skip a part of the clean-up
+    # Wait for threads and run exit functions as Python does, but skip the rest of Python's
+    # shutdown, because it would sometimes abort this process ("terminate called without an active
+    # exception"). The abort comes from RPC's exit function, or from a daemon thread that still
+    # computes in torch, such as an evaluation that a stop signal cut short.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C would only end an exit function early
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     _leave(code)
@@ -209,10 +209,10 @@ def _code_of(error: BaseException, *, training: bool) -> int:
 
 
 def _interrupt_behind(error: BaseException | None) -> KeyboardInterrupt | Stopped | None:
-    """Return the second stop signal that led to ``error``.
+    """Return the exception of the second stop signal that led to ``error``, or None.
 
-    It is not always ``error`` itself. It may interrupt any line, so the clean-up of a half-done
-    step may raise another error.
+    The signal may interrupt any line, and the clean-up of a half-done step may then raise another
+    error. Therefore ``error`` need not be the exception of the signal.
     """
     while error is not None and not isinstance(error, (KeyboardInterrupt, Stopped)):
         error = error.__context__
@@ -222,11 +222,11 @@ def _interrupt_behind(error: BaseException | None) -> KeyboardInterrupt | Stoppe
 def _without_space(error: OSError, *, training: bool) -> str:
     """Return a message about a file that was not written because its disk is full."""
     path = Path(error.filename).absolute()
-    # the folder of a run that failed before its first checkpoint was removed
+    # If a run failed before its first checkpoint, its folder has been removed.
     folder = next(each for each in path.parents if each.exists())
     text = (
         f"{path} could not be written: {error.strerror}, with {shutil.disk_usage(folder).free:,} "
-        f"bytes free in {folder}; free more of it, "
+        f"bytes free in {folder}; free more space, "
     )
     if training and any((each / "checkpoint.pt").exists() for each in (path, path.parent)):
         return text + "and continue with --resume from the last checkpoint, which is intact"
@@ -237,8 +237,8 @@ class _Parser(argparse.ArgumentParser):
     """A parser that reports a wrong argument in one line.
 
     A configuration file names options with underscores, so the parser also accepts
-    ``--total_frames`` for ``--total-frames``. It accepts no abbreviations, because ``--frames``
-    would then mean ``--frames-per-batch``.
+    ``--total_frames`` for ``--total-frames``. The parser accepts no abbreviations, because
+    ``--frames`` would then mean ``--frames-per-batch``.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -281,7 +281,7 @@ def _say(text: str) -> None:
     """Print a line to stderr, with this process's rank if a launcher gave it one."""
     rank = os.environ.get("RANK")
     for name in _RANKS:
-        # "0" does not count, because a batch script has it, too, although it is not a rank
+        # Ignore "0", because a batch script has this value, too, although the script is not a rank.
         if not rank and os.environ.get(name, "0") != "0":
             rank = os.environ[name]
     kind, _, rest = text.partition(": ")
@@ -593,7 +593,7 @@ def _summary(result: dict[str, Any], config: Any, launched: int | None) -> str:
     mean, stopped = result["mean_return"], result["stopped_by"]
     folder = shlex.quote(_short(config.output_path))
     again = _resumption(config, launched)
-    if stopped is None:  # this run has all its frames
+    if stopped is None:  # the run is complete
         again += f" --total-frames {2 * result['frames']}"
     end = "" if stopped is None else f", stopped by {stopped}"
     learned = "no evaluation yet"
@@ -649,7 +649,7 @@ def _add_play(commands: argparse._SubParsersAction) -> None:
         description="Run episodes with a checkpoint's policy, greedily, in this process only.",
     )
     play.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint.pt, or its folder")
-    text = "(default: 20)"
+    text = "number of episodes (default: 20)"
     play.add_argument("--episodes", type=at_least(1), default=20, metavar="N", help=text)
     play.add_argument("--seed", type=int, default=0, help="seed of the environment (default: 0)")
     play.add_argument("--render", action="store_true", help="show the episodes in a window")
@@ -678,8 +678,8 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
         "export",
         help="write a trained policy as a file for torch.export or ONNX",
         description="Write a checkpoint's greedy policy as one file, which maps a batch of "
-        "observations to actions without this package. The file is written only if it gives the "
-        "policy's actions for 100 random observations.",
+        "observations to actions without this package. The file is written only if it returns the "
+        "same actions as the policy for 100 random observations.",
     )
     export.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint.pt, or its folder")
     export.add_argument(
@@ -814,7 +814,7 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
             law,
             "how often a buffer spread over workers draws each row, compared with a single buffer",
         ),
-        (ddp, "from which batch size and network size on several learner ranks pay off"),
+        (ddp, "for which batch sizes and network sizes several learner ranks pay off"),
         (learner, "how fast the recipes' gradient steps are, compared with plain PyTorch"),
         (checkpoint, "how long a checkpoint of a replay buffer takes, compared with a plain copy"),
         (plan, "the planner's predictions compared with measurements"),

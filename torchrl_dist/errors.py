@@ -6,7 +6,7 @@
     |   +-- RateLimitError                a sample or a write waited for a buffer's rate limiter
     +-- PeerLostError (ConnectionError)   another process of the job is gone
     +-- RemoteError                       a call raised in another process; has the traceback
-    +-- DirectoryError                    a replay directory cannot be used as asked
+    +-- DirectoryError                    a replay directory cannot be used as requested
     +-- CheckpointError                   a checkpoint is missing, damaged or not from this package
     +-- DriftError                        tensors that must be equal on all ranks differ
 

@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 
-# Environment variables for imports before a fork. Without the first four, the libraries start
-# threads when they are imported, and torch asks CUDA's runtime whether CUDA is available, which
-# makes CUDA unusable in forked children. The last variable silences TensorPipe's warnings about a
-# lost peer, which would otherwise come from every child.
+# Environment variables for imports before a fork. Without the first four variables, the libraries
+# start threads when they are imported, and torch asks CUDA's runtime whether CUDA is available,
+# which makes CUDA unusable in forked children. The last variable silences TensorPipe's warnings
+# about a lost peer, which would otherwise come from every child.
 TO_BE_FORKED = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -36,8 +36,9 @@ def now_and_in_children(owner: _T, renew: Callable[[_T], None]) -> None:
 
     Args:
         owner: only a weak reference to the owner is kept.
-        renew: a function of the class or module, not bound to the owner. It makes new locks and
-            repairs state that another thread may have left half changed. Must not block.
+        renew: a function of the class or module, not bound to the owner. The function makes new
+            locks and repairs state that another thread may have left half changed. The function
+            must not block.
     """
     key = (id(owner), renew)
     _renewals[key] = weakref.ref(owner, lambda _: _renewals.pop(key, None))
@@ -77,8 +78,8 @@ def imports_to_be_forked() -> Iterator[None]:
     """Within this context, set the variables of ``TO_BE_FORKED`` and hide the GPUs. Import the
     libraries within this context.
 
-    The GPUs are hidden because TorchRL counts them when it is imported, and NVIDIA's libraries then
-    start a thread."""
+    The GPUs are hidden because TorchRL counts the GPUs when it is imported, and NVIDIA's libraries
+    then start a thread."""
     variables = {**TO_BE_FORKED, "CUDA_VISIBLE_DEVICES": ""}
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)

@@ -88,7 +88,7 @@ def make_folder(path: str | os.PathLike[str]) -> bool:
 
     Raises:
         NotOurs: the folder or a parent of it exists, and another user could change the contents.
-        OSError: it cannot be made.
+        OSError: the folder cannot be made.
     """
     folder = resolved(path)
     _check_above(folder)
@@ -110,8 +110,8 @@ def check_folder(path: str | os.PathLike[str]) -> None:
     """Check an existing folder as :func:`make_folder` does.
 
     Raises:
-        NotOurs: another user could change its contents.
-        OSError: it does not exist.
+        NotOurs: another user could change the folder's contents.
+        OSError: the folder does not exist.
     """
     folder = resolved(path)
     _check_above(folder)
@@ -205,7 +205,10 @@ def _is_trusted(status: os.stat_result) -> bool:
     try:
         number = int(name) if name.isdigit() else grp.getgrnam(name).gr_gid
     except KeyError:
-        raise NotOurs(f"{GROUP}={name}:", "there is no such group") from None
+        raise NotOurs(
+            f"{GROUP}={name}:",
+            "there is no such group; expected the name or number of a Unix group",
+        ) from None
     return status.st_gid == number
 
 
@@ -238,7 +241,7 @@ def user_folder() -> Path:
     If another user has taken the usual name, the folder gets a random name.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be made.
     """
     found = user_folders()
     if found:
@@ -383,8 +386,9 @@ def atomic_write(
     killed writer.
 
     Args:
-        path: in a folder of this user. A link there is replaced, not followed.
-        write: called with the file, open for bytes.
+        path: the file to replace, in a folder of this user. If ``path`` is a link, the new file
+            replaces the link, not its target.
+        write: a function that is called with the new file, open for bytes.
         meanwhile: the new file's path until the file is complete. The default is ``.NAME.tmp`` next
             to ``path``.
         sync: whether the bytes must be on disk before the new file replaces ``path``.
@@ -401,14 +405,14 @@ def atomic_write(
         os.replace(meanwhile, path)
     except BaseException as error:
         if isinstance(error, OSError):
-            name_file(error, path)  # write() and fsync() name none
+            name_file(error, path)  # errors of write() and fsync() name no file
         with contextlib.suppress(OSError):
             meanwhile.unlink(missing_ok=True)
         raise
 
 
 def name_file(error: OSError, path: Path) -> None:
-    """Name the file in an error of the operating system that names none."""
+    """Add ``path`` to an error of the operating system that names no file."""
     if error.errno is not None and error.filename is None:
         error.filename = str(path)
 

@@ -21,8 +21,8 @@ Without a lag, the learner's seconds are added to each round.
 
 **Waiting for the slowest.** A round ends with the slowest of W rollouts. The time of a rollout is a
 sum of K step times. In the model, this time is lognormal with spread s / sqrt(K), where s is the
-relative spread of one step (Fenton, IRE Trans. 8(1), 1960). If F is its distribution function, the
-mean of the longest time is E[max] = integral of F^-1(u^(1/W)) over 0 < u < 1.
+relative spread of one step (Fenton, IRE Trans. 8(1), 1960). If F is the distribution function of
+this time, the mean of the longest time is E[max] = integral of F^-1(u^(1/W)) over 0 < u < 1.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ import numpy as np
 from torchrl_dist.errors import ConfigurationError
 
 MIN_GAIN = 1.1
-"""The least gain that justifies more processes or nodes. More processes must be started and
-watched, and may fail, and the predictions are only precise to 10 %."""
+"""The smallest gain that justifies more processes or nodes. A smaller gain does not, because more
+processes must be started and watched and may fail, and because predictions are precise only to
+10 %."""
 
-# points of the integral in `slowest`; 4096 points change the result by less than 0.1 %
+# number of points of the integral in `slowest`; 4096 points change the result by less than 0.1 %
 _POINTS = 1024
 
 
@@ -57,19 +58,20 @@ class Costs:
             step of that many envs in one process, including policy, rollout loop and resets.
         idle_s: idle time in one env's step, if a process steps its envs one after the other. For a
             vectorized env, the idle time of a step of all its envs, divided by their number.
-        spread: standard deviation of one env's step time over its mean.
+        spread: standard deviation of one env's step time, divided by the mean.
         frame_bytes: bytes of one frame in a message.
-        message_worker_s, message_learner_s: CPU per message, independent of its size.
-        byte_worker_s, byte_learner_s: additional CPU per byte.
-        process_s: additional CPU of the whole node for each message of a node worker, per env
+        message_worker_s, message_learner_s: CPU time per message, independent of its size.
+        byte_worker_s, byte_learner_s: additional CPU time per byte.
+        process_s: additional CPU time of the whole node for each message of a node worker, per env
             process of this worker.
         latency_s: time from the end of a rollout on the worker until the learner has the batch,
             plus the time from the learner back to the worker.
-        broadcast_s: the learner's CPU for sending new weights, per worker.
-        request_s: the learner's CPU per inference request of an env process, policy included.
+        broadcast_s: the learner's CPU time to send new weights, per worker.
+        request_s: the learner's CPU time per inference request of an env process, including the
+            policy.
         request_latency_s: time from a request of an env process until it has its actions, if there
             are no other requests.
-        update_s: CPU of one update of the learner.
+        update_s: CPU time of one update of the learner.
         updates_per_frame: updates of the learner for each frame.
         startup_s: time until the processes of a job have started.
         bytes_per_s: bandwidth of the network between nodes.
@@ -105,7 +107,7 @@ class Costs:
 
     @property
     def learn_s(self) -> float:
-        """The learner's CPU per frame for its updates."""
+        """The learner's CPU time for updates, per frame."""
         return self.update_s * self.updates_per_frame
 
 
@@ -229,7 +231,10 @@ def predict(costs: Costs, layout: Layout, cores: int) -> Prediction:
         ConfigurationError: a count of the layout is below 1.
     """
     if min(layout.nodes, layout.envs, layout.steps, cores) < 1 or layout.processes < 0:
-        raise ConfigurationError(f"{layout} on {cores} cores: expected counts of at least 1")
+        raise ConfigurationError(
+            f"got {layout} on {cores} cores; expected at least one node, env, step and core, and "
+            "0 or more processes"
+        )
     if layout.alone:
         return _alone(costs, layout)
     parts = _Parts(costs, layout, cores)
@@ -266,7 +271,7 @@ class _Parts:
         if layout.groups:
             self._message_s += costs.request_s / in_step
             wait_s = costs.request_latency_s
-            if layout.groups > 1:  # the process steps its other groups while one waits
+            if layout.groups > 1:  # the process steps its other groups while one group waits
                 wait_s = max(0.0, wait_s - (layout.groups - 1) * self._alone_s) / layout.groups
             self._idle_s += wait_s
 

@@ -76,7 +76,7 @@ def giving_up(threads: Iterable[threading.Thread]) -> Iterator[None]:
 
 
 def gives_up() -> bool:
-    """Whether this thread must end its wait. A thread that waits calls this repeatedly."""
+    """Whether this thread must end its wait. A thread that waits calls this function repeatedly."""
     if _thread.wanted is not None and _thread.wanted():
         return True
     return threading.get_ident() in _told

@@ -30,7 +30,7 @@ def is_plain(value: Any) -> bool:
         and value.dtype in NAMES
         and value.is_cpu
         and not (value.is_nested or value.is_conj() or value.is_neg())
-        and (value.data_ptr() != 0 or not value.numel())  # derivatives of 0 may have no memory
+        and (value.data_ptr() != 0 or not value.numel())  # autograd's zeros may have no memory
     )
 
 

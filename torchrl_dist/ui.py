@@ -17,7 +17,7 @@ def table(
     left: Collection[str] = (),
     folded: Collection[str] = (),
 ) -> Any:
-    """Return a table of ``rich``. Without a title it has no box.
+    """Return a table of ``rich``. Without a title, the table has no box.
 
     Columns in ``left`` or ``folded`` are aligned to the left. All other columns contain figures.
     Figures are aligned to the right, and their lines are not broken.

@@ -46,7 +46,8 @@ class PackedWeights:
         version: the caller's number of this update, which increases by one with each update.
         entries: name, dtype, shape and position of each tensor, in the module's order.
         data: uint8 ``[size_bytes]``.
-        aliases: pairs of an additional name of a tied tensor and the name of the tensor's entry.
+        aliases: for each additional name of a tied tensor, a pair of this name and the name of the
+            tensor's entry.
     """
 
     version: int
@@ -125,7 +126,7 @@ def _flat(weights: Mapping[Any, Any], prefix: str = "") -> dict[str, Tensor]:
 
 
 def pack(source: nn.Module | TensorDictBase | Mapping[str, Any], version: int = 0) -> PackedWeights:
-    """Copy the tensors of ``source`` into one new buffer. Blocks until they are on the CPU.
+    """Copy the tensors of ``source`` into one new buffer. Blocks until the tensors are on the CPU.
 
     The result shares no memory with the source, which may be trained further.
 
@@ -264,7 +265,7 @@ def completed(
     if before is None or part.entries == before.entries:
         return part
     if module is not None:
-        # the weights may fit only the workers' modules
+        # The weights may fit the workers' modules but not the learner's module.
         with contextlib.suppress(ConfigurationError):
             there = every_name(find_target(part, module))
             names = {id(tensor): name for name, tensor in named_tensors(module).items()}
@@ -284,7 +285,7 @@ def completed(
 
 @torch.no_grad()
 def unpack(packed: PackedWeights, module: nn.Module) -> None:
-    """Copy the packed tensors in place into ``module``, or into the part of it that they fit.
+    """Copy the packed tensors in place into ``module``, or into the submodule that they fit.
 
     Raises:
         ConfigurationError: as :func:`find_target`; in this case, nothing is changed.

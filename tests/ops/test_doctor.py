@@ -200,7 +200,7 @@ def leave(path: Path) -> None:
         (on_nfs, "file system", FAIL, "nfs4"),
         (few_files, "open files", FAIL, "200"),
         (no_kernel, "kernel", WARN, "NumPy"),
-        (one_core_by_cgroup, "cpus", WARN, "time for 0.5"),
+        (one_core_by_cgroup, "cpus", WARN, "CPU time of 0.5"),
         (srun_without_cpus_per_task, "cpus", WARN, "1 of"),
         (told(env={"OMP_NUM_THREADS": "64"}), "cpus", WARN, "64 threads"),
         (

@@ -247,7 +247,7 @@ def test_a_job_is_found_by_run_buffer_id_or_as_the_only_one(own: Path, tmp_path:
         target = find(name)
         assert (target.job_id, target.pulse) == ("77.0", path)
         assert target.buffers == (run / "replay",), name
-    with pytest.raises(ConfigurationError, match="7 is neither .*; there are 77.0"):
+    with pytest.raises(ConfigurationError, match="7 is neither .*; jobs that do: 77.0"):
         find("7")
     write_pulse(tmp_path, "78.0", 1)
     with pytest.raises(ConfigurationError, match=r"several jobs .* 77.0 .*78.0"):

@@ -195,7 +195,8 @@ def find(name: str | None) -> Target:
         return _target(job_id, None, {}, place)
     raise ConfigurationError(
         f"{name} is neither the folder of a run or a buffer, nor a job that collects on this "
-        "machine" + (f", which are {', '.join(c['job_id'] for c in jobs.values())}" if jobs else "")
+        "machine"
+        + (f"; jobs that do: {', '.join(c['job_id'] for c in jobs.values())}" if jobs else "")
     )
 
 
