@@ -153,7 +153,7 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-_is_fresh = False  # whether this process has run nothing before the command
+_is_fresh = False  # whether the command is the first thing that this process runs
 
 
 def _tell_batch_script(code: int) -> None:

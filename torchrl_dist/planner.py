@@ -4,10 +4,10 @@ This module only computes; ``torchrl_dist.plan`` measures and starts processes. 
 are seconds of one core; all other durations are seconds of wall-clock time. The model has three
 parts:
 
-**Processes that share cores.** A process steps its environments, which takes CPU time D and idle
-time Z (asleep, on a GPU, in another process), and repeats. P such processes on C cores are an
-instance of the machine-repair model. If cores are shared as Linux shares them (processor sharing),
-the throughput X depends only on the means D and Z::
+**Processes that share cores.** A process steps its environments repeatedly. A step takes CPU time D
+and idle time Z, in which the process sleeps or waits for a GPU or for another process. P such
+processes on C cores are an instance of the machine-repair model. If cores are shared as Linux
+shares them (processor sharing), the throughput X depends only on the means D and Z::
 
     p(n) ~ P! / (P - n)! (D / Z)^n / prod_{i <= n} min(i, C),     X = sum_n p(n) min(n, C) / D
 
@@ -15,9 +15,9 @@ the throughput X depends only on the means D and Z::
 and Z: Baskett, Chandy, Muntz and Palacios, J. ACM 22(2), 1975.)
 
 **A learner that takes one message after the other.** The learner spends m seconds on a message, b
-seconds on a byte, and u seconds on learning from a frame. So X is at most 1 / (m / F + b * B + u)
-if a message has F frames of B bytes. With a policy lag, the workers step while the learner works.
-Without a lag, the learner's seconds are added to each round.
+seconds on a byte, and u seconds on learning from a frame. The learner therefore takes at most 1 /
+(m / F + b * B + u) frames/s if a message has F frames of B bytes each. With a policy lag, the
+workers step while the learner works. Without a lag, the learner's seconds are added to each round.
 
 **Waiting for the slowest.** A round ends with the slowest of W rollouts. The time of a rollout is a
 sum of K step times. In the model, this time is lognormal with spread s / sqrt(K), where s is the
@@ -116,17 +116,17 @@ class Layout:
     """The processes and envs of a job.
 
     Attributes:
-        nodes: nodes with collectors. The learner is on the first node.
-        processes: env processes per node. With 0, there is a single process, in which the learner
-            steps the envs.
-        envs: envs per env process, or per group of an env process if there are groups.
-        steps: steps of each env in a message.
+        nodes: number of nodes with collectors. The learner is on the first node.
+        processes: number of env processes per node. With 0, there is a single process, in which the
+            learner steps the envs.
+        envs: number of envs per env process, or per group of an env process if there are groups.
+        steps: number of steps of each env in a message.
         node_workers: whether a node sends one message for all of its processes.
         lag: the maximum policy lag. With 0, workers do not step while the learner learns.
         wait_all: whether a batch has a rollout of every worker. If not, a batch has rollouts only
             of the workers that deliver first.
-        groups: if the policy runs at the learner, groups of envs per env process. With 0, workers
-            run their own policy.
+        groups: number of groups of envs per env process, if the learner computes all actions. With
+            0, each worker computes the actions of its own envs.
     """
 
     nodes: int = 1

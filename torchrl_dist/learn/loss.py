@@ -67,7 +67,7 @@ class DistributedLoss(_Loss):
       state the weight of this rank: ``loss.set_rows(len(batch))``.
     - Terms that do not come from the loss, such as a penalty on parameters, have the same weight on
       each rank. Call ``backward()`` only on sums of losses, with or without coefficients. Any other
-      function of losses, such as a square, gives the ranks wrong weights without an error.
+      function of losses, such as a square, raises no error but gives the ranks wrong weights.
     - ``loss.ranks`` has methods for decisions on which ranks must agree, and for work that only one
       rank should do.
     - ``with DistributedLoss(...) as loss:`` closes the loss at the end of the block. An exception

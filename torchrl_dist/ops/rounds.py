@@ -1,4 +1,4 @@
-"""Measure how fast the ranks of a job reach each other, and how far their clocks differ."""
+"""Measure how soon the ranks of a job answer each other, and by how much their clocks differ."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ from ..recipes.training.options import given_options, read_options
 from ..ui import at_least
 
 STOPPED_BY_USR1, STOPPED_BY_TERM = 138, 143
-"""Exit codes of ``torchrl-dist train`` if one of these signals stopped it and its checkpoint is
-written."""
+"""Exit codes of ``torchrl-dist train`` if SIGUSR1 or SIGTERM stopped the command and the command
+wrote its checkpoint."""
 
 _SBATCH_S = 60.0
 _MOST_SIGNAL_S = 65535  # the limit of sbatch --signal

@@ -89,7 +89,8 @@ class Snapshot:
         run_frames: frames of the whole run at the last point in these files, including frames
             before a restart.
         resumed_at: frames of the run when this job resumed it; None if the job began the run.
-        slurm: Slurm's state of the job, such as "PENDING (Resources)", if its learner is not here.
+        slurm: Slurm's state of the job, such as "PENDING (Resources)", if its learner is not on
+            this machine.
     """
 
     unix_time_s: float

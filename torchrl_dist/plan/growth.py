@@ -40,7 +40,7 @@ def costs_of(plan: dict[str, Any]) -> Costs:
     """Return the costs that ``torchrl-dist plan --json`` measured.
 
     Raises:
-        ConfigurationError: ``plan`` is not an object of that command.
+        ConfigurationError: ``plan`` is not the output of that command.
     """
     try:
         measured, settings = plan["measured"], plan["settings"]

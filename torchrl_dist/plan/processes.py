@@ -29,7 +29,9 @@ from .command import NEARLY, shown_time, updates_of
 # Seconds for each of three measurements: steps of training, steps of evaluations, updates.
 _MEASURE_S = 0.3
 _SLOW_S = 1e-3
-_FEW_ROWS = 16  # rows of an update with images, because many rows would take a second
+# Number of rows in a measured update with images, because an update with all rows would take a
+# second.
+_FEW_ROWS = 16
 _WAIT_S = 15.0  # for the child's answer, because some environments take seconds for a reset
 _PER_CORE = 4  # more processes per core are not considered, even if they mostly sleep
 # CPU time of a rollout loop per step, in addition to the CPU time of policy and environment.
