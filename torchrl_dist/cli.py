@@ -187,7 +187,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _code_of(error: BaseException, *, training: bool) -> int:
-    """Say how the command failed, and return its exit code. Raise an error of an unknown kind."""
+    """Print how the command failed, and return its exit code. Raise an error of an unknown kind."""
     interrupt = _interrupt_behind(error)
     if isinstance(interrupt, SystemExit):
         return interrupt.code if isinstance(interrupt.code, int) else 1
@@ -429,7 +429,7 @@ def _train(options: argparse.Namespace) -> int:
             from .runtime import ForkServer, local_cluster, session
 
             server = None
-            if forks:  # forked before any user code runs
+            if forks:  # fork the server before any user code runs
                 server = stack.enter_context(ForkServer(fork=True))
         look_at(config.env, continuous=config.continuous)
         resume = claim(
@@ -481,7 +481,7 @@ def _train(options: argparse.Namespace) -> int:
             )
         job = stack.enter_context(opened)
         result = run(config, job, resume=resume)
-    # srun --unbuffered gives each task a terminal although its output goes to a file
+    # srun --unbuffered gives each task a terminal although the task's output goes to a file
     at_terminal = sys.stdout.isatty() and "SLURM_STEP_ID" not in os.environ
     if options.json or not at_terminal:
         if result["stopped_by"] is not None:
@@ -542,8 +542,8 @@ def _check_shape(saved: Any, here: Any, launched: int) -> None:
 
 @contextlib.contextmanager
 def _unsearched_imports() -> Iterator[None]:
-    """Turn off garbage collection during imports, because it would take a quarter of the time of
-    the imports, although imports leave no garbage."""
+    """Turn off garbage collection during imports, because collections would take a quarter of the
+    time although imports leave no garbage."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -711,7 +711,9 @@ def _add_inspect(commands: argparse._SubParsersAction) -> None:
     inspect.add_argument(
         "directory", metavar="DIR", help="a buffer's scratch_dir, or a checkpoint's folder"
     )
-    inspect.add_argument("--json", action="store_true", help="print one JSON object instead")
+    inspect.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of text"
+    )
     inspect.set_defaults(command=_inspect)
 
 
@@ -749,7 +751,7 @@ def _add_clean(commands: argparse._SubParsersAction) -> None:
         "temporary files, and this user's folder in each)",
     )
     clean.add_argument("--remove", action="store_true", help="remove directories of dead jobs")
-    clean.add_argument("--json", action="store_true", help="print one JSON object instead")
+    clean.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     clean.set_defaults(command=_clean)
 
 
@@ -832,7 +834,9 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
 def _add_ops(commands: argparse._SubParsersAction) -> None:
     from .ops import doctor, slurm, top
 
-    doctor.add_options(commands.add_parser("doctor", help="check this machine for a job"))
+    doctor.add_options(
+        commands.add_parser("doctor", help="check whether this machine is fit for a job")
+    )
     slurm.add_options(commands.add_parser("slurm", help="print a batch script that starts a job"))
     top.add_options(commands.add_parser("top", help="show which processes of a job work or wait"))
 

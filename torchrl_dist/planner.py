@@ -15,9 +15,9 @@ shares them (processor sharing), the throughput X depends only on the means D an
 and Z: Baskett, Chandy, Muntz and Palacios, J. ACM 22(2), 1975.)
 
 **A learner that takes one message after the other.** The learner spends m seconds on a message, b
-seconds on a byte, and u seconds on learning from a frame. The learner therefore takes at most 1 /
-(m / F + b * B + u) frames/s if a message has F frames of B bytes each. With a policy lag, the
-workers step while the learner works. Without a lag, the learner's seconds are added to each round.
+seconds on a byte, and u seconds on learning from a frame. If a message has F frames of B bytes
+each, the learner takes at most 1 / (m / F + b * B + u) frames/s. With a policy lag, the workers
+step while the learner works. Without a lag, the learner's seconds are added to each round.
 
 **Waiting for the slowest.** A round ends with the slowest of W rollouts. The time of a rollout is a
 sum of K step times. In the model, this time is lognormal with spread s / sqrt(K), where s is the
@@ -228,7 +228,7 @@ def predict(costs: Costs, layout: Layout, cores: int) -> Prediction:
     """Predict ``layout`` on nodes with ``cores`` cores each.
 
     Raises:
-        ConfigurationError: a count of the layout is below 1.
+        ConfigurationError: the layout has no node, env or step, or ``cores`` is below 1.
     """
     if min(layout.nodes, layout.envs, layout.steps, cores) < 1 or layout.processes < 0:
         raise ConfigurationError(
@@ -382,7 +382,7 @@ class Verdict:
 
 def decide(ranked: Sequence[tuple[Layout, Prediction]]) -> Verdict:
     """Choose the smallest kind of job (one process, one node, several nodes), unless a larger kind
-    is faster by the factor ``MIN_GAIN``."""
+    is at least ``MIN_GAIN`` times as fast."""
 
     def best(kept: Iterable[tuple[Layout, Prediction]]) -> tuple[Layout, Prediction] | None:
         return max(kept, key=lambda each: each[1].frames_per_s, default=None)

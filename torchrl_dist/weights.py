@@ -60,7 +60,7 @@ class PackedWeights:
         return self.data.numel()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return views of the buffer by name; do not write to them."""
+        """Return the tensors by name, as views of the buffer. Do not write to these views."""
         return {
             e.name: self.data[e.offset_bytes : e.offset_bytes + e.size_bytes]
             .view(e.dtype)

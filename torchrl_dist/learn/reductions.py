@@ -1,4 +1,4 @@
-"""Observe the divisor of each part of a loss.
+"""Observe by what each part of a loss divides, so that ranks can weigh their gradients.
 
 If a part is a mean over rows, its gradient on rank r is ``g_r / d_r``. Here, ``g_r`` is the
 gradient of the sum over the rank's rows. The divisor ``d_r`` is the number of these rows, the
@@ -110,7 +110,7 @@ class Reduction:
 
 
 class Call:
-    """A call of a loss, made outside of the loss's own methods, whose result has gradients."""
+    """One call of a loss from outside the loss's own methods, with gradients enabled."""
 
     def __init__(self, weight: Weight) -> None:
         self.reductions: list[Reduction] = []
@@ -252,7 +252,9 @@ def _cql(loss: LossModule, call: Call, part: str) -> str | None:
         return None
     if part not in ("loss_cql", "cql_loss"):
         return "alpha_prime is multiplied by a mean over this rank's rows"
-    return "the loss's mask applies to only one of its two summands" if call.is_masked else None
+    return (
+        "the mask applies to only one of the two summands of this part" if call.is_masked else None
+    )
 
 
 def _gail(loss: LossModule, call: Call, part: str) -> str | None:
@@ -269,7 +271,7 @@ def _rnd(loss: LossModule, call: Call, part: str) -> str | None:
 
 def _td3_bc(loss: LossModule, call: Call, part: str) -> str | None:
     if part not in ("loss_qvalue", "qvalue_loss"):
-        return "the lambda of its actor is a mean over this rank's rows"
+        return "the actor's lambda is a mean over this rank's rows"
     return None
 
 

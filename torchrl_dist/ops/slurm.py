@@ -70,11 +70,14 @@ class Job:
 
     Attributes:
         command: the command of each rank. ``train ...`` stands for ``torchrl-dist train ...``.
-        first: nodes of rank 0, the learner; without ``collectors``, nodes of all ranks.
-        collectors: nodes of the other ranks, if they are of another kind (a heterogeneous job).
+        first: the nodes of rank 0, which is the learner. Without ``collectors``, the nodes of all
+            ranks.
+        collectors: the nodes of the other ranks, if these nodes are of another kind (a
+            heterogeneous job).
         time: the time limit in one of Slurm's forms.
-        requeues: how often the job is queued again after it was stopped with a checkpoint.
-        signal_s: how many seconds before the limit Slurm signals the job to stop.
+        requeues: the maximum number of times that the job is queued again after it was stopped and
+            wrote a checkpoint.
+        signal_s: how many seconds before the time limit Slurm signals the job to stop.
         seeds: seeds in the notation of Slurm's ``--array``. Each seed gets its own job.
         interface: network interface between the nodes, if the kernel would choose the wrong
             interface.
@@ -306,8 +309,8 @@ def _at_exit(job: Job) -> list[str]:
 
 
 def _own_replay_dir(job: Job) -> bool:
-    """Whether the script makes a replay directory. The script makes one only on a single node, for
-    a recipe that has a buffer but no --replay-dir.
+    """Whether the script makes a replay directory. It does so only on a single node, for a recipe
+    that has a buffer but no --replay-dir.
 
     On several nodes, each node has a shard in memory, which the job itself frees at its end.
     """

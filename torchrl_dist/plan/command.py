@@ -20,10 +20,10 @@ from torchrl_dist.ui import above_zero, at_least, show_table
 if TYPE_CHECKING:
     from .measure import Measured, Subject
 
-# The collector's defaults: a message has the steps of _MESSAGE_S, or of a longer time if more than
+# The collector's defaults: a message has the steps of _MESSAGE_S seconds, or more if more than
 # _PROCESSES_PER_CORE processes share a core. A message never has more than _MESSAGE_BYTES.
 _MESSAGE_S, _MESSAGE_BYTES, _PROCESSES_PER_CORE = 0.5, 8 << 20, 4
-_MOST_PER_CORE, _MOST = 32, 256  # limits on the number of env processes that are considered
+_MOST_PER_CORE, _MOST = 32, 256  # the planner considers at most this many env processes
 _DRAWS = 100  # how often measurements are resampled, to find the interval of a prediction
 NEARLY = 0.9  # a layout with this fraction of the best rate counts as nearly as fast
 _BUSY = 0.5  # a node with at least this load average per core counts as busy
@@ -89,7 +89,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Example: torchrl-dist plan --env my_package:make --nodes 4 --cores 48"
     for option, kind, default, metavar, text in (
         ("--env", str, None, "ID|PACKAGE:MAKE",
-         "gymnasium id, or a function that makes an env (default: the recipe's)"),
+         "gymnasium id, or a function that makes an env (default: the recipe's env)"),
         ("--policy", str, None, "PACKAGE:MAKE",
          "a function that returns the policy's module (default: the recipe's layers, or two layers "
          "of 64 units; if observations are not vectors, random actions)"),
@@ -219,7 +219,7 @@ def plan(
     layouts = candidates(costs, cores, nodes)
     if recipe:  # keep only layouts that the recipe's options can express
         layouts = [each for each in layouts if not each.node_workers and not each.groups]
-    if recipe == "ddppo":  # each learner steps its envs itself, so no process runs ahead
+    if recipe == "ddppo":  # each learner steps its own envs, so there is no policy lag
         layouts = [each for each in layouts if each.alone or (each.stepping > 1 and not each.lag)]
     ranked = rank(costs, layouts, cores)
     verdict = decide(ranked)

@@ -110,7 +110,7 @@ def measure(
     timeout_s: float = 120.0,
     fork_server: ForkServer | None = None,
 ) -> Measured:
-    """Measure everything. Blocks. Starts other processes, which end before it returns.
+    """Measure all costs of ``subject``. Blocks until the processes that it starts have ended.
 
     Args:
         seconds: time for each of about ten figures.
@@ -121,7 +121,7 @@ def measure(
         RemoteError, ConfigurationError: the env or the policy cannot be used.
     """
     found = Measured()
-    with torch_threads(1):  # as in a worker
+    with torch_threads(1):  # because a worker also uses one thread
         _measure_env(subject, found, seconds)
         rows = _measure_steps(subject, found, seconds)
         _measure_policy(subject, rows, found, seconds)
@@ -167,7 +167,7 @@ def often(call: Callable[[], Any], seconds: float, least: int = 1) -> int:
 
 def repeat(call: Callable[[], Any], seconds: float) -> Iterator[tuple[float, float]]:
     """Divide ``seconds`` into ``_REPEATS`` equal parts, and for each part yield the mean CPU time
-    and the mean clock time of a call."""
+    and the mean wall-clock time of a call."""
     call()
     for _ in range(_REPEATS):
         clock, calls = Clock(), often(call, seconds / _REPEATS)
@@ -179,7 +179,7 @@ def repeat(call: Callable[[], Any], seconds: float) -> Iterator[tuple[float, flo
 
 
 def _measure_env(subject: Subject, found: Measured, seconds: float) -> None:
-    """Measure the reset time, and the step times of one env with their spread."""
+    """Measure how long a reset and a step of one env take, and the spread of the steps' times."""
     with contextlib.closing(subject.make_env(1)()) as env:
         resets = repeat(env.reset, seconds / 4)
         found.figures["reset_s"] = [passed for _, passed in resets]
@@ -189,7 +189,7 @@ def _measure_env(subject: Subject, found: Measured, seconds: float) -> None:
         until = time.perf_counter() + seconds
         while len(times) < 3 or (time.perf_counter() < until and len(times) < 20_000):
             action = act()
-            if asleep:  # other steps may be shorter than a call of _waited_s
+            if asleep:  # steps without idle time may be shorter than a call of _waited_s
                 waited = _waited_s()
                 begun = time.perf_counter()
                 ended = step(action)
@@ -220,7 +220,7 @@ def _is_idle(act: Callable[[], Any], step: Callable[[Any], Any]) -> bool:
 
 
 def _actions(env: Any) -> tuple[Callable[[], Any], Callable[[Any], bool]]:
-    """Return a function that draws an action and one that steps, for any kind of env."""
+    """Return a function that draws an action, and a function that steps ``env``, of any kind."""
     if isinstance(env, gymnasium.Env | gymnasium.vector.VectorEnv):
 
         def step(action: Any) -> bool:
@@ -376,7 +376,7 @@ def _measure_messages(
         large = small.expand(1, count).clone()
         with collect(blank, None, max_policy_lag=1, postproc=Stamped(large)) as collector:
             many = _messages(collector, seconds)
-        size = (count - 1) * (frame_bytes + 8)  # each row also carries its stamp
+        size = (count - 1) * (frame_bytes + 8)  # each row also has a stamp of 8 bytes
         for side in ("worker", "learner"):
             found.figures[f"message_{side}_s"] = few[side]
             found.figures[f"byte_{side}_s"] = [

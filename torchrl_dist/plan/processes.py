@@ -190,7 +190,8 @@ def _reason(
 
 
 def _in_a_child(config: Any, server: ForkServer) -> Measured:
-    """Measure in a child, because the environment may hang, crash or change its process."""
+    """Measure in a child process, because the environment may hang, crash or change the process in
+    which it runs."""
     ours, theirs = os.pipe()
     try:
         try:

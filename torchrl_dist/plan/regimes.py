@@ -4,9 +4,9 @@ arrived by a deadline.
     python -m torchrl_dist.plan.regimes --plot regimes.png
 
 A learner without policy lag waits until all ``workers`` have delivered a rollout, or until a
-deadline has passed and at least one has delivered (``Quorum(1, timeout_s)``). The learner learns
-from these rollouts. Their workers then start new rollouts, while the other workers continue theirs.
-Two conditions decide whether a deadline brings more frames per second:
+deadline has passed and at least one worker has delivered (``Quorum(1, timeout_s)``). The learner
+learns from the rollouts that have arrived. Their workers then start new rollouts, while the other
+workers continue theirs. Two conditions decide whether a deadline brings more frames per second:
 
 - how much the times of *rollouts* vary. If the time of a step varies by a fraction s (its standard
   deviation over its mean), the time of a rollout of n envs and K steps varies by the fraction
@@ -84,8 +84,8 @@ def simulate(
             smaller batch, this time is shorter in proportion.
         deadline_s: the deadline, counted from the beginning of a receive. If it is infinite, the
             learner waits for all workers.
-        rounds: receives in each run.
-        replicas: independent runs.
+        rounds: number of receives in each run.
+        replicas: number of independent runs.
     """
     rng = np.random.default_rng(seed)
     sigma = math.sqrt(math.log1p(spread**2))
