@@ -78,6 +78,8 @@ def console() -> NoReturn:
         elif isinstance(error, KeyboardInterrupt):
             code = _STOPPED["SIGINT"]
         else:
+            # as Python does; exit functions keep the files of a process that failed
+            sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()
             sys.excepthook(*sys.exc_info())
     finally:
         _end_in_time(code)

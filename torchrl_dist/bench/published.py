@@ -176,7 +176,9 @@ def measure(name: str, seed: int, processes: int, timeout_s: float) -> dict[str,
             try:
                 said, errors = process.communicate(timeout=timeout_s)
             except subprocess.TimeoutExpired as error:
-                raise TorchRLDistError(f"the run took longer than {timeout_s:g} s") from error
+                raise TorchRLDistError(
+                    f"the run took longer than {timeout_s:g} s; pass a larger --timeout-s"
+                ) from error
             finally:
                 process.kill()
         if process.returncode != 0 or not said:

@@ -72,8 +72,9 @@ class Chores:
         """Run submitted chores until the latch is set.
 
         Args:
-            interrupt: called if a chore still runs some time after the latch was set. The function
-                must make the next signal raise in the main thread.
+            interrupt: called if a chore still runs some time after the latch was set. Then SIGINT
+                is sent to the main thread. ``interrupt`` must ensure that the handler of this
+                SIGINT raises KeyboardInterrupt.
         """
         wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         poller = select.poll()

@@ -618,7 +618,8 @@ class RPCBatchedCollector(BaseCollector):
         if not isinstance(source, nn.Module | TensorDictBase | Mapping):
             raise ConfigurationError(
                 f"no weights to send: got {type(source).__name__}; pass the learner's module to "
-                "this call, or as policy= to the collector (also with policy_factory=)"
+                "this call, or pass it to the collector as policy= (which you may combine with "
+                "policy_factory=)"
             )
         packed = pack(source, version)
         if self._settings.policy_factories is None and source is not self.policy:

@@ -39,9 +39,9 @@ QUESTION = -1  # stands in place of an answer's number, and marks a question
 # not wait for the answer to the previous message.
 _MAX_IN_FLIGHT = 2
 
-# A question waits for other questions at most during this fraction of the time that an env process
-# needs to step its other groups of envs. The question waits less if its wait and the message
-# together would take more than half of that time.
+# While a question is unanswered, its env process steps its other groups of envs. A question waits
+# for other questions for at most this fraction of that time, and for less if its wait and the
+# message together would take more than half of that time.
 _WAITING_PART = 1 / 3
 _SMOOTHING = 0.1
 

@@ -112,7 +112,8 @@ class SharedCursor:
                 has ended.
 
         Returns:
-            The result of ``reserve``, and the plan, which is None without ``frames=``.
+            The result of ``reserve``, and the plan for the frames, which is None if the directory
+            stores no frames once.
         """
         frames = self._directory.frames
         while True:

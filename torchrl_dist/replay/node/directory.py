@@ -806,7 +806,8 @@ def _leave_all() -> None:
     files."""
     clean = getattr(sys, "last_value", None) is None and sys.exc_info()[1] is None
     for view in list(OPEN.values()):
-        # if a write does not end, this process stays a member until the process has ended
+        # leave() raises if a write of this process has not ended; the process then stays a member
+        # until it has exited
         with contextlib.suppress(OSError, DirectoryError):
             view.leave(clean)
     OPEN.clear()
