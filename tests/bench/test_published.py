@@ -104,6 +104,27 @@ def test_a_row_is_trained_shown_and_not_trained_again(
     assert "│" not in said.out  # no table of them
 
 
+def test_what_distribution_changes_is_shown_for_rows_with_several_layouts(capsys) -> None:
+    """By the means of the whole runs: 200 frames at 10, then up to 30 at frame 400."""
+    run = {"training": 30.0, "final": 40.0, "seconds": 5.0, "frames": 400, "seed": 0}
+    run |= {"curve": [[200.0, 10.0], [400.0, 30.0]]}
+    alone, _, many = lines = [
+        {**run, "row": row, "processes": processes}
+        for row, processes in [
+            ("zoo-ppo-cartpole", 0),
+            ("zoo-dqn-lunar", 0),
+            ("zoo-ppo-cartpole", 2),
+        ]
+    ]
+    assert published.whole_run(alone) == (200 * 10 + 200 * 20) / 400
+    many["curve"] = []
+    published.show(lines)
+    table = capsys.readouterr().out.partition("what distribution changes")[2].split(" differs:")[0]
+    assert "15.0 (15.0 to 15.0)" in table and "nan" in table and "lunar" not in table
+    published.show(lines[:2])
+    assert "what distribution changes" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [

@@ -15,19 +15,23 @@ Each run is one line of the --json file. Runs that are in the file are not repea
 continues where it was stopped; a run that was stopped starts over. A run does not count if its
 row's settings have changed since. The table and --plot show all other runs of the file.
 
-With several --processes, each number has its own lines, which show what distribution changes. All
-jobs of a row have the same number of frames and, except with impala, of environments. --processes
-counts the learners of ddppo, and the collectors of other recipes; 0 means a single process.
+With several --processes, a second table shows what distribution changes. All jobs of a row have the
+same number of frames and, except with impala, of environments. --processes counts the learners of
+ddppo, and the collectors of other recipes; 0 means a single process. "Whole run" is the mean of the
+training return over all frames, so a job that learns faster has a higher mean.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -220,11 +224,46 @@ def show(lines: Sequence[Line]) -> None:
                "seeds", "frames", "seconds")  # fmt: skip
     show_table(
         "published results: means over seeds", columns, table,
-        left=("row", "figure", "result"), width=130,
+        left=("row", "figure", "result"), width=150,
     )  # fmt: skip
+    layouts = Counter(name for name, _ in groups)
+    spreads = [runs for (name, _), runs in groups.items() if layouts[name] > 1]
+    if spreads:
+        show_table(
+            "what distribution changes: means over seeds (95 % intervals)",
+            ("row", "processes", "seeds", "training", "final", "whole run", "seconds"),
+            [
+                (runs[0]["row"], str(runs[0]["processes"]), str(len(runs)),
+                 *(_mean([of(run) for run in runs]) for of in _WHAT_CHANGES),
+                 f"{median(run['seconds'] for run in runs):,.0f}")
+                for runs in spreads
+            ],
+            left=("row",), width=130,
+        )  # fmt: skip
     for name in dict.fromkeys(line["row"] for line in lines):
         if ROWS[name].differs:
             command.say(f"{name} differs: {ROWS[name].differs}")
+
+
+def whole_run(line: Line) -> float:
+    """Return the mean of a run's training return over all frames, by the trapezoidal rule. Before
+    the first point of the curve, the return is taken as that of the first point. The mean of a run
+    without a curve is NaN."""
+    if not line["curve"]:
+        return math.nan
+    frames, returns = zip(*line["curve"], strict=True)
+    area = frames[0] * returns[0]
+    for at in range(1, len(frames)):
+        area += (frames[at] - frames[at - 1]) * (returns[at] + returns[at - 1]) / 2
+    return area / frames[-1]
+
+
+_WHAT_CHANGES = (itemgetter("training"), itemgetter("final"), whole_run)
+
+
+def _mean(values: Sequence[float]) -> str:
+    low, high = interval(values)
+    return f"{fmean(values):.1f} ({low:.1f} to {high:.1f})"
 
 
 def plot(path: Path, lines: Sequence[Line]) -> None:
