@@ -124,7 +124,7 @@ def run(options: argparse.Namespace) -> int:
     def all_of_it() -> int:
         if not options.no_imports:
             imports.update((n, _import_seconds(n)) for n in sorted({1, *options.ranks}))
-        # Each cell is its own group, in the order in which cells are compared.
+        # one cell per group, so that every round measures the cells in the order of the plan
         return command.in_rounds(
             options.rounds, [[cell] for cell in plan(options)], Path(tempfile.gettempdir()),
             measure, found, lambda cell, result: f"{result.update_ms:.2f} ms per update",
