@@ -109,7 +109,8 @@ def _measure(job: Any, case: str, name: str, folder: Path, wakes: int) -> dict[s
 def _wake_often(wake: Callable[[], Any], wakes: int) -> list[int]:
     """Wake ``wakes + 2`` times. Return the ``time.monotonic_ns()`` before each wake-up.
 
-    Before the first wake-up, the reader gets time to start. The last wake-up follows a longer pause.
+    The pause before the first wake-up lets the reader start. The pause before the last one is
+    longer than the others.
     """
     begun = []
     for pause_s in [_READY_S, *[_PAUSE_S] * wakes, _IDLE_S]:

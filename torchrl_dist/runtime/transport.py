@@ -70,7 +70,13 @@ class Transport:
             _init_rpc(store, names, global_rank, one_node, timeout_s)
         except RuntimeError as error:
             self.close()
-            raise _translate(error, timeout_s) from error
+            known = _translate(error, timeout_s)
+            if isinstance(known, DeadlineError):
+                known = DeadlineError(
+                    f"the processes of the session did not all connect: {known}; check that all "
+                    "of them run, or raise timeout_s"
+                )
+            raise known from error
         except BaseException:
             self.close()
             raise

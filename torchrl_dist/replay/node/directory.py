@@ -458,8 +458,8 @@ class ReplayDirectory:
             stacks: number of frames per value, by key.
 
         Raises:
-            ConfigurationError: the directory has other keys, or rows whose frames are not stored
-                once.
+            ConfigurationError: the directory was set up with other keys or other numbers of frames,
+                or already has rows that were written without ``frames=``.
         """
         with self.lock():
             known = self._stacks()
