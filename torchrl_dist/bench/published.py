@@ -224,7 +224,7 @@ def show(lines: Sequence[Line]) -> None:
                "seeds", "frames", "seconds")  # fmt: skip
     show_table(
         "published results: means over seeds", columns, table,
-        left=("row", "figure", "result"), width=150,
+        left=("row", "figure", "result"), width=160,
     )  # fmt: skip
     layouts = Counter(name for name, _ in groups)
     spreads = [runs for (name, _), runs in groups.items() if layouts[name] > 1]
