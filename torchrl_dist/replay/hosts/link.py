@@ -127,5 +127,6 @@ def await_answer(future: Future[Any], link: Link, begin: float, timeout_s: float
             if link.answered_at == answered_at:
                 future.cancel()
                 raise DeadlineError(
-                    f"{link.name} did not answer within {round(timeout_s, 3):g} s"
+                    f"{link.name} did not answer within {round(timeout_s, 3):g} s; check that its "
+                    "process still runs, or allow a longer timeout_s"
                 ) from error

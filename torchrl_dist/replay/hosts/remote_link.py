@@ -293,7 +293,10 @@ class RemoteLink(Link):
         """The error if the host is lost or silent, otherwise None. A silent host has not answered
         within the deadline, but may still answer."""
         if self._lost is None and self._is_silent():
-            return DeadlineError(f"{self.name} did not answer within {self._timeout_s:g} s")
+            return DeadlineError(
+                f"{self.name} did not answer within {self._timeout_s:g} s; check that its process "
+                "still runs, or allow a longer timeout_s"
+            )
         return self._lost
 
     def _is_silent(self) -> bool:

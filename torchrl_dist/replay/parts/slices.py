@@ -52,8 +52,9 @@ class _Runs:
     def remaining(self, capacity: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return three arrays of shape [capacity] (int64, int64 and bool), with one entry per slot.
 
-        For each slot, they have the number of rows of its run from this slot on (0 without a row),
-        its position, and whether it begins its run."""
+        For each slot, the arrays hold the number of rows from this slot to the end of its run (0 if
+        the slot has no row), the position of the slot's row, and whether this row is the first of
+        its run."""
         start, length = self.boundaries[0][:, 0].numpy(), self.boundaries[2].numpy()
         begin = np.cumsum(length) - length
         offset = np.arange(length.sum()) - np.repeat(begin, length)

@@ -687,8 +687,8 @@ class SharedMemmapStorage(RowStorage):
         return torch.from_numpy(index), torch.from_numpy(generation)
 
     def _after_restores(self, source: list[np.ndarray]) -> list[np.ndarray]:
-        """Change the numbers of new rows, so that no new row counts as the next step of a row that
-        was written before a restore."""
+        """Shift the numbers that the hidden columns of new rows contain (see ``row.numbers``), so
+        that no new row counts as the next step of a row that was written before a restore."""
         restores = self._directory.words[Word.RESTORES]
         if not restores:
             return source
