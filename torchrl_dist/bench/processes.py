@@ -196,7 +196,10 @@ class ForkedWorker:
 
     def result(self, timeout: float | None = None) -> Any:
         if not self._pipe.poll(timeout):
-            raise DeadlineError(f"a worker did not answer within {timeout:g} s")
+            raise DeadlineError(
+                f"a worker did not answer within {timeout:g} s; check the load of this machine, "
+                "and measure again"
+            )
         try:
             error, value = self._pipe.recv()
         except EOFError:

@@ -305,7 +305,13 @@ class ForkServer:
                 "and start again"
             )
         if self._error is not None:
-            raise PeerLostError(f"the fork server (pid {self.pid}) is gone: {self._error}")
+            raise self._gone()
+
+    def _gone(self) -> PeerLostError:
+        return PeerLostError(
+            f"the fork server (pid {self.pid}) can start no more processes: {self._error}; use a "
+            "new ForkServer, or start the job again"
+        )
 
     def restart(self, job: Any, rank: int, end: int | None = None) -> None:
         """Fork a child that replaces an ended one. Does not wait. ``end`` is like one of the
@@ -317,7 +323,7 @@ class ForkServer:
         children = self._children
         assert children is not None
         if self._error is not None:
-            raise PeerLostError(f"the fork server (pid {self.pid}) is gone: {self._error}")
+            raise self._gone()
         with children.changed:
             state = children.states[rank]
             if state.exit is None:

@@ -89,8 +89,8 @@ def joined(parts: Sequence[Sequence[np.ndarray]], spec: RowSpec) -> list[np.ndar
 def renumbered(
     stored: Sequence[np.ndarray], spec: RowSpec, first: Sequence[int]
 ) -> list[np.ndarray]:
-    """Return the stored form with its numbers increased so that they name the same frames after
-    ``first[k]`` frames are put before the frames of ring ``k``."""
+    """Return the stored form for the case that ``first[k]`` other frames come before the frames of
+    ring ``k``: add ``first[k]`` to each position that refers to a frame of this ring."""
     found = list(stored)
     for numbers, before in zip(spec.rings.values(), first, strict=True):
         for number in numbers:
