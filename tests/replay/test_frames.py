@@ -216,6 +216,14 @@ def test_values_that_are_not_stacks_of_frames_are_refused(
         storage_at(tmp_path / "frames", 10, frames).append(Episodes(0).take(2))
 
 
+def test_rows_of_several_dimensions_and_empty_frames_are_refused(tmp_path: Path) -> None:
+    lines = TensorDict({"pixels": torch.zeros(4, 3, 2, 8)}, [4, 3])
+    empty = TensorDict({"pixels": torch.zeros(4, 2, 0, 8)}, [4])
+    for data, words in ((lines, r"batch size \[n, 3\]"), (empty, "have no elements")):
+        with pytest.raises(ConfigurationError, match=words):
+            storage_at(tmp_path / "frames", 12, {"pixels": 2}).append(data)
+
+
 def test_processes_that_ask_for_other_frames_are_refused(tmp_path: Path) -> None:
     storage = storage_at(tmp_path / "frames", 10)
     with pytest.raises(ConfigurationError, match="was set up with frames={'pixels': 4}"):

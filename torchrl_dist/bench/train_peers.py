@@ -94,7 +94,10 @@ def _stop_in_time(process: subprocess.Popen, logs: Path, case: Case) -> float:
             process.terminate()
             break
         if now - asked > GRACE_S and not training:
-            raise MeasurementError(f"torchrl-dist train did not begin within {GRACE_S:g} s")
+            raise MeasurementError(
+                f"torchrl-dist train did not begin within {GRACE_S:g} s; check the load of this "
+                "machine, and measure again"
+            )
         time.sleep(_LOOK_EVERY_S)
     return began - asked
 

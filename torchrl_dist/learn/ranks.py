@@ -578,7 +578,8 @@ class Ranks:
         if stopped:
             return DeadlineError(
                 f"{', '.join(map(str, stopped))} (stopped) did not reach {what} within "
-                f"{self.timeout_s:g} s ({error})"
+                f"{self.timeout_s:g} s ({error}); continue these processes (SIGCONT), "
+                "and start the job again"
             )
         return PeerLostError(
             f"{what}: {error}. The store is in the launcher or in {self.members[0]}: check whether "

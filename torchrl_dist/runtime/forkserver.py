@@ -125,7 +125,9 @@ class Children:
                         remote_traceback=trace,
                     )
                 if state.exit:
-                    raise PeerLostError(f"{name} on {host} died at start-up: {state.exit}")
+                    raise PeerLostError(
+                        f"{name} on {host} died at start-up: {state.exit}; see its output"
+                    )
             late = [describe(rank)[0] for rank, state in self.states.items() if not state.ready]
         if late:
             raise DeadlineError(

@@ -245,7 +245,8 @@ class _Exchange:
             ) from error
         except dist.DistError as error:
             raise PeerLostError(
-                f"the process that keeps the store of the job is gone: {str(error).splitlines()[0]}"
+                "the process that keeps the store of the job is gone: "
+                f"{str(error).splitlines()[0]}; see the output of rank 0, and start the job again"
             ) from error
 
     def _collect(self, card: dict[Any, Any]) -> list[dict[Any, Any]]:

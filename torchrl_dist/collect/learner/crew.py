@@ -315,7 +315,8 @@ class Crew:
         for worker in self.workers:
             if worker.in_flight and awake() - worker.busy_since > limit_s:
                 worker.failure = PeerLostError(
-                    f"{worker.name} delivered no rollout within worker_timeout_s={limit_s:g} s"
+                    f"{worker.name} delivered no rollout within worker_timeout_s={limit_s:g} s; if "
+                    "its environments are only slow, raise worker_timeout_s"
                 )
                 worker.given_up += len(worker.in_flight)
                 for request in worker.in_flight:

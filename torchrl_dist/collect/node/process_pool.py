@@ -169,7 +169,7 @@ class ProcessPool:
         if state.failure:
             return self._error(index, Failure(*state.failure, None))
         how = state.exit or "it closed its connection"
-        return PeerLostError(f"env process {index} died at start-up: {how}")
+        return PeerLostError(f"env process {index} died at start-up: {how}; see its output")
 
     def _pair(self) -> tuple[Connection, socket.socket]:
         """Create a pair of sockets. Return the node worker's end and the env process's end."""

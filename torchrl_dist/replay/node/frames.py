@@ -122,9 +122,15 @@ def with_stacks(spec: RowSpec, stacks: Mapping[tuple[str, ...], int]) -> RowSpec
     frames.
 
     Raises:
-        ConfigurationError: the rows lack a key of ``stacks``, or its values are not stacks of that
-            many frames.
+        ConfigurationError: the rows have a batch size, lack a key of ``stacks``, or hold values of
+            this key that are not stacks of that many frames.
     """
+    if stacks and spec.batch_dims:
+        shape = ", ".join(map(str, ("n", *spec.batch_dims)))
+        raise ConfigurationError(
+            f"frames={shown(stacks)}: the written data have batch size [{shape}], expected [n]; "
+            "write data.reshape(-1), or leave frames= out"
+        )
     columns = []
     found: dict[tuple[str, ...], ColumnSpec] = {}
     for column in spec.columns:
@@ -134,12 +140,11 @@ def with_stacks(spec: RowSpec, stacks: Mapping[tuple[str, ...], int]) -> RowSpec
         if stack:
             column = column.as_stack(stack)
             first = found.setdefault(column.ring, column)
-            if spec.batch_dims or not column.frame_bytes:
+            if not column.frame_bytes:
                 raise ConfigurationError(
-                    f"frames={shown(stacks)}: each row has batch size {list(spec.batch_dims)} and "
-                    f"holds {'.'.join(column.key)!r} of shape {list(column.shape)}; expected batch "
-                    "size [], and frames with at least one element. Extend with rows of batch size "
-                    "[n], or leave the key out of frames="
+                    f"frames={shown(stacks)}: {'.'.join(column.key)!r} has the shape "
+                    f"{list(column.shape)} per row, so its frames have no elements; leave this key "
+                    "out of frames="
                 )
             if (column.frame_shape, column.dtype) != (first.frame_shape, first.dtype):
                 raise ConfigurationError(

@@ -203,7 +203,8 @@ def read_windows(
     drawn: list[np.ndarray] = []
 
     def anchors(count: int, locked: bool) -> None:
-        """Draw anchors until ``neighbours`` has the version of each drawn row."""
+        """Draw anchors. Draw again each anchor whose slot was rewritten since its draw, until
+        ``neighbours`` has the drawn version of every anchor's row."""
         if not drawn:
             drawn[:] = law(count, locked)
         for attempt in itertools.count():

@@ -331,11 +331,11 @@ def read_dump(
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(
-                f"checkpoint {path} is damaged: {error!r}; use another one"
+                f"checkpoint {path} is damaged: {error!r}; use another checkpoint"
             ) from error
         if _folder_of(path) == folder.name:  # if not, a new checkpoint has replaced it
             break
-    raise CheckpointError(f"checkpoint {path} is damaged: {missing}; use another one")
+    raise CheckpointError(f"checkpoint {path} is damaged: {missing}; use another checkpoint")
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -409,7 +409,7 @@ def _read_shard(folder: Path, entry: dict[str, Any], check_rows: bool) -> SavedS
         if ends != tuple(lengths):
             raise CheckpointError(
                 f"checkpoint {folder} is damaged: its checksums are for {list(ends)} rows and "
-                f"frames, expected {lengths}; use another one"
+                f"frames, expected {lengths}; use another checkpoint"
             )
     return shard
 
@@ -418,7 +418,7 @@ def _compare(file: Path, array: np.ndarray, wanted: int) -> None:
     if _sum(array) != wanted:
         raise CheckpointError(
             f"checkpoint {file} is damaged: its bytes differ from those that were written (wrong "
-            "checksum); use another one"
+            "checksum); use another checkpoint"
         )
 
 

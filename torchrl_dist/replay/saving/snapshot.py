@@ -110,18 +110,19 @@ class Head:
             most = self.capacity if name in ("high", "length") else LARGEST_COUNT
             if type(value) is not int or not (name == "capacity") <= value <= most:
                 raise CheckpointError(
-                    f"the checkpoint is damaged: {name} is {value!r}; use another one"
+                    f"the checkpoint is damaged: {name} is {value!r}; use another checkpoint"
                 )
         limiter = self.limiter or []
         for value in (self.alpha, self.eps, self.max_priority, *limiter):
             if value is not None and not (isinstance(value, int | float) and 0 <= value < math.inf):
                 raise CheckpointError(
                     f"the checkpoint is damaged: it has {value!r} in place of a finite number >= "
-                    "0; use another one"
+                    "0; use another checkpoint"
                 )
         if (self.alpha is None) != (self.eps is None):
             raise CheckpointError(
-                "the checkpoint is damaged: it has only one of alpha and eps; use another one"
+                "the checkpoint is damaged: it has only one of alpha and eps; use another "
+                "checkpoint"
             )
 
     def as_json(self) -> dict[str, Any]:
@@ -144,7 +145,7 @@ class Head:
             head.counters.keys()
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
-                f"the checkpoint is damaged: {error!r}; use another one"
+                f"the checkpoint is damaged: {error!r}; use another checkpoint"
             ) from error
         head.check()
         return head
@@ -186,7 +187,7 @@ class SavedShard:
         self.head.check()
         problem = self._problem()
         if problem is not None:
-            raise CheckpointError(f"the checkpoint is damaged: {problem}; use another one")
+            raise CheckpointError(f"the checkpoint is damaged: {problem}; use another checkpoint")
 
     def _problem(self) -> str | None:
         runs, leaf, capacity = self.runs, self.leaf, self.head.capacity
@@ -378,7 +379,7 @@ def deal(
     """
     known = [shard for shard in shards if shard is not None]
     if not known:
-        raise CheckpointError("the checkpoint has no shard; use another one")
+        raise CheckpointError("the checkpoint has no shard; use another checkpoint")
     if len(shards) == count and all(shard.head.capacity == capacity for shard in known):
         return [
             Target(_without_rows(known[0].head), [])
