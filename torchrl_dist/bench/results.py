@@ -68,7 +68,8 @@ def append_json(
 
 
 def grid(count: int, *, most: int, height: float) -> Any:
-    """Return a figure with ``count`` panels, ``height`` inches high and up to ``most`` in a row."""
+    """Return a figure with ``count`` panels. A row has up to ``most`` panels, and is ``height``
+    inches high."""
     from matplotlib.figure import Figure
 
     columns = min(most, count)

@@ -193,8 +193,8 @@ class RPCRandomSampler(_SamplerOfOwner, SharedRandomSampler):
     """Sample rows of other processes uniformly with replacement.
 
     Every row of all shards has the same probability, given the shards' numbers of rows in their
-    replies for the batch. On the node of a single host, this sampler works as a
-    :class:`SharedRandomSampler`.
+    replies for the batch. If the buffer has only one host, and this process runs on this host's
+    node, the sampler works as a :class:`SharedRandomSampler`.
 
     Args:
         owner: the storage's owner.
@@ -220,8 +220,8 @@ class RPCPrioritizedSampler(_SamplerOfOwner, SharedPrioritizedSampler):
     law and weights are those of one buffer that holds all rows. Row ``i`` is drawn with probability
     exactly ``p_i / sum(p)``, given the sums in the shards' replies for that batch. Its weight is
     ``(p_i / min(p)) ** -beta``. The sum and the minimum are over all shards (``shard_law`` has the
-    proof). On the node of a single host, this sampler works as a :class:`SharedPrioritizedSampler`
-    over the host's directory.
+    proof). If the buffer has only one host, and this process runs on this host's node, the sampler
+    works as a :class:`SharedPrioritizedSampler` over the host's directory.
 
     One call per batch sends this process's priorities, and returns rows, indices and weights. With
     ``prefetch=0``, a batch reflects everything that this process wrote before. With other values,
@@ -391,8 +391,8 @@ class RPCSliceSampler(_SlicesOfOwner):
     several shards, the law is that of one buffer that holds all rows. Every run (consecutive rows
     of one trajectory) that is long enough has exactly the same probability, given the numbers of
     runs in the shards' replies for that batch. All rows of a slice are in one shard, and are read
-    together or not at all. On the node of a single host, this sampler works as a
-    :class:`SharedSliceSampler`.
+    together or not at all. If the buffer has only one host, and this process runs on this host's
+    node, the sampler works as a :class:`SharedSliceSampler`.
 
     With several hosts, rows must number the steps of their trajectory (``step_key``), as TorchRL's
     ``StepCounter`` does. Rows of a trajectory may be in several shards, for example because a host
@@ -473,8 +473,8 @@ class RPCSamplerWithoutReplacement(SharedSamplerWithoutReplacement, _SamplerOfOw
     together draw each row at most once. The next pass begins when a sample finds no rows left in
     the shards that answer. If a shard does not answer at that moment, the ended pass omits its
     remaining rows. Nothing is drawn ahead, so each sample waits for a call. Rows of a batch are in
-    the order of their shards. On the node of a single host, this sampler works as a
-    :class:`SharedSamplerWithoutReplacement`.
+    the order of their shards. If the buffer has only one host, and this process runs on this host's
+    node, the sampler works as a :class:`SharedSamplerWithoutReplacement`.
 
     Args:
         drop_last: omit the last batch of a pass if it is not full.

@@ -188,8 +188,9 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         if isinstance(index, tuple) and len(index) > 1 and not isinstance(index[0], str):
             # TorchRL's method would change a copy of the rows
             raise ConfigurationError(
-                f"got an index with {len(index)} parts; replace rows by storage[index] = rows, "
-                "where the parts are in the order of the storage's dimensions"
+                f"buffer[index] = rows takes an index with one part, got {len(index)} parts; "
+                "assign to the storage instead: buffer.storage[index] = rows, with the parts in "
+                "the order of the storage's dimensions"
             )
         super().__setitem__(index, value)
 

@@ -250,7 +250,8 @@ def forget_drawn_ahead(storage: Storage) -> None:
     sampling, the batches stay.
     """
     for buffer in buffers_over(storage):
-        attributes = buffer.__dict__  # not by getattr, as in renew_after_fork
+        # not by getattr, because an EntryLock checks before it returns a lock
+        attributes = buffer.__dict__
         lock, queue = attributes.get("_futures_lock"), attributes.get("_prefetch_queue")
         if not isinstance(queue, deque) or not hasattr(lock, "_is_owned") or lock._is_owned():
             continue
