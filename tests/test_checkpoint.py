@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from tests.replay.faults import run_forked
+from torchrl_dist import checkpoint
 from torchrl_dist.checkpoint import (
     Checkpoint,
     load_checkpoint,
@@ -135,6 +136,32 @@ def test_a_changed_byte_and_a_cut_file_are_noticed(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(CheckpointError, match="damaged"):
             load_checkpoint(path)
+
+
+def test_ctrl_c_during_a_write_stays_ctrl_c_and_the_old_file_stays(tmp_path, monkeypatch) -> None:
+    """torch raises a RuntimeError of its own if a write ends early."""
+    path = tmp_path / "checkpoint.pt"
+    save_checkpoint(path, Checkpoint("apex", {}, {}))
+    before = path.read_bytes()
+
+    class Interrupted:
+        def __init__(self, file: Any) -> None:
+            self.file, self.writes = file, 0
+
+        def write(self, data: Any) -> int:
+            self.writes += 1
+            if self.writes == 3:
+                raise KeyboardInterrupt
+            return self.file.write(data)
+
+        def flush(self) -> None:
+            self.file.flush()
+
+    noting = checkpoint._Noting
+    monkeypatch.setattr(checkpoint, "_Noting", lambda file: noting(Interrupted(file)))
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(path, Checkpoint("apex", {}, {}))
+    assert path.read_bytes() == before and os.listdir(tmp_path) == ["checkpoint.pt"]
 
 
 def test_a_missing_file_a_directory_and_a_foreign_file_are_named(tmp_path: Path) -> None:

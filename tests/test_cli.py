@@ -21,6 +21,7 @@ from torchrl_dist.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from torchrl_dist.cli import (
     _check_shape,
     _delivered,
+    _interrupt_behind,
     _print_result,
     _summary,
     _unsearched_imports,
@@ -269,6 +270,12 @@ cli.console()
         assert done.returncode == status, done
         assert done.stdout == f"written by a normal thread\nfailed: {status == 1}\n"
         assert ("ZeroDivisionError: of a command" in done.stderr) == (status == 1)
+
+
+def test_errors_that_are_each_others_context_do_not_count_as_an_interrupt() -> None:
+    first, second = RuntimeError("first"), RuntimeError("second")
+    first.__context__, second.__context__ = second, first
+    assert _interrupt_behind(first) is None
 
 
 @pytest.mark.parametrize(

@@ -216,9 +216,13 @@ def _interrupt_behind(error: BaseException | None) -> KeyboardInterrupt | Stoppe
     The signal may interrupt any line, and the clean-up of a half-done step may then raise another
     error. Therefore ``error`` need not be the exception of the signal.
     """
-    while error is not None and not isinstance(error, (KeyboardInterrupt, Stopped)):
+    seen: set[int] = set()  # because a program may make two errors each other's context
+    while error is not None and id(error) not in seen:
+        if isinstance(error, (KeyboardInterrupt, Stopped)):
+            return error
+        seen.add(id(error))
         error = error.__context__
-    return error
+    return None
 
 
 def _without_space(error: OSError, *, training: bool) -> str:

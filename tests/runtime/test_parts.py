@@ -14,8 +14,8 @@ from tensordict import TensorDict
 from torch import nn
 
 from tests.runtime.helpers import Counter
-from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.runtime import session, wire
+from torchrl_dist.errors import ConfigurationError, DeadlineError
+from torchrl_dist.runtime import session, transport, wire
 from torchrl_dist.runtime.membership import Membership
 from torchrl_dist.runtime.pool import DaemonPool
 from torchrl_dist.runtime.signals import Latch, wait_any
@@ -192,3 +192,12 @@ def test_a_session_inside_another_is_refused():
     with session(timeout_s=5), pytest.raises(ConfigurationError, match="already"):
         with session(timeout_s=5):
             pass
+
+
+def test_processes_that_do_not_all_connect_are_a_deadline_that_says_what_to_do(monkeypatch) -> None:
+    def late(*_: object) -> None:
+        raise RuntimeError("wait timeout after 100ms, keys: /init_rpc")
+
+    monkeypatch.setattr(transport, "_init_rpc", late)
+    with pytest.raises(DeadlineError, match="did not all connect: .*100ms.*or raise timeout_s"):
+        transport.Transport(None, ["a0"], 0, one_node=True, timeout_s=0.1, handler=lambda *_: None)
