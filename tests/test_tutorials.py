@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -168,17 +169,27 @@ def run(notebook: Any, work: Path, memory: Path) -> None:
 
     ``memory`` is its /dev/shm if namespaces are allowed.
     """
-    kernel = AsyncKernelManager(kernel_spec_manager=KernelSpecManager(kernel_dirs=[]))
+    kernel = AsyncKernelManager(
+        kernel_spec_manager=KernelSpecManager(kernel_dirs=[]),
+        transport="ipc",  # other programs can take a TCP port before the kernel binds it
+        connection_file=str(work.parent / "kernel.json"),
+    )
     if shutil.which("unshare") and not subprocess.run(["unshare", "--mount", "true"]).returncode:
         enter = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /dev/shm && exec "$@"']
         kernel.kernel_spec.argv[:0] = [*enter, str(memory)]
-    NotebookClient(
+    client = NotebookClient(
         notebook,
         km=kernel,
         timeout=240,
         coalesce_streams=True,
         resources={"metadata": {"path": str(work)}},
-    ).execute(cleanup_kc=True)  # ends the kernel as well
+    )
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        client.execute(cleanup_kc=True)  # ends the kernel as well
+    finally:  # if the kernel does not start, the client leaves its handlers behind
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
