@@ -160,7 +160,8 @@ def make_env(cell: Cell, folder: str) -> Callable[[], Any]:
 
 
 class Greedy(nn.Module):
-    """Maps an observation ``[*, n]`` to the best action ``[*]``, or a continuous one ``[*, m]``."""
+    """Maps an observation ``[*, n]`` to the best discrete action ``[*]``, or, in an env with
+    continuous actions, to an action ``[*, m]``."""
 
     def __init__(self, env: str, width: int = 64) -> None:
         super().__init__()

@@ -4,8 +4,9 @@
   rollouts, with rows of CartPole's size or with observations of 84 x 84 x 4 bytes.
 - ``deadlines``: does it pay to leave out late workers? Measures the workers per receive and the
   time for a fixed number of frames, for several deadlines of a receive (``Quorum``). Step times are
-  normal, lognormal, or ten times longer for one step in ten. The network is small or large.
-- ``weights``: when is a new policy in use in all processes, and how many bytes are sent?
+  normal or lognormal, or one step in ten takes ten times as long as the others. The network is
+  small or large.
+- ``weights``: how soon do all processes use a new policy, and how many bytes are sent?
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def plan(options: argparse.Namespace) -> list[Question]:
 
 
 def measure(cell: Question, server: ForkServer | None = None) -> dict[str, Any]:
-    """Measure one cell. Blocks. ``server`` starts the workers; None: a new server does."""
+    """Measure one cell. Blocks. ``server`` starts the workers; if it is None, a new server does."""
     answers = {"ingest": _ingest, "deadlines": _deadlines, "weights": _weights}
     return answers[cell.question](cell, server)
 
@@ -217,8 +218,8 @@ def _deadlines(cell: Question, server: ForkServer | None) -> dict[str, Any]:
 def draw_durations(rng: np.random.Generator, law: str, mean_s: float, count: int) -> np.ndarray:
     """Draw the durations of ``count`` steps with mean ``mean_s``, as float64 ``[count]``.
 
-    They are normal (standard deviation: a tenth of the mean), lognormal (sigma 1), or ten times as
-    long for one step in ten.
+    The distribution is normal (standard deviation: a tenth of the mean) or lognormal (sigma 1), or
+    one step in ten takes ten times as long as the others.
     """
     if law == "normal":
         return mean_s * np.clip(rng.normal(1.0, 0.1, count), 0.0, None)

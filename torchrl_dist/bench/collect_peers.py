@@ -121,8 +121,9 @@ class Ours(Peer):
     Attributes:
         node: whether all processes belong to a single worker, which sends one message for all of
             them. Otherwise each process is a worker.
-        groups: if not 0, the policy is at the learner. A process steps one of its groups of envs
-            while the other groups wait for their actions.
+        groups: number of groups of envs in each process, with the policy at the learner. A process
+            steps one group while the other groups wait for their actions. 0: each process runs the
+            policy itself.
     """
 
     node: bool = False
@@ -210,7 +211,8 @@ def _by_gloo(cell: Cell, folder: str) -> dict[str, Any]:
 
 
 def _in_lockstep(cell: Cell, folder: str) -> dict[str, Any]:
-    """By design, each batch of this collector needs a message from every worker."""
+    """Return the options of a collector that, by design, waits for a message from every worker for
+    each batch."""
     return {"frames_per_batch": cell.steps * cell.envs * cell.workers}
 
 

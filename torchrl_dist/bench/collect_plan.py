@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-AUTO = 0  # as the number of steps per message: the collector chooses the number
+AUTO = 0  # instead of a number of steps per message: the collector chooses this number
 ENVS = ("sleep", "cartpole", "cartpole-native", "halfcheetah")
 QUESTIONS = ("busy", "ingest", "deadlines", "weights")
 DURATIONS = ("normal", "lognormal", "slow")

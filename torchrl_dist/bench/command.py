@@ -67,7 +67,8 @@ def add_figures(
 def add_number(
     parser: argparse.ArgumentParser, option: str, kind: type, default: Any, text: str = ""
 ) -> None:
-    """Add an option for a number above 0. Without a default, ``text`` says what happens."""
+    """Add an option for a number above 0. If ``default`` is None, ``text`` must say what happens
+    without the option."""
     if default is not None:
         text = f"{text} (default: {default if kind is int else format(default, 'g')})".lstrip()
     parser.add_argument(option, type=above_zero(kind), default=default, help=text)

@@ -12,7 +12,7 @@ with one thread. Each round measures all peers of a recipe in turn, and the tabl
 
 Updates: ``dqn`` and ``pixels`` (uint8 [4, 84, 84], the convolutions of Mnih et al. 2015) are
 double Q-learning with priorities. ``sac`` has two critics. One update of ``ppo`` learns from a
-whole batch: it computes advantages, and then takes epochs times minibatches gradient steps.
+whole batch: it computes advantages, and then makes one gradient step per minibatch and epoch.
 ``vtrace`` is IMPALA's update.
 """
 
@@ -132,7 +132,7 @@ def _descend(optimizer: torch.optim.Optimizer, loss: Tensor, norm: float | None 
 def _compared(
     ours: Update, torchrl: Update, plain: Callable[[bool], Update], compiled: bool
 ) -> dict[str, Update]:
-    """Return the peers' updates. ``plain`` makes its update, compiled or not."""
+    """Return the peers' updates. ``plain(compiled)`` makes the update in plain PyTorch."""
     updates = {"ours": ours, "plain": plain(False), "torchrl": torchrl}
     return updates | ({COMPILED: plain(True)} if compiled else {})
 

@@ -90,7 +90,7 @@ def _measure(job: Any, case: str, name: str, folder: Path, wakes: int) -> dict[s
         buffer = _buffer(job, CASES[case], name, folder)
         rows = make_rows("S", _BATCH)
         wake = functools.partial(buffer.extend, rows)
-        wake()  # the first two calls make one sample possible
+        wake()  # this call and the next one together make the first sample possible
         calls = job.submit(reader, wait_for_rows, buffer, wakes + 2, timeout_s=limit_s)
     begun = _wake_often(wake, wakes)
     found = calls.result(limit_s)

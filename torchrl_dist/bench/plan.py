@@ -153,7 +153,7 @@ def predicted(job: Job, seconds: float) -> float:
     """Return the frames per second that the model predicts."""
     costs = _costs(job.env, job.step_s, seconds)
     costs = replace(costs, update_s=job.learn_s, updates_per_frame=1.0)
-    if job.durations is not None:  # each measured step took the same time
+    if job.durations is not None:  # _costs() measured an env whose steps take equally long
         spreads = {"normal": 0.1, "lognormal": 1.31, "slow": 1.42}
         costs = replace(costs, spread=spreads[job.durations])
     return predict(costs, job.layout, os.cpu_count() or 1).frames_per_s

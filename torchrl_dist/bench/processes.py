@@ -91,7 +91,8 @@ class Launcher:
 
 
 def import_path() -> dict[str, str]:
-    """Return the variable by which a new process finds the modules that this one finds."""
+    """Return the environment variable with which a new process finds the modules that this process
+    finds."""
     return {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
@@ -116,8 +117,8 @@ def _tail(path: Path, lines: int = 15) -> str:
 
 @dataclass(frozen=True)
 class _Measurement:
-    """The measurement in the child. Unlike other children of a fork server, this one is ended by
-    signals, and starts its own fork servers, as a program does."""
+    """The measurement in the child. Unlike other children of a fork server, this child behaves like
+    a separate program: signals end it, and it starts its own fork servers."""
 
     call: tuple[str, str, bytes]
     folder: Path

@@ -2,23 +2,26 @@
 
     torchrl-dist bench published --rows zoo-dqn-cartpole --seeds 5 --json published.jsonl
 
-Each row trains with the source's environment and number of frames. Two figures of each run count:
+Each row of the table is a published result. The command repeats this result with the source's
+environment and number of frames, and measures two figures of each run:
 
 - training: mean return of the last 100 episodes of training, with their exploration;
 - final: mean return of greedy episodes of the last policy, not of the best one.
 
-A row is "reproduced" if the 95 % interval of the mean over our seeds (bootstrap) overlaps the
-source's, for the figure that the source gives. If the source gives no spread, its interval is its
-mean alone. With fewer than three seeds, no verdict is given.
+A row is compared by the figure that its source gives. The row is "reproduced" if the 95 % interval
+of the mean over our seeds (by bootstrap) overlaps the 95 % interval of the source's mean. If the
+source gives no spread, its interval is its mean alone. With fewer than three seeds, no verdict is
+given.
 
 Each run is one line of the --json file. Runs that are in the file are not repeated, so the command
 continues where it was stopped; a run that was stopped starts over. A run does not count if its
 row's settings have changed since. The table and --plot show all other runs of the file.
 
-With several --processes, a second table shows what distribution changes. All jobs of a row have the
-same number of frames and, except with impala, of environments. --processes counts the learners of
-ddppo, and the collectors of other recipes; 0 means a single process. "Whole run" is the mean of the
-training return over all frames, so a job that learns faster has a higher mean.
+With several --processes, a second table shows how the results depend on the number of processes.
+All jobs of a row have the same number of frames and, except with impala, the same number of
+environments. --processes counts the learners of ddppo, and the collectors of other recipes; 0 means
+a single process. "Whole run" is the mean of the training return over all frames, so a job that
+learns faster has a higher mean.
 """
 
 from __future__ import annotations
@@ -191,7 +194,10 @@ def measure(name: str, seed: int, processes: int, timeout_s: float) -> dict[str,
         result = json.loads(said.splitlines()[-1])
         curve = read_curve(folder / "run/csv/scalars/train/return.csv")
     if result["stopped_by"] is not None or result["training_return"] is None:
-        raise TorchRLDistError(f"the run was stopped early ({result['stopped_by']})")
+        raise TorchRLDistError(
+            "the run was stopped early or finished no episode (stopped_by: "
+            f"{result['stopped_by']}); run the command again to repeat this run"
+        )
     return {
         "row": name, "seed": seed, "processes": processes, "settings": _settings(name),
         "training": result["training_return"], "final": result["last_return"],

@@ -21,7 +21,8 @@ class Source:
     """A published table.
 
     Attributes:
-        figure: a key of :data:`FIGURES`: the figure of ours that is measured like the source's.
+        figure: a key of :data:`FIGURES`. It names the figure of our runs that is measured in the
+            same way as the source's figure.
         runs: number of runs in each mean.
     """
 
@@ -64,7 +65,8 @@ class Published:
         mean, spread: as published. The spread is a standard deviation; None: not published.
         settings: options of the recipe that differ from its defaults.
         differs: how the job differs from the source's, in words.
-        episodes: if the spread is over the episodes of one run, their number; 0: it is over runs.
+        episodes: number of episodes, if the spread is over the episodes of one run. 0: the spread
+            is over runs.
     """
 
     source: str

@@ -253,7 +253,8 @@ def _percentiles(durations_s: Any) -> dict[str, float]:
 
 
 def _called(tally: Tally, op: str, batch: int, unit: str, per_call: int = 1) -> Result:
-    """Return the figures of the learner's calls, each of which counts ``per_call`` times."""
+    """Return the figures of the learner's calls. Each call handles ``per_call`` of what ``unit``
+    counts."""
     rate = per_call * tally.calls / tally.seconds
     return Result(op, batch, 1, rate, unit, **_percentiles(tally.durations_s))
 

@@ -459,7 +459,7 @@ class Ray(TorchRLBuffer):
             self.workers.append(_RayWorker(self._ray, remote.remote(view)))
 
     def close(self) -> None:
-        if hasattr(self, "buffer"):  # not if Ray failed to start
+        if hasattr(self, "buffer"):  # there is no buffer if Ray failed to start
             self.buffer.close()
         self._ray.shutdown()
 

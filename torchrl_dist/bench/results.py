@@ -59,7 +59,8 @@ def append_json(
     peers: Collection[str] = (),
     **more: Any,
 ) -> None:
-    """Append ``lines`` to ``path`` as JSON, each with ``more``. Without ``path``, do nothing."""
+    """Append each of ``lines`` to ``path`` as a JSON object that also has the entries ``more``.
+    Without ``path``, do nothing."""
     if path is None:
         return
     more |= {"cpus": os.cpu_count(), "versions": versions(peers)}

@@ -321,10 +321,10 @@ def gains(table: Iterable[Row]) -> list[Gain]:
 
 
 def band(curves: Sequence[Sequence[tuple[float, float]]]) -> tuple[Any, Any, Any, Any] | None:
-    """Return places, and the lowest, median and highest value of several curves at each place.
+    """Return x values, and the lowest, median and highest value of several curves at each of them.
 
-    Each curve is linear between its points, and constant after its last point. The places begin
-    where all curves have begun. Return None if there are no curves.
+    Each curve is linear between its points, and constant after its last point. The first x value is
+    the first at which every curve has begun. Return None if there are no curves.
     """
     import numpy as np
 

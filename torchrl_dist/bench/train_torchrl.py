@@ -58,7 +58,8 @@ class Alone(ABC):
 
     @abstractmethod
     def learn(self, data: TensorDictBase, frames: int) -> None:
-        """Learn from ``data`` of the collector, after ``frames`` frames in all."""
+        """Learn from ``data``, the latest batch. ``frames`` counts the frames of all batches so
+        far."""
 
     def _step(self, total: torch.Tensor, max_grad_norm: float | None = None) -> None:
         self.optimizer.zero_grad()
