@@ -278,7 +278,7 @@ def test_checkpoints(opened: Any, tmp_path: Path) -> None:
         ours(opened("flat", ndim=1)).loads(tmp_path / "saved")
     flat = ours(opened("rows", ndim=1))
     flat.extend(steps(0, 2).reshape(-1))
-    with pytest.raises(ConfigurationError, match="1 dimensions"):
+    with pytest.raises(ConfigurationError, match="saved with ndim=1"):
         other.storage.load_state_dict(flat.storage.state_dict())
     assert other.storage.shape == (8, 3)
 

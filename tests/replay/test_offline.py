@@ -270,7 +270,7 @@ def test_waiting_for_a_stopped_process_ends_at_the_deadline(folder: Path) -> Non
 
 def test_folders_with_other_rows_limiters_and_little_room_are_refused(folder: Path) -> None:
     storage = storage_in(folder / "1")
-    with pytest.raises(ConfigurationError, match="room for 100"):
+    with pytest.raises(ConfigurationError, match="has max_size=100"):
         storage.fill_once(rows(0, 101))
     SharedReplayBuffer(storage=storage).extend(rows(0, 3))
     with pytest.raises(ConfigurationError, match="rows that fill_once did not write"):

@@ -113,8 +113,7 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
 
     @property
     def _sample_unit(self) -> SampleUnit | None:
-        """The unit that TorchRL's class expands. None for windows, because the sampler draws
-        windows."""
+        """The unit that TorchRL's class expands, or None if the sampler itself draws windows."""
         return self.__dict__.get("_unit")
 
     @_sample_unit.setter
@@ -251,7 +250,7 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
     def retire_older_than(self, version: int, *, version_key: NestedKey = "policy_version") -> int:
         """Stop all processes from sampling rows of policies older than ``version``.
 
-        Call this method after an update.
+        Call this method after each update of the policy.
 
         For example, with ``version = collector.policy_version - 4``, batches contain rows of the
         newest policy and of the four before it. Rows with an older version are not sampled even if

@@ -36,8 +36,8 @@ class Drawn:
             ``hosts.batches``; None if all factors are 1.
         anchors: int64 [n, 3], if the units are windows: for each row, index and generation of its
             anchor, and whether the row is valid, see ``windows``.
-        second: int64 [n], the second coordinate of each row once a sampler has returned
-            coordinates. ``index`` is then the first coordinate. None if rows have one dimension.
+        second: int64 [n], the second coordinate of each row, if the storage has two dimensions and
+            ``sample`` has replaced the slots in ``index`` with first coordinates; otherwise None.
     """
 
     spec: RowSpec

@@ -44,9 +44,10 @@ class SharedOfflineToOnlineReplayBuffer(OfflineToOnlineReplayBuffer):
         transform: called with each batch.
 
     Raises:
-        ConfigurationError: a buffer prefetches or samples windows. ``sample`` raises this error if
-            the rows of the two buffers differ in keys or dtypes, or if a buffer does not return as
-            many rows as it was asked for.
+        ConfigurationError: a buffer has the wrong class, fetches batches ahead (``prefetch=``),
+            samples windows, or has a storage with ``ndim=2``. ``sample`` raises this error if the
+            rows of the two buffers differ in keys or dtypes, or if a buffer does not return as many
+            rows as it was asked for.
 
     Example:
         >>> data = TensorDict({"obs": torch.zeros(50, 4)}, [50])
@@ -151,7 +152,8 @@ def _joined(offline: TensorDictBase, online: TensorDictBase) -> TensorDictBase:
     """Join two samples whose rows have the same keys and dtypes.
 
     Raises:
-        ConfigurationError: the keys differ, or a key's dtypes do. ``torch.cat`` would convert.
+        ConfigurationError: the samples differ in their keys, or in the dtype of a key, which
+            ``torch.cat`` would silently convert.
     """
     parts = [_with_info(part) for part in (offline, online)]
     keys = [set(part.keys(True, True)) for part in parts]

@@ -149,7 +149,7 @@ def take_of_pass(
 ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray], int, int]:
     """Draw ``count`` rows of the pass ``number``, or fewer at its end. A host calls this function.
 
-    The pass begins in this directory with the first rows that are taken.
+    If the pass has not begun in this directory yet, the call begins it, unless ``count`` is 0.
 
     Returns:
         Slots, generations, the stored form of the rows (``row.stacks``), the number of the current
@@ -237,8 +237,8 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
             self._passes = Passes(directory)
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Return whether ``sample`` would begin without a wait. Over hosts, this method blocks for
-        one call."""
+        """Return whether ``sample`` would begin without a wait. Over hosts, this method asks the
+        hosts, and waits for their answers."""
         can = super().can_sample(storage, batch_size)
         return can and (not self.drop_last or len(storage) >= batch_size)
 

@@ -23,8 +23,8 @@ def trajectories(
 ) -> Iterator[tuple[TensorDictBase, NestedKey]]:
     """Yield parts of the rows, ``[n]``, ordered by trajectory, and the key of their trajectory ids.
 
-    In a part, the rows of a trajectory are neighbours in the order of writing, neighbouring
-    trajectories have different ids, and the oldest trajectory comes first.
+    In each part, the rows of a trajectory follow one another in the order of writing. Trajectories
+    that follow one another have different ids, and the oldest trajectory comes first.
 
     Raises:
         KeyError: the rows do not have that key.

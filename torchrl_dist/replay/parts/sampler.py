@@ -69,10 +69,10 @@ class RecentGenerations:
     reuse the memory around them.
 
     In a signal handler that interrupted a use of this object, ``remember`` does nothing, and
-    ``recall`` raises. Called in a thread other than the main thread, both methods do the same if
-    the main thread is using this object and does not finish within their time limit (0.25 s for
-    ``remember``, 10 s for ``recall``). In that case, a signal handler in the main thread may be
-    waiting for a lock that the other thread holds.
+    ``recall`` raises. In every thread except the main thread, the methods wait only a limited time
+    until no other thread uses this object (``remember`` waits 0.25 s, ``recall`` 10 s). After this
+    time, ``remember`` does nothing, and ``recall`` raises, because a signal handler in the main
+    thread may be waiting for a lock that the waiting thread holds.
     """
 
     def __init__(self) -> None:
@@ -298,8 +298,8 @@ class SharedSampler(Sampler):
 
         Raises:
             ConfigurationError: the class does not draw windows, another buffer wants other windows,
-                the storage has rows without numbers, or the storage's limiter has
-                ``max_times_sampled``.
+                the rows in the storage do not record which row follows which, or the storage's
+                limiter has ``max_times_sampled``.
         """
         window = None if unit is None else Window.of(unit)
         if self._serves_buffer and window != self._window:
@@ -655,11 +655,11 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
         """The priority exponent that all processes share. Setting the exponent rebuilds the sum
         tree once.
 
-        If the buffer is over hosts, reading ``alpha`` asks the hosts, and blocks for one call. As
-        in TorchRL, setting ``alpha`` to 0 loses all priorities. Even if ``alpha`` is set to another
-        value later, the rows are drawn with equal probabilities until their priorities are updated.
-        If a new ``alpha`` makes ``(priority + eps) ** alpha`` of a row too large, setting it raises
-        ``ConfigurationError`` and changes nothing.
+        If the buffer is over hosts, reading ``alpha`` asks the hosts, and waits for their answers.
+        As in TorchRL, setting ``alpha`` to 0 loses all priorities. Even if ``alpha`` is set to
+        another value later, the rows are drawn with equal probabilities until their priorities are
+        updated. If a new ``alpha`` makes ``(priority + eps) ** alpha`` of a row too large, setting
+        it raises ``ConfigurationError`` and changes nothing.
         """
         return self._alpha_now()
 
@@ -707,8 +707,8 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
         set.
 
         With ``max_priority_within_buffer``, it is the largest priority of the current rows instead.
-        If the buffer is over hosts, reading this property asks the hosts, and blocks for one
-        call."""
+        If the buffer is over hosts, reading this property asks the hosts, and waits for their
+        answers."""
         raw = self._max_priority[0]
         return 1.0 if raw is None else raw
 

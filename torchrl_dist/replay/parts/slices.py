@@ -420,7 +420,8 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
     def draw_slices(
         self, storage: Storage, count: int, *, stored: bool = False
     ) -> tuple[Drawn | None, float, float]:
-        """Draw ``count`` slices of ``slice_len`` rows for a host, or None if no run is long enough.
+        """Draw ``count`` slices of ``slice_len`` rows for a host. If ``count`` is 0, or no run is
+        long enough, return None instead of slices.
 
         Also return the total mass of all possible slices, and the smallest leaf of any row."""
         directory = self.attach(storage)

@@ -117,12 +117,12 @@ class SharedMemmapStorage(RowStorage):
             first dimension of ``"pixels"`` and ``("next", "pixels")`` holds 4 frames. Frames are
             also stored once if rows have n-step returns. Use ``{"pixels": 1}`` if each value is one
             frame. Batches stay the same, bit for bit. A process recognises repeated frames by
-            comparing them, byte by byte, with frames that it wrote recently. There is room for 1.07
-            new frames per row, plus the frames of 3 % of the rows. Rows need more room if episodes
-            are shorter than about 15 steps, or if frames do not repeat. The oldest rows are then
-            dropped early, with a warning, and counted (``"dropped_rows"``). To keep more rows, pass
-            a larger ``max_size``. Pass the same ``frames`` in every process. Default: the
-            ``frames`` that the directory already has, or none.
+            comparing them, byte by byte, with frames that it wrote recently. The storage
+            has room for 1.07 new frames per row, plus a reserve of 0.03 frames per row. Rows need
+            more room if episodes are shorter than about 15 steps, or if frames do not repeat. The
+            oldest rows are then dropped early, with a warning, and counted (``"dropped_rows"``). To
+            keep more rows, pass a larger ``max_size``. Pass the same ``frames`` in every process.
+            Default: the ``frames`` that the directory already has, or none.
         ndim: with ``ndim=2``, rows have two dimensions as in TorchRL's storages: ``extend`` takes
             ``[B, T, ...]`` (which TorchRL's buffers store as ``[T, B]``), a sample has single
             elements, and their index is a pair of coordinates. ``B`` must be the same in all
@@ -365,9 +365,9 @@ class SharedMemmapStorage(RowStorage):
         for head in heads:
             if not head.width or head.capacity != self.max_size:
                 raise ConfigurationError(
-                    f"the saved rows have {2 if head.width else 1} dimensions and "
-                    f"a capacity of {head.capacity}, but this storage has two and "
-                    f"max_size={self.max_size}; load them into a storage with "
+                    f"the rows were saved with ndim={2 if head.width else 1} and "
+                    f"max_size={head.capacity}, but this storage has ndim=2 and "
+                    f"max_size={self.max_size}; load the rows into a storage with "
                     f"ndim={2 if head.width else 1} and max_size={head.capacity}"
                 )
             self._check_width(head.width)
@@ -446,9 +446,9 @@ class SharedMemmapStorage(RowStorage):
         spec = directory.rows
         if not directory.kernel.appends or spec is None or directory.gate is not None:
             return None
-        if directory.words[Word.RESTORES]:  # changes the numbers in hidden columns
+        if directory.words[Word.RESTORES]:  # a restore shifts the numbers of new rows
             return None
-        columns = rows.plain_columns(data, spec)  # kept, because another thread may change data
+        columns = rows.plain_columns(data, spec)  # kept alive, even if data changes
         if columns is None:
             return None
         count = data.batch_size[0]
@@ -582,9 +582,9 @@ class SharedMemmapStorage(RowStorage):
             raise ConfigurationError("fill_once needs a storage without ndim=2; leave ndim out")
         if count > self.max_size or self.limiter is not None:
             raise ConfigurationError(
-                f"the data set has {count} rows, but the storage has room for {self.max_size} and "
-                f"limiter={self.limiter}: expected enough room and no limiter, as in "
-                f"SharedMemmapStorage({count}, scratch_dir=...)"
+                f"the data set has {count} rows, but the storage has max_size={self.max_size} and "
+                f"limiter={self.limiter}; use a storage that has enough room and no limiter, such "
+                f"as SharedMemmapStorage({count}, scratch_dir=...)"
             )
         written, deadline = -1, 0.0
         while not self._may_fill():
@@ -615,8 +615,8 @@ class SharedMemmapStorage(RowStorage):
             if self.write_count != count:
                 raise ConfigurationError(
                     f"{self.write_count} rows were written to {self.scratch_dir}, but len(data) is "
-                    f"{count}: data[i:j] must return j - i rows, and no process may extend the "
-                    "storage"
+                    f"{count}. Make data[i:j] return j - i rows, let no process extend the "
+                    "storage, and call fill_once again"
                 )
             done = -1
         except BaseException:
@@ -745,8 +745,8 @@ class SharedMemmapStorage(RowStorage):
         count: int,
         priority: np.ndarray | None,
     ) -> tuple[np.ndarray, np.ndarray] | None:
-        # This is a separate method because ``_append_at_once`` cleans up after an interrupt. At
-        # that time, its own stack frame must not hold the lock, see ``FairLock``.
+        # This is a separate method, so that the lock is never held by the stack frame of
+        # ``_append_at_once``, which cleans up after an interrupt, see ``FairLock``.
         with self._directory.lock():
             reservation = self._cursor.try_reserve(count)
             if reservation is None:
@@ -810,7 +810,7 @@ class SharedMemmapStorage(RowStorage):
     def _checked(self, data: TensorDictBase, numbers: RowNumbers | None = None) -> list[np.ndarray]:
         check_batch(data)
         if self.ndim == 1 and self._directory.words[Word.WIDTH]:
-            raise other_dimensions(self._directory, 0)  # another process has set it since
+            raise other_dimensions(self._directory, 0)  # another process uses ndim=2
         spec = self._directory.rows
         if spec is None:
             self._directory.create_rows(rows.spec_of(data))

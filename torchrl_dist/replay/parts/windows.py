@@ -169,7 +169,7 @@ class Neighbours:
         """Return the slots of the windows of anchors, int64 [n, size], and which rows are valid.
 
         The rows of each window are those that TorchRL's ``Sequence.expand`` (0.14.1) chooses."""
-        shifts = window.episode_boundary == "stop"  # shift back to end with the trajectory
+        shifts = window.episode_boundary == "stop"  # shift windows back to the trajectory's end
         ahead = window.dilation * (window.length + window.bootstrap - 1)
         back = window.dilation * window.burn_in + (ahead if shifts else 0)
         after, left = self._walk(self._after, anchors, ahead)
@@ -203,8 +203,8 @@ def read_windows(
     drawn: list[np.ndarray] = []
 
     def anchors(count: int, locked: bool) -> None:
-        """Draw anchors. Draw again each anchor whose slot was rewritten since its draw, until
-        ``neighbours`` has the drawn version of every anchor's row."""
+        """Draw anchors, unless they are already drawn, and refresh ``neighbours``. If the rows of
+        some anchors were overwritten before the refresh, draw these anchors again, and repeat."""
         if not drawn:
             drawn[:] = law(count, locked)
         for attempt in itertools.count():

@@ -248,7 +248,7 @@ class SharedMaxValueWriter(SharedCursorWriter):
         self.reduction = reduction
 
     def register_storage(self, storage: Storage) -> None:
-        # a storage that its owner has opened becomes a RemoteStorage on another node
+        # a storage with an owner is refused, because its copy on another node is a RemoteStorage
         if not hasattr(storage, "keep_best") or hasattr(storage, "owner"):
             raise ConfigurationError(
                 "SharedMaxValueWriter writes to a SharedMemmapStorage, got "

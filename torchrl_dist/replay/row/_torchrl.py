@@ -158,9 +158,10 @@ def arrive_with(storage: Storage, buffers: list[Any]) -> None:
 
     The copies do not get the original's generator. They do not get its batches drawn ahead either,
     because the original will return these batches. If a copy is not complete yet, its
-    ``__setstate__`` completes it later. In this case, the last method that ``__setstate__`` calls
-    is replaced for one call, which makes the copy draw independently. After ``copy.copy`` of a
-    storage alone, its buffers stay with the original storage.
+    ``__setstate__`` completes it later. In this case, for one call, this function
+    replaces the last method that ``__setstate__`` calls. The replacement makes the copy draw
+    independently. After ``copy.copy`` of a storage alone, its buffers stay with the original
+    storage.
     """
     for buffer in buffers:
         of = buffer.__dict__.get("_storage", storage)
@@ -311,7 +312,7 @@ def fetch_one_by_one(storage: Storage) -> None:
 
     TorchRL's pool has a thread per batch, and ``sample`` waits for the oldest batch. If a rate
     limiter admits a later batch first, the oldest batch may wait for rows that no thread writes any
-    more. Call this before a buffer's first sample, because its pool starts its first thread then.
+    more. Call this before a buffer's first sample, which starts the pool's first thread.
     """
     for buffer in buffers_over(storage):
         pool = getattr(buffer, "_prefetch_executor", None)

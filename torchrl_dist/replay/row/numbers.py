@@ -1,11 +1,11 @@
 """Numbers in hidden columns that tell which row follows which, wherever the rows are stored.
 
 Each thread that writes gives a number to each of its rows. The first number is random, and each
-further row gets the next number. A row therefore follows another one exactly if its number is
-larger by one. A row that was lost, or is in another shard, leaves a gap, and so does a restore. The
-number 0 means that the row's place in the order is unknown. The column ``STREAM`` numbers all rows
-of a thread. The column ``ORDER`` numbers the rows of each trajectory on their own, if rows have
-trajectory ids.
+further row gets the next number. A row therefore follows another row if and only if its
+number is larger by one. A row that was lost, or is in another shard, leaves a gap, and so does a
+restore. The number 0 means that the row's place in the order is unknown. The column ``STREAM``
+numbers all rows of a thread. The column ``ORDER`` numbers the rows of each trajectory separately,
+if rows have trajectory ids.
 """
 
 from __future__ import annotations

@@ -213,7 +213,7 @@ def matching_columns(
         if column.key in _HIDDEN_KEYS and column in HIDDEN:  # testing the key first is faster
             unknown = np.zeros(rows, np.int64)
             ordered.append(unknown if numbers is None else numbers.of(column, rows, found))
-            found[column.key] = torch.empty(0)  # leaves out numbers from another buffer
+            found[column.key] = torch.empty(0)  # ignore numbers from another buffer
             continue
         value = found.get(column.key)
         if value is None:
@@ -347,8 +347,8 @@ class _Node:
 def build(
     columns: Sequence[torch.Tensor], spec: RowSpec, batch: tuple[int, ...], *, raw: bool = False
 ) -> Any:
-    """Return a TensorDict or tensorclass of the columns, of size ``(*batch, *spec.batch_dims)``, or
-    the tensor or the tree if rows are plain tensors or trees.
+    """Build rows from their columns. Return a TensorDict or tensorclass of batch size
+    ``(*batch, *spec.batch_dims)``. If rows are plain tensors or trees, return a tensor or a tree.
 
     Args:
         raw: whether to leave texts undecoded and to use plain TensorDicts instead of tensorclasses.

@@ -89,8 +89,8 @@ def joined(parts: Sequence[Sequence[np.ndarray]], spec: RowSpec) -> list[np.ndar
 def renumbered(
     stored: Sequence[np.ndarray], spec: RowSpec, first: Sequence[int]
 ) -> list[np.ndarray]:
-    """Return the stored form for the case that ``first[k]`` other frames come before the frames of
-    ring ``k``: add ``first[k]`` to each position that refers to a frame of this ring."""
+    """Return the stored form with ``first[k]`` added to each position in the frames of ring ``k``,
+    so that ``first[k]`` other frames can be put before these frames."""
     found = list(stored)
     for numbers, before in zip(spec.rings.values(), first, strict=True):
         for number in numbers:

@@ -124,7 +124,7 @@ def _stacked(values: list[Any], shape: Sequence[int]) -> Any:
 def text_problem(value: torch.Tensor | Text, column: ColumnSpec, rows: int) -> str | None:
     """Return why values cannot be stored in a column of ``rows`` rows, or None if they can.
 
-    The values, or the column, must be text.
+    Call this function only if the values or the column are text.
     """
     name = shown(column.key)
     if not isinstance(value, Text):
