@@ -78,7 +78,8 @@ def console() -> NoReturn:
         elif isinstance(error, KeyboardInterrupt):
             code = _STOPPED["SIGINT"]
         else:
-            # as Python does; exit functions keep the files of a process that failed
+            # Set these attributes as Python does, because exit functions read them, and keep the
+            # files of a process that failed.
             sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()
             sys.excepthook(*sys.exc_info())
     finally:
@@ -189,7 +190,8 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _code_of(error: BaseException, *, training: bool) -> int:
-    """Print how the command failed, and return its exit code. Raise an error of an unknown kind."""
+    """Print how the command failed, and return its exit code. If ``error`` is of an unknown kind,
+    raise it again."""
     interrupt = _interrupt_behind(error)
     if isinstance(interrupt, SystemExit):
         return interrupt.code if isinstance(interrupt.code, int) else 1
@@ -502,9 +504,9 @@ def _train_seeds(options: argparse.Namespace, config: Any, given: dict[str, Any]
 
     if launcher := {"RANK", "SLURM_PROCID"} & os.environ.keys():
         raise ConfigurationError(
-            f"--seeds was given in a job of a launcher, which set {min(launcher)}; expected no "
-            "launcher, because each seed is a separate job; for Slurm write torchrl-dist slurm "
-            "--seeds 0-4 -- train ..."
+            f"got --seeds in a job that a launcher started ({min(launcher)} is set); expected "
+            "no launcher, because each seed is a separate job. Run this command without the "
+            "launcher; for Slurm, run torchrl-dist slurm --seeds 0-4 -- train ..."
         )
     result, code = train_seeds(config, given, options.seeds, resume=options.resume, say=_say)
     if options.json or not sys.stdout.isatty():
@@ -769,7 +771,7 @@ def _clean(options: argparse.Namespace) -> int:
     for each in options.directories:
         if not os.path.isdir(each):
             raise ConfigurationError(
-                f"{each} is not a folder; expected folders, or replay directories"
+                f"{each} is not a folder; pass a replay directory, or a folder to search"
             )
     named = {Path(os.path.realpath(each)) for each in options.directories}
     places = named or {Path("/dev/shm"), Path(tempfile.gettempdir())}

@@ -26,7 +26,7 @@ from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.runtime import Peer, Session, current_session
 from torchrl_dist.runtime.session import check_session
 
-_ONE_STEP = 1e-9  # a fraction of a rollout, less than one step of any rollout
+_ONE_STEP = 1e-9  # a fraction of a rollout that is smaller than one step, in every rollout
 
 PolicyFactory = Callable[[int, int], Any]
 
@@ -287,7 +287,8 @@ class Settings(WorkerOptions):
             )
         names = ["postproc", "postproc_factory"]
         if self.split_trajs:
-            names.append("replay_buffer")  # with trajs_per_batch, the workers assemble them
+            # trajs_per_batch works with a buffer, because the workers assemble the trajectories
+            names.append("replay_buffer")
         given = [name for name in names if getattr(self, name) is not None]
         if given or self.readiness.cuts:
             unfit = ", ".join(f"{name}=" for name in given) or f"readiness={self.readiness}"

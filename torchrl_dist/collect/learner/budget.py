@@ -24,7 +24,7 @@ class Share:
 
 
 def plan_shares(remaining: int | None, workers: Mapping[int, int], steps: int) -> dict[int, Share]:
-    """Divide the frames that may still be collected among workers, exactly, in ``[N, T]`` blocks.
+    """Divide the remaining frames among workers, exactly and in ``[N, T]`` blocks.
 
     Every worker gets ``steps`` steps while enough frames are left. After that, all workers get one
     shorter rollout of equal length. If fewer frames than envs are left, one env per frame makes one
@@ -35,8 +35,8 @@ def plan_shares(remaining: int | None, workers: Mapping[int, int], steps: int) -
         workers: number of envs of each worker.
 
     Returns:
-        the share of each worker that gets one, by worker. All shares together have at most
-        ``remaining`` frames.
+        the shares by worker, without the workers that get no share. All shares together have at
+        most ``remaining`` frames.
     """
     per_step = sum(workers.values())
     if remaining is None or remaining >= per_step:

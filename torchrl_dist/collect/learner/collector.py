@@ -86,11 +86,11 @@ class RPCBatchedCollector(BaseCollector):
             be given instead. Every call of ``make_env`` must return a new env. A vector env of
             torch tensors, on the CPU or a GPU, need not be a ``VectorEnv``, because the interface
             of Isaac Lab's envs is enough. An env is made, stepped and closed in one thread. This
-            thread is the caller's thread if an env object was given, or if there is no ``session``,
-            ``replay_buffer`` or ``env_processes``. Otherwise, the thread is the main thread of a
-            rank or env process, or a separate thread (see the guide). The gymnasium environments
-            that are registered in this process are registered on the workers, too. An EnvPool is
-            seeded only when it is made, so pass ``seed=np.random.randint(2**31)`` to
+            thread is the caller's thread if an env object was given, or if none of ``session``,
+            ``replay_buffer`` and ``env_processes`` was given. Otherwise, the thread is the main
+            thread of a rank or env process, or a separate thread (see the guide). The gymnasium
+            environments that are registered in this process are registered on the workers, too. An
+            EnvPool is seeded only when it is made, so pass ``seed=np.random.randint(2**31)`` to
             ``envpool.make``. Before ``make_env`` is called, NumPy is seeded from ``seed``,
             differently on each worker.
         policy: the learner's module. Each worker gets a copy on its CPU, and new weights after
@@ -151,8 +151,9 @@ class RPCBatchedCollector(BaseCollector):
             not fill a batch, are not delivered. With ``replay_buffer``, reports still count
             rollouts. The process that made a trajectory writes the trajectory to the buffer once it
             is complete, separately from other trajectories and without padding.
-        traj_format: ``"cat"`` concatenates the trajectories of ``trajs_per_batch``,
-            ``[steps of all]``; ``"padded"`` (default) pads trajectories with zeros.
+        traj_format: with ``trajs_per_batch``, ``"padded"`` (default) pads the trajectories of a
+            batch with zeros. ``"cat"`` concatenates them, so the shape of a batch is ``[steps]``,
+            where ``steps`` is the sum of their lengths.
         split_trajs: whether to pass each batch through TorchRL's ``split_trajectories``.
         postproc: a function that each worker calls with each of its rollouts ``[N, T]``, and that
             returns the rows to deliver.
@@ -202,9 +203,10 @@ class RPCBatchedCollector(BaseCollector):
         preemptive_threshold: once this fraction of the workers is ready, the other workers end
             their rollouts early. This argument is a shorthand for ``readiness=Preempt(...)``.
         device, storing_device: the device of batches. The workers themselves run on the CPU.
-        compile_policy, cudagraph_policy: as in TorchRL's collectors, True or the arguments of
-            ``torch.compile`` (and ``warmup``) or of ``CudaGraphModule``. These arguments have an
-            effect in every process that runs the policy.
+        compile_policy, cudagraph_policy: as in TorchRL's collectors, True or a dict of keyword
+            arguments for ``torch.compile`` or ``CudaGraphModule``. The dict for ``torch.compile``
+            may also contain ``warmup``. The two arguments have an effect in every process that runs
+            the policy.
         **torchrl: arguments of TorchRL's collectors that have no meaning here. A value that would
             change something is refused, and the error says why
             (``torchrl_dist/collect/learner/arguments.py``).
