@@ -452,7 +452,7 @@ REFUSED_ROWS = {
     "'obs' is torch.float32": row_with().exclude("obs").update({"obs": torch.zeros(1, 4)}),
     r"\[5\] per row": row_with().exclude("obs").update({"obs": torch.zeros(1, 5).double()}),
     "name": row_with().set_non_tensor("name", "x"),
-    "": TensorDict({}, [3]),
+    "at least one tensor": TensorDict({}, [3]),
 }
 
 

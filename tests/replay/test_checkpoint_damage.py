@@ -60,7 +60,14 @@ def state_of(rb: SharedReplayBuffer) -> dict[str, Any]:
     }
 
 
-def refused(rb: SharedReplayBuffer, load: Callable[[], object], words: str = "") -> None:
+NEXT_STEP = "(use|load) another|choose a folder|with the transforms|TorchRL storage"
+
+
+def refused(
+    rb: SharedReplayBuffer,
+    load: Callable[[], object],
+    words: str = NEXT_STEP,
+) -> None:
     before = state_of(rb)
     with pytest.raises(CheckpointError, match=words):
         load()
