@@ -25,6 +25,7 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 # Lightning Fabric sets this variable in the script and in the copies of the script that it starts.
 _FABRIC = ("WORLD_SIZE", "NODE_RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_JOB_ID")
+_CHECK = "Check the launcher's variables."
 
 
 @dataclass(frozen=True)
@@ -335,9 +336,9 @@ def _integer(
     try:
         value = int(text or "")
     except ValueError:
-        raise ConfigurationError(f"{name}={text!r}: expected an integer.") from None
+        raise ConfigurationError(f"{name}={text!r}: expected an integer. {_CHECK}") from None
     if value < at_least:
-        raise ConfigurationError(f"{name}={value}: expected at least {at_least}.")
+        raise ConfigurationError(f"{name}={value}: expected at least {at_least}. {_CHECK}")
     return value
 
 
@@ -345,10 +346,10 @@ def _check(world: World) -> None:
     if world.global_rank >= world.world_size:
         raise ConfigurationError(
             f"rank {world.global_rank} in a world of {world.world_size}: expected a rank below "
-            "the size of the world. Check the launcher's variables."
+            f"the size of the world. {_CHECK}"
         )
     if world.local_rank >= world.local_world_size or world.local_world_size > world.world_size:
         raise ConfigurationError(
             f"local rank {world.local_rank} of {world.local_world_size} in a world of "
-            f"{world.world_size}: expected local rank < local world size <= world size."
+            f"{world.world_size}: expected local rank < local world size <= world size. {_CHECK}"
         )

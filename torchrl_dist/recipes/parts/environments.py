@@ -94,7 +94,10 @@ def function_of(option: str, text: str) -> Callable[..., Any]:
     try:
         function = named_function(text)
     except (ImportError, SystemExit) as error:
-        raise ConfigurationError(f"{option}: cannot import {text!r} ({error})") from error
+        raise ConfigurationError(
+            f"{option}: cannot import {text!r} ({error}); expected package.module:function in a "
+            "package that Python can import here"
+        ) from error
     if function is None:
         raise ConfigurationError(f"{option}: got {text!r}, expected package.module:function")
     return function

@@ -182,7 +182,9 @@ def _computes_its_weights(module: nn.Module) -> bool:
 
 def _failed(make: str, inputs: Any, outputs: int, error: Exception) -> ConfigurationError:
     reason = " ".join(str(error).split()) or type(error).__name__
-    return ConfigurationError(f"--network: {make}({inputs}, {outputs}) failed: {reason}")
+    return ConfigurationError(
+        f"--network: {make}({inputs}, {outputs}) failed: {reason}; correct this function"
+    )
 
 
 class QNetwork(nn.Sequential):

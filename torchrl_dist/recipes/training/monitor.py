@@ -445,7 +445,10 @@ def _wandb_logger(project: str, run_id: str, title: str, output: Path) -> Any:
             settings={"console": "off"},
         )
     except Exception as error:
-        raise ConfigurationError(f"--wandb: cannot log to {project} ({error})") from error
+        raise ConfigurationError(
+            f"--wandb: cannot log to {project} ({error}); run wandb login and check the network, "
+            "or leave the option out"
+        ) from error
 
 
 def _bound(before: tuple[float, float, float], now: tuple[float, float, float]) -> Bound | None:

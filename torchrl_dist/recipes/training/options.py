@@ -129,7 +129,9 @@ def read_options(path: str | os.PathLike[str], config_class: type) -> dict[str, 
         text = _text_of(path)
         content, node = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ConfigurationError(f"--config: cannot read {path} ({error})") from error
+        raise ConfigurationError(
+            f"--config: cannot read {path} ({error}); pass a YAML file as --print-config prints it"
+        ) from error
     types = typing.get_type_hints(config_class)
     names = [field.name for field in dataclasses.fields(config_class)]
     if content is None:

@@ -187,7 +187,9 @@ def _names_in(folder: Path, option: str) -> list[str]:
     try:
         return os.listdir(folder)
     except OSError as error:
-        raise ConfigurationError(f"{option}: cannot read {folder} ({error.strerror})") from error
+        raise ConfigurationError(
+            f"{option}: cannot read {folder} ({error.strerror}); choose another folder"
+        ) from error
 
 
 def _owner(output: Path) -> str | None:
