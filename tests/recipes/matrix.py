@@ -124,7 +124,7 @@ def expected(cell: Cell) -> tuple[int | None, tuple[str, ...]]:
         text = {
             "kill": ("evaluator0", "SIGKILL"),
             "stop": (),  # it goes on in time
-            "hang": ("evaluator0", "did not answer play"),
+            "hang": ("evaluator0", "did not answer a call of the evaluation"),
             "raise": ("evaluator0", "the axle broke"),
             "sys.exit": ("evaluator0", "SystemExit: 3"),
             "exit in evaluation": ("evaluator0", "exited with status 3"),

@@ -151,7 +151,8 @@ def regimes() -> list[dict[str, Any]]:
 
 
 def print_table(lines: Sequence[dict[str, Any]]) -> None:
-    """Print for each network the gain by workers and spread, with the best deadline."""
+    """Print one table per network: the gain and the best deadline for each number of workers and
+    each spread."""
     for name in dict.fromkeys(line["network"] for line in lines):
         title = f"gain of the best deadline (and that deadline); learner: {name}"
         rows = [

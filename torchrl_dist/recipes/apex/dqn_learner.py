@@ -21,8 +21,8 @@ class DQNLoss(LossModule):
     """Double Q-learning of discrete actions, int64 ``[B]`` (van Hasselt et al. 2016, eq. 4).
 
     Losses and gradients are those of TorchRL's ``DQNLoss`` with ``double_dqn=True`` and smooth L1
-    errors. Computing them takes about half the time, because TorchRL's loss spends most of its time
-    outside of the networks.
+    errors. Computing them takes about half of the time that TorchRL's loss takes, because that loss
+    spends most of its time outside of the networks.
 
     ``forward`` returns ``"loss"``, the mean error of the rows weighted by ``priority_weight``, and
     writes each row's |TD error|, float32 ``[B, 1]``, to ``"td_error"``. Rewards are sums over

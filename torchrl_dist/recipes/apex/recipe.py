@@ -112,7 +112,7 @@ class Apex(Learner):
 
     @staticmethod
     def actor(network: Any, epsilons: torch.Tensor | None = None) -> EpsilonGreedy:
-        """Return the policy of a collector, or without ``epsilons`` one that never explores."""
+        """Return the policy of a collector. Without ``epsilons``, it never explores."""
         return EpsilonGreedy(network, epsilons)
 
     @staticmethod
@@ -129,7 +129,7 @@ class Apex(Learner):
 
     @staticmethod
     def windows(config: Any) -> dict[str, Any]:
-        """Return more options of the buffer, if it must sample windows of rows."""
+        """Return the options for a buffer that samples windows of rows, or none for single rows."""
         return {}
 
     def learn(self, data: CollectReport, frames: int) -> dict[str, Any]:

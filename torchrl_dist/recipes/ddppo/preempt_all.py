@@ -31,7 +31,7 @@ class Tally:
         self._lock = threading.Lock()
 
     def arrived(self, batch: int, learner: int, count: int, workers: int) -> None:
-        """Record that ``count`` of a learner's ``workers`` live workers have delivered."""
+        """Record that a learner has ``workers`` live workers, of which ``count`` have delivered."""
         with self._lock:
             self._workers[learner] = workers
             counts = self._arrived[batch]

@@ -19,7 +19,7 @@ class A2CLoss(LossModule):
     """Policy gradient with a critic and an entropy bonus (Mnih et al. 2016, section 4).
 
     Losses and gradients are those of TorchRL's ``A2CLoss`` with squared errors. Computing them
-    takes about half the time.
+    takes about half of the time that TorchRL's loss takes.
 
     ``forward`` reads rows ``[B]`` and returns ``loss_objective``, ``loss_critic`` and
     ``loss_entropy``, each with its coefficient, and, without gradients, ``entropy`` in nats.

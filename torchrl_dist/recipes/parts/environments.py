@@ -223,8 +223,8 @@ _LONGEST = 10_000  # number of elements of the longest observation that is flatt
 
 
 def is_flattened(space: gymnasium.Space) -> bool:
-    """Whether observations are flattened. Those in a single Box are not: vectors and images need no
-    flattening, and for any other Box, the user must decide."""
+    """Whether observations are flattened. Observations in a single Box are not flattened, because
+    vectors and images need no flattening, and for any other Box, the user must decide."""
     from gymnasium import spaces
 
     def of_vectors(part: gymnasium.Space) -> bool:
@@ -433,7 +433,7 @@ def _bounds(env: str, actions: gymnasium.Space, continuous: Continuous) -> tuple
     return low, high
 
 
-_MOST_COMBINATIONS = 10_000  # of actions; a network needs one output for each combination
+_MOST_COMBINATIONS = 10_000  # of actions, because a network needs one output for each
 
 
 def _numbered(actions: gymnasium.Space) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ...errors import TorchRLDistError
 
-if TYPE_CHECKING:  # not imported by `play`, which needs neither
+if TYPE_CHECKING:  # `play` needs none of these imports
     from tensordict import TensorDictBase
 
     from ...learn.ranks import Ranks

@@ -67,7 +67,7 @@ class Scaled(nn.Module):
         return made.reshape(*batch, made.shape[-1])  # reshape cannot infer -1 if there are no rows
 
 
-_NATURE_SIDE = 36  # smallest width and height, in pixels, of images for the three layers
+_NATURE_SIDE = 36  # the three layers need images of at least this width and height, in pixels
 
 
 def convolutions(images: Images, *, orthogonal: bool) -> nn.Module:

@@ -97,9 +97,9 @@ def read_curve(path: str | os.PathLike[str]) -> Curve:
         return []
     points: list[tuple[float, float]] = []
     for line in lines:
-        if not line.endswith("\n"):  # a killed run has written a part, which may end in a digit
+        if not line.endswith("\n"):  # a killed run wrote only a part of this line
             break
-        with contextlib.suppress(ValueError):  # a resumed run has continued such a part
+        with contextlib.suppress(ValueError):  # a resumed run has appended to a partial line
             frames, value = map(float, line.split(","))
             while points and points[-1][0] >= frames:
                 points.pop()

@@ -35,8 +35,8 @@ class R2D2Loss(LossModule):
     ``forward`` reads windows of ``burn_in + length + n_steps - 1`` rows, ``[B * size]``, as
     ``Sequence(length, burn_in=burn_in, bootstrap=n_steps - 1, episode_boundary="stop")`` samples
     them. It returns ``"loss"``: half the mean of the weighted squared errors of the rows to learn
-    from. To ``"td_error"``, float32 ``[B * size, 1]``, it writes the |TD error| of each of these
-    rows, and 0 for the other rows. It replaces the stored states of the first row to learn from
+    from. It writes ``"td_error"``, float32 ``[B * size, 1]``: the |TD error| of each of these rows,
+    and 0 for the other rows. It replaces the stored states of the first row to learn from
     with those that the burn-in has computed.
 
     Both networks start from the stored state of a window's first valid row. From there, each

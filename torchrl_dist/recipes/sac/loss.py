@@ -92,7 +92,8 @@ class SACLoss(SoftActorCritic):
     """The loss for continuous actions (Haarnoja et al. 2018, arXiv:1812.05905, eqs. 5, 7 and 18).
 
     Losses and gradients are those of TorchRL's ``SACLoss`` with squared errors and with densities
-    of actions scaled to -1 .. 1. Computing them takes about two thirds of the time.
+    of actions scaled to -1 .. 1. Computing them takes about two thirds of the time
+    that TorchRL's loss takes.
 
     Args:
         network: a :class:`SquashedGaussianNetwork`.

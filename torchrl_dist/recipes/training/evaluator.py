@@ -149,7 +149,7 @@ class Evaluations:
                 if time.monotonic() - self._asked_at > self.session.timeout_s + _LATE_S:
                     # calls to this process itself have no deadline
                     raise DeadlineError(
-                        f"{self._candidates[0]} did not answer play within "
+                        f"{self._candidates[0]} did not answer a call of the evaluation within "
                         f"{self.session.timeout_s:g} s"
                     )
                 return None

@@ -369,7 +369,7 @@ def _follow(build: Build, config: RecipeConfig, start: Start) -> None:
 
 
 def _cause(others: list[Future]) -> BaseException | None:
-    """Return the error of another learner that could not report this error itself, or None."""
+    """Return the first RemoteError with which another learner has ended, or None."""
     errors = [other.exception() for other in others if other.done()]
     return next((error for error in errors if isinstance(error, RemoteError)), None)
 
@@ -625,7 +625,7 @@ class Keeper:
         self._ask(self.callback.on_checkpoint(self.config.checkpoint_path))
 
     def _ask(self, stop: Any) -> None:
-        """Stop if a method of the callback returned True, also as a scalar of NumPy or torch."""
+        """Stop if a method of the callback returned True, or a true scalar of NumPy or torch."""
         if stop is not None and getattr(stop, "dtype", type(stop)) not in (bool, torch.bool):
             raise ConfigurationError(
                 f"--callback: a method returned {stop!r}, expected None, or True to end the run"

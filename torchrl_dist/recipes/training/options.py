@@ -130,7 +130,7 @@ def read_options(path: str | os.PathLike[str], config_class: type) -> dict[str, 
         content, node = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigurationError(
-            f"--config: cannot read {path} ({error}); pass a YAML file as --print-config prints it"
+            f"--config: cannot read {path} ({error}); correct the file, or pass another one"
         ) from error
     types = typing.get_type_hints(config_class)
     names = [field.name for field in dataclasses.fields(config_class)]
