@@ -1008,8 +1008,8 @@ class RPCBatchedCollector(BaseCollector):
         )
 
     def state_dict(self) -> OrderedDict[Any, Any]:
-        """Return the progress as a small dict. The dict does not contain the states of envs, which
-        start new episodes after loading, nor weights, which the caller must save."""
+        """Return the progress as a small dict. The dict contains no states of envs: the envs start
+        new episodes after loading. It contains no weights: the caller must save them."""
         return OrderedDict(
             frames=self._frames, batches=self._iter + 1, policy_version=self._version, run=self._run
         )
@@ -1071,7 +1071,7 @@ class RPCBatchedCollector(BaseCollector):
                 was given to the constructor.
 
         Raises:
-            RemoteError: an env raised while it was closed, unless ``raise_on_error`` is False.
+            RemoteError: closing an env raised an exception, and ``raise_on_error`` is True.
         """
         self._abandoned.detach()
         if not self._crew.is_here:

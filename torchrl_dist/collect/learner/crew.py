@@ -163,7 +163,7 @@ class Crew:
         return {worker.index: worker.frames for worker in self.workers}
 
     def send_weights(self, by_worker: Mapping[int, PackedWeights]) -> None:
-        """Store weights, given by worker index, which will be sent with each worker's next request.
+        """Store weights by worker index. Each worker gets its weights with its next request.
 
         The weights must be complete, because a worker may never have received the previous weights.
         """
