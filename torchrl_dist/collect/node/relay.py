@@ -33,15 +33,15 @@ from torchrl_dist.collect.loop.spaces import Key
 from torchrl_dist.collect.node.waker import Waker
 from torchrl_dist.errors import DeadlineError, PeerLostError
 
-QUESTION = -1  # stands in place of an answer's number, and marks a question
+QUESTION = -1  # a message has this number if it is a question, and not the answer to a call
 
 # At most this many messages to the learner are in flight. Two are allowed, so that questions need
 # not wait for the answer to the previous message.
 _MAX_IN_FLIGHT = 2
 
 # While a question is unanswered, its env process steps its other groups of envs. A question waits
-# for other questions for at most this fraction of that time, and for less if its wait and the
-# message together would take more than half of that time.
+# for other questions for at most this fraction of the time that these steps take. It waits for a
+# shorter time if its wait and the message together would take more than half of that time.
 _WAITING_PART = 1 / 3
 _SMOOTHING = 0.1
 

@@ -62,8 +62,8 @@ class OwnThread:
 
 
 def run_on_cpu(call: Callable[[], Any]) -> Any:
-    """Return the result of ``call()``, made with the CPU as torch's default device, as in a new
-    process. An earlier ``torch.set_default_device`` therefore has no effect inside the call."""
+    """Run ``call()`` with the CPU as torch's default device, as in a new process, and return its
+    result. An earlier ``torch.set_default_device`` therefore has no effect inside the call."""
     if torch.get_default_device().type == "cpu":
         return call()
     with torch.device("cpu"):
