@@ -36,7 +36,7 @@ a request asks for spare rows, and a redraw fetches the rows that are still miss
     if not known.has_mass: ask every shard for 0 rows; known.learn(masses)  # the first batch
     request = known.plan(batch_size, uniforms)
     ask shard s for request.rows[s] rows, for every s                     # even for 0 rows
-    known.learn(masses, request)          # of the replies; 0 for a shard that did not answer
+    known.learn(masses, request)  # the masses in the replies; 0 for a shard that did not answer
     shards = request.correct(masses, uniforms)
     row, missing = number_rows(shards, rows_received)                     # -1 where missing
     ask shard s for missing[s] more rows where that is above 0            # rarely
@@ -55,8 +55,9 @@ Uniforms = Callable[[int], np.ndarray]
 """``uniforms(n)`` returns float64 [n], independent and uniform in [0, 1)."""
 
 # The number of spare rows is computed from the largest recent rise of a shard's share. Each batch
-# multiplies that rise by this factor. If masses change at random by 2 % per batch, 0.4 % of the
-# batches of 256 need a redraw, and 8 shards send 13 % more rows.
+# multiplies that rise by this factor. Example: 8 shards, batches of 256 rows, and masses that move
+# at random by 2 % per batch. Then 0.4 % of the batches need a redraw, and the shards send 13 % more
+# rows than a batch has.
 _FADE = 0.95
 # The rise that is assumed until a change has been seen, as a fraction of the share.
 _FIRST_RISE = 0.05
@@ -159,9 +160,9 @@ def spare_rows(expected: np.ndarray) -> np.ndarray:
     needed on average.
 
     A shard whose share rises from ``P`` to ``Q`` gets Binomial(n, Q - P) further draws in a batch
-    of ``n``. The result is the mean of this distribution, plus 3.3 standard deviations of the
-    Poisson distribution, which has heavier tails, plus a half for means below 1. The result is 0 if
-    the mean is 0.
+    of ``n``. The result is the sum of three terms, rounded up: the mean of this distribution, 3.3
+    standard deviations of the Poisson distribution with the same mean, which has heavier tails, and
+    a half, which is needed for means below 1. If the mean is 0, the result is 0.
 
     Args:
         expected: float64 [shards], the means.

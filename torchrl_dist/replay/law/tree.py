@@ -14,7 +14,8 @@ Every node has 32 children. Three decisions make the tree fast and safe:
 - *Marks are set first and cleared last*: a process that is killed in between leaves the marks of
   the unfinished blocks, and the next refresh completes them.
 
-The arrays may lie in shared memory. The caller must hold the lock.
+The arrays may lie in shared memory. The tree has no lock, so threads and processes that share
+it must hold a common lock.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def _mark_bytes(sizes: list[int]) -> int:
 
 
 class PriorityTree:
-    """The tree over ``capacity`` slots, in a zeroed byte buffer that may be shared memory.
+    """The tree over ``capacity`` slots, in a byte buffer that may be shared memory.
 
     Args:
         capacity: number of slots.
@@ -116,7 +117,7 @@ class PriorityTree:
             self._sums[level][blocks] = np.einsum("ij->i", children)  # takes half as long as sum(1)
             if level > 1:
                 children = _children(self._minima[level - 1], blocks)
-            # 0: a leaf without a row, or a padding node, whose sum is never computed
+            # 0: a leaf without a row, or a padding node, whose values are never computed
             np.putmask(children, children <= 0, np.inf)
             self._minima[level][blocks] = children.min(1)
             parents = blocks >> _SHIFT

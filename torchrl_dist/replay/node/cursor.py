@@ -80,8 +80,8 @@ def _slots_of(ranges: Sequence[tuple[int, int]]) -> np.ndarray:
 class SharedCursor:
     """The shared write position of a replay directory.
 
-    Every process and thread may call all methods. Unless a method's docstring says otherwise, it
-    blocks only for the directory's lock (``DeadlineError`` after its timeout).
+    Every process and thread may call all methods. Unless its docstring says otherwise, a method
+    blocks only while it waits for the directory's lock (``DeadlineError`` after ``timeout_s``).
     """
 
     def __init__(self, directory: ReplayDirectory) -> None:
@@ -107,20 +107,19 @@ class SharedCursor:
         Args:
             source: the values of the rows, [n, ...] per column.
             reserve: a method that reserves the slots, called with ``arguments`` and ``plan=``. Its
-                module must be in ``_MODULES``, because a write belongs to the stack frame of the
-                function that called into these modules. When that function has returned, the write
-                has ended.
+                module must be in ``_MODULES``. The function outside these modules that called into
+                them is the writer, and its write ends at the latest when this function returns.
 
         Returns:
-            The result of ``reserve``, and the plan for the frames, which is None if the directory
-            stores no frames once.
+            The result of ``reserve``, and the plan for the frames. The plan is None if the rows
+            have no frames that are stored once.
         """
         frames = self._directory.frames
         while True:
             plan = None if frames is None else frames.plan(source, start, stop)
             try:
                 return reserve(*arguments, plan=plan), plan
-            except StalePlanError:  # other processes have written many frames since
+            except StalePlanError:  # other processes have written many frames since the plan
                 continue
 
     def reserve(self, count: int, plan: Plan | None = None) -> Reservation:
@@ -227,7 +226,7 @@ class SharedCursor:
         """Claim the slots for this process, and set ``word`` to ``value``. Called under the lock.
 
         Returns:
-            None if another claim has one of the slots."""
+            The reservation, or None if another claim has one of the slots."""
         directory = self._directory
         ranges = tuple(slot_ranges(first, count, directory.capacity))
         reservation = Reservation(row, first, count, ranges)
@@ -240,7 +239,7 @@ class SharedCursor:
         return None
 
     def publish(self, reservation: Reservation, priority: np.ndarray | None = None) -> np.ndarray:
-        """Make all written rows visible to every process, or none of them if the claim was lost.
+        """Make all written rows visible to every process, or none if the buffer was emptied.
 
         Args:
             reservation: from :meth:`reserve`. Its rows have been written.
@@ -391,7 +390,7 @@ class SharedCursor:
         row, words = self._free_row(), self._directory.words
         if row is None or self._live_claims(start, count) or not self._frames_admit(row, plan):
             return None
-        high = max(words[Word.IN_PLACE], start + count)  # the cursor may not be there yet
+        high = max(words[Word.IN_PLACE], start + count)  # in use, even if the cursor is lower
         return self._take(row, start, count, Word.IN_PLACE, high, plan)
 
     def wait_for_rows(self, deadline: float, least: int = 1) -> bool:
@@ -663,7 +662,10 @@ def finish_emptying(directory: ReplayDirectory) -> None:
 
 
 def empty_locked(directory: ReplayDirectory) -> None:
-    """Do the work of :func:`empty` for a caller that holds the lock and has begun a change."""
+    """Unpublish every row, discard all claims and let the next row go to slot 0.
+
+    The counts of written and sampled rows stay. Called under the lock, between begin and commit.
+    """
     words, claims = directory.words, directory.claims
     claims[claims[:, CLAIM_COUNT] > 0, CLAIM_STATE] = CLAIM_DISCARDED
     directory.kernel.unpublish(0, directory.capacity)
@@ -680,10 +682,10 @@ def repair(directory: ReplayDirectory) -> None:
     """Repair the state after a holder of the lock was killed. Called under the lock.
 
     It completes stores in the journal, a change of alpha, an emptying and publications that had
-    begun. The rows of a publication are whole, so it can be completed even if an interrupt cut it
-    off in a live process. Other claims of dead members lapse, and the rows of an interrupted patch
-    are dropped. Then leaves and length are corrected to fit the versions, and the tree to fit the
-    leaves.
+    begun. Rows are completely written before their publication begins. Therefore repair completes
+    every publication that it finds, including those that an interrupt cut off in a live process.
+    Other claims of dead members lapse, and the rows of an interrupted patch are dropped. Then
+    leaves and length are corrected to fit the versions, and the tree to fit the leaves.
     """
     claims, versions, tree = directory.claims, directory.versions, directory.tree
     if directory.words[Word.JOURNAL]:

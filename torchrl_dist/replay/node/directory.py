@@ -5,7 +5,7 @@ Files::
     header.json     format, capacity, job; written last when the directory is created
     lock            locks on its bytes: the fair lock, and one byte per live member
     control.bin     words, counters, claims and members, see ``tables``
-    versions.bin    int64 [capacity]; odd while a row is absent or being written
+    versions.bin    int64 [capacity]; 0 or odd while a slot has no row or is being written
     tree.bin        priority tree
     rows.json       spec of a row; written with the first rows, before the data files, so that a
                     process that removes the data files knows their names
@@ -15,13 +15,15 @@ Files::
     pass.bin        with sampling without replacement: the rows left in the pass; see ``passes``
     frames.json     with ``frames=``: the keys whose frames are stored once; see ``frames``
 
-The module ``files`` defines when each of these files is created, adopted and removed.
+The module ``opening`` creates a directory or joins an existing one, and the module ``files``
+removes its files.
 
-Invariants at every instant, even if processes are killed:
+Invariants, even if processes are killed:
 
-1. A slot is *published* exactly when its version is even and above 0. Only published slots have a
-   leaf above 0 in the tree, so only they are drawn. Every published slot has such a leaf, unless
-   its row was sampled as often as the limiter allows.
+1. A slot is *published* exactly when its version is even and above 0. Except during a change (see
+   2), only published slots have a leaf above 0 in the tree. Draws happen under the lock, so they
+   return only published slots. Every published slot has such a leaf, unless its row is hidden, see
+   ``times_sampled``.
 2. Shared state changes only under the lock, and ``DIRTY`` is set before the first store and cleared
    after the last one. A process that takes the lock and finds ``DIRTY`` set repairs what the killed
    holder left (:meth:`ReplayDirectory.lock`, ``cursor.repair``).
@@ -209,7 +211,9 @@ class ReplayDirectory:
             raise
 
     def check_entry(self) -> None:
-        """Check that this thread may wait for another lock whose holder may be waiting for
+        """Check that this thread is not inside a use of this directory.
+
+        Call it before waiting for another lock, because the holder of that lock may be waiting for
         :meth:`lock`.
 
         Raises:
@@ -321,9 +325,10 @@ class ReplayDirectory:
         self._held.pop(id(reservation), None)
 
     def holds_its_equal(self, reservation: Any) -> bool:
-        """Return whether another write has the same slots. Called under the lock.
+        """Return whether another write of this process has the same slots. Called under the lock.
 
-        If so, this write was interrupted before it claimed the slots."""
+        If so, this write was interrupted before it claimed the slots, and the other write claimed
+        them later."""
         return any(
             held.reservation == reservation and held.reservation is not reservation
             for held in list(self._held.values())
@@ -360,7 +365,7 @@ class ReplayDirectory:
 
     @property
     def length(self) -> int:
-        """Number of published rows, the same on every rank."""
+        """Number of published rows, the same in every process."""
         return self.words[Word.LENGTH]
 
     @property
@@ -602,7 +607,7 @@ class ReplayDirectory:
         self.times_sampled = tables[users:] if self.words[Word.MAX_TIMES_SAMPLED] else None
 
     def ask_for_numbers(self, hidden: ColumnSpec) -> None:
-        """Add a hidden column with the numbers of rows. Call this before the first row is written.
+        """Add the column ``hidden``, which numbers the rows. Call this before the first write.
 
         Raises:
             ConfigurationError: there are already rows without numbers.
@@ -696,8 +701,10 @@ class ReplayDirectory:
         return (status.st_dev, status.st_ino) == self._identity
 
     def leave(self, clean: bool) -> None:
-        """End this process's membership. The last process that leaves at a clean end removes all
-        files.
+        """End this process's membership.
+
+        The last process that leaves removes all files, unless :attr:`stays` is true. If a process
+        leaves with ``clean=False`` or after a stop signal, :attr:`stays` becomes true.
 
         Other processes may take the slots of a process that is not a member. This method therefore
         waits until the writes of this process have ended and no new write can begin.
@@ -757,7 +764,7 @@ class ReplayDirectory:
             self.words[Word.INTERRUPTED] = 1  # so that processes that leave later keep the folder
         if self.stays or self.live_members() or not self.is_at_path():
             return None
-        # under the lock, so a process that opens the path now creates a new directory
+        # A process that opens the path now waits for the lock, and then creates a new directory.
         return files.retire(self.path)
 
 

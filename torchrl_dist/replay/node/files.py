@@ -124,7 +124,7 @@ def read_table(folder: Path, name: str, kind: type, count: int) -> np.ndarray:
 
 
 def read_control(folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return ``control_tables`` of a directory's file, see :func:`read_table`."""
+    """Return the tables in ``control.bin`` (``control_tables``), see :func:`read_table`."""
     return control_tables(read_table(folder, TABLES[0], np.int64, control_bytes() // 8))
 
 
