@@ -55,9 +55,9 @@ Uniforms = Callable[[int], np.ndarray]
 """``uniforms(n)`` returns float64 [n], independent and uniform in [0, 1)."""
 
 # The number of spare rows is computed from the largest recent rise of a shard's share. Each batch
-# multiplies that rise by this factor. Example: 8 shards, batches of 256 rows, and masses that move
-# at random by 2 % per batch. Then 0.4 % of the batches need a redraw, and the shards send 13 % more
-# rows than a batch has.
+# multiplies that rise by this factor. Example: 8 shards, batches of 256 rows, and masses that
+# change at random by 2 % per batch. Then 0.4 % of the batches need a redraw, and the shards send
+# 13 % more rows than a batch has.
 _FADE = 0.95
 # The rise that is assumed until a change has been seen, as a fraction of the share.
 _FIRST_RISE = 0.05

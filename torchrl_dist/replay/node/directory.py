@@ -239,7 +239,8 @@ class ReplayDirectory:
         Even if the process is killed during the call, either all words are stored, or none of them.
 
         Args:
-            values: the new values, by :class:`Word` or by :meth:`cell` of the user table.
+            values: the new values. A key is a :class:`Word`, or a cell of the user table, see
+                :meth:`cell`.
         """
         words = self.words
         at: int = Word.JOURNAL
@@ -423,8 +424,8 @@ class ReplayDirectory:
     def arrays(self) -> list[np.ndarray]:
         """:attr:`tensors` as arrays, see :func:`array_of`.
 
-        A column whose frames are stored once has the cells of its frames, int32 [capacity,
-        stack]."""
+        A column whose frames are stored once has the numbers of the cells that hold its frames,
+        int32 [capacity, stack], see ``frames``."""
         if self._rows is None and self.rows is None:
             return []
         return self._arrays
