@@ -9,8 +9,8 @@ of files, and a row holds numbers that name frames, instead of the frames' bytes
                               ("next", key) share it
 
 A frame has a *ticket*: its number, counted from the first frame ever reserved. The frame lies in
-the *cell* ``ticket % size`` of its ring. A ticket reserves the cell with this number in every ring.
-The *cursor*, ``Word.FRAME_CURSOR``, is the next ticket. A write
+the *cell* ``ticket % size`` of its ring. A ticket reserves its cell in every ring. The *cursor*,
+``Word.FRAME_CURSOR``, is the next ticket. A write
 
 1. looks for its frames among those that this process wrote recently, by comparing bytes. Two frames
    are the same only if their bytes are equal, so a sample returns what was written, regardless of
@@ -30,8 +30,8 @@ Invariants at every instant:
   later. A writer that needs such a ticket waits.
 
 Two alternatives were rejected. Taking frames from neighbouring slots (Dopamine) requires a single
-writer of whole episodes. Chunks of a stream that live as long as their last row (Reverb) require
-counting references, and a killed process would leave a wrong count.
+writer of whole episodes. Storing a stream in chunks, and each chunk until its last row is gone
+(Reverb), requires a count of references, and a killed process would leave a wrong count.
 """
 
 from __future__ import annotations
@@ -356,8 +356,8 @@ class Frames:
     # --- reading -----------------------------------------------------------------------------
 
     def expand(self, columns: list[np.ndarray], gather: Gather) -> list[np.ndarray]:
-        """Put frames in place of their cells in ``columns``, which are copies of rows. Return
-        ``columns``.
+        """Replace the cells in ``columns``, which are copies of rows, with the frames in these
+        cells. Return ``columns``.
 
         Args:
             gather: ``gather([array], indices)`` returns copies of the rows ``indices`` of the
@@ -450,7 +450,7 @@ class Frames:
             self._drop(needed)
         rows = sum(stop - start for start, stop in ranges)
         marks = np.full(rows, first) if plan is None else np.minimum(plan.known, first + plan.new)
-        marks = marks[marks.size - rows :]  # the first rows may not have been restored
+        marks = marks[marks.size - rows :]  # a restore may leave out the plan's first rows
         for start, stop in ranges:
             self._marks[start:stop], marks = np.split(marks, [stop - start])
         words[Word.FRAME_CURSOR] = first + count

@@ -55,7 +55,7 @@ threading._register_atexit(process_ends.set)  # type: ignore[attr-defined]  # no
 
 
 def told_to_stop(for_what: str) -> RateLimitError:
-    """Return the error of a wait that ended early."""
+    """Return the error for a wait that ended because the process or the thread must stop."""
     ends = process_ends.is_set()
     why = "this process is ending" if ends else "this thread was told to stop"
     return RateLimitError(f"stopped waiting for {for_what}, because {why}")
@@ -130,7 +130,8 @@ class Gate:
     def reserve(
         self, cursor: SharedCursor, count: int, storage: Storage, plan: Plan | None = None
     ) -> Reservation:
-        """Reserve slots and room for frames, for the first rows of a write, once it may begin.
+        """Wait until a write may begin, then reserve slots for its first ``count`` rows, and room
+        for their frames.
 
         Raises:
             RateLimitError: the write was not admitted within the storage's ``timeout_s``. No row
@@ -225,7 +226,8 @@ class Gate:
                 self._count_unreturned(users[row], -int(users[row, USER_UNRETURNED]))
 
     def _count_unreturned(self, row: np.ndarray, rows: int) -> None:
-        """Add ``rows`` to the number of samples, and to that of unreturned samples in a user's row.
+        """Add ``rows`` to the number of samples, and to the number of unreturned samples in
+        ``row``, a row of the user table.
 
         Called under the lock."""
         directory = self._directory

@@ -77,7 +77,8 @@ class NumpyKernel:
 
         Args:
             row: an unused row of the claim table.
-            word, value: a word of the control block, and what is stored in it before the claim.
+            word, value: before it stores the claim, this method sets the control block's ``word``
+                to ``value``.
 
         Returns:
             False if another claim has one of these slots. Then nothing was changed.
@@ -232,8 +233,8 @@ class CKernel(NumpyKernel):
         array = ctypes.c_int64 * len(columns)
         targets = array(*map(address, columns))
         sizes = array(*(column.nbytes // len(column) for column in columns))
-        # One store, because two threads may map the rows at once. The columns are kept, because
-        # the directory may keep those of the other thread.
+        # Two threads may map the rows at once, so one assignment stores all. It keeps a reference
+        # to the columns, because the directory may only keep those of the other thread.
         self._columns = columns, array, targets, sizes
 
     def append(

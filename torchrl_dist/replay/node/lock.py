@@ -212,8 +212,9 @@ class FairLock:
         name: the lock's name in error messages.
 
     Raises:
-        DeadlineError: on entry; the message names the holder.
-        DirectoryError: on entry, after :meth:`close`.
+        DeadlineError: a thread tried to enter, and the lock was not free within ``timeout_s``.
+            The message says what holds the lock.
+        DirectoryError: a thread tried to enter after :meth:`close`.
     """
 
     def __init__(self, fd: int, *, timeout_s: float, name: str) -> None:
@@ -306,9 +307,9 @@ class FairLock:
 
     def _queue(self, deadline: float | None) -> None:
         """Wait for the turnstile, and then for the mutex."""
-        # An interrupt may have left the mutex with this thread. If another process waits for the
-        # mutex, it holds the turnstile. This thread would then wait for the turnstile while that
-        # process waits for the mutex.
+        # An interrupt may have left the mutex with this thread, so release it first. Otherwise, if
+        # another process holds the turnstile and waits for the mutex, this thread would wait for
+        # the turnstile, and neither would go on.
         _try_at(self._fd, self._give_mutex)
         if not _try_at(self._fd, self._take[_TURNSTILE]):
             if time.monotonic() < self._passing_until and _try_at(self._fd, self._take_mutex):
@@ -352,8 +353,9 @@ class FairLock:
         """Wait for the turnstile. Return None if the mutex was taken without the turnstile.
 
         The next process in line polls the mutex. If the mutex stays free for longer than the
-        polling interval, the next process in line must be paused (for example by SIGSTOP). For some
-        time, any process may then take the mutex directly.
+        polling interval, this process considers the next one in line stopped (for example by
+        SIGSTOP), and takes the mutex directly. For up to ``_PASSING_S`` seconds, this process then
+        takes the mutex whenever it is free, without waiting in line.
         """
         if deadline is None:
             deadline = time.monotonic() + self.timeout_s

@@ -359,7 +359,7 @@ def _what_is_wrong(view: ReplayDirectory, alive: bool) -> str | None:
 
     Called under the lock. A killed holder may have changed only some values, so each value is
     checked on its own. Tables with an entry per row are checked only if no process uses the
-    directory, because otherwise those processes would notice the damage themselves.
+    directory. Processes that use it would notice damage in these tables themselves.
     """
     words, claims, capacity = view.words, view.claims, view.capacity
     ranges = dict.fromkeys(_AT_LEAST_0, (0, LARGEST_COUNT)) | {

@@ -24,7 +24,7 @@ from torchrl_dist.replay.node.tables import Word
 from torchrl_dist.replay.row.spec import HIDDEN, RowSpec
 from torchrl_dist.tensors import array_of
 
-_BYTES_AT_ONCE = 2**18  # of rows, copied while the lock is held
+_BYTES_AT_ONCE = 2**18  # how many bytes of rows are copied before the lock is released
 _T = TypeVar("_T")
 
 
