@@ -151,7 +151,7 @@ def apply_patch(
         versions, the last values.
 
     Raises:
-        ConfigurationError: a sampler finds trajectories by one of the columns.
+        ConfigurationError: a sampler finds rows, or a writer ranks rows, by one of the columns.
     """
     row_bytes = sum(values[:1].nbytes for values in patch.columns.values())
     at_once = max(1, _BYTES_AT_ONCE // max(1, row_bytes))
