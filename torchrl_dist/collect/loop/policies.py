@@ -245,7 +245,7 @@ def _call_with_tensordict(policy: Policy, values: Values, n: int) -> Values:
             raise UnfitPolicyError(f"{_EXPECTED}; this policy raised {error!r}") from error
         raise
     values.clear()
-    values.update(flat(td))  # also if ``out`` is another TensorDict, because TorchRL reads both
+    values.update(flat(td))  # even if ``out`` is another TensorDict, because TorchRL reads both
     if out is td or out is None:
         return values
     if isinstance(out, dict):
@@ -367,7 +367,8 @@ class Compilation:
     cudagraph_policy: bool | Mapping[str, Any] | None = None
 
     def calls(self, policy: Policy, exploration_type: ExplorationType) -> PolicyCalls:
-        """Return the calls of the policy, compiled if so requested.
+        """Return :class:`PolicyCalls` that call the policy, compiled or as a CUDA graph if so
+        requested.
 
         Raises:
             ConfigurationError: a CUDA graph is requested for a policy on the CPU, although there is

@@ -23,7 +23,7 @@ def carried_state(policy: Any, num_envs: int) -> dict[Key, Tensor]:
     The state consists of the values that the policy reads at a key and writes at ``("next", key)``,
     as TorchRL's LSTMModule and GRUModule do. If the policy reads ``"is_init"``, as
     Ornstein-Uhlenbeck noise does, the state also has this key, with True for every env (bool
-    ``[num_envs, 1]``). For other policies, the state is empty.
+    ``[num_envs, 1]``). If the policy does neither, the state is empty.
 
     Raises:
         ConfigurationError: the policy has a state, but no module of the policy defines the state of

@@ -132,7 +132,7 @@ class Rollout(Protocol):
 
 @dataclass
 class Episodes:
-    """Track the episodes of N envs through consecutive rollouts. This class steps no env.
+    """Track the episodes of N envs through consecutive rollouts. This class does not step envs.
 
     Trajectory ids are ``base + k * stride + offset`` for k = 0, 1, .... If the stride is the number
     of workers of the job and each worker has a different offset, no two workers use the same id.
@@ -214,7 +214,7 @@ class Episodes:
         before = (np.cumsum(done) - ends).reshape(n, steps)  # episodes that ended before each step
         anew = before > before[:, :1]
         ids[anew] = numbers[before[anew] - 1]
-        self._current[env[ended]] = numbers  # the last number of an env stays
+        self._current[env[ended]] = numbers  # of several numbers of an env, the last one stays
         # Sum each part separately. If sums were differences of a running sum, an infinite or huge
         # reward in one episode would spoil the sums of all later episodes.
         with np.errstate(invalid="ignore"):
@@ -260,7 +260,8 @@ class _Given:
         order."""
         i = t % _CHUNK
         if i == 0:
-            # Leave out a block's entry ``steps``, which is the observation after the last step.
+            # Leave out the entry with the index ``steps`` of each block, because this entry is the
+            # observation after the last step.
             end = min(t + _CHUNK, self._size[1])
             views = [block[t:end].unbind(0) for block in self._blocks]
             self._steps = list(zip(*views, strict=True))
@@ -303,7 +304,7 @@ class _Made:
         actions: NumPy array ``[T, N, ...]``.
         carried: keys of the outputs that the policy gets as inputs of the next step, in addition to
             the env's values.
-        overwritten: keys of observations that the policy replaces by other tensors.
+        overwritten: keys of observations that the policy replaces with other tensors.
     """
 
     def __init__(self, out: Values, given: _Given, n: int, steps: int) -> None:
@@ -412,8 +413,8 @@ class _Followed:
         return ~valid
 
     def transitions(self, t: int) -> int:
-        """Return the number of transitions that every env has after step ``t``: the smallest number
-        of any env."""
+        """Return the number of transitions that each env has after step ``t``. If the numbers
+        differ, return the smallest number."""
         return t + 1 if self.valid is None else int(self.valid[:, : t + 1].sum(1).min())
 
     @property
@@ -484,8 +485,8 @@ class _Loop:
         self._stop = True
 
     def _ends(self, done: int, enough: Callable[[int], bool]) -> bool:
-        """Return whether the rollout ends after a step after which each env has ``done``
-        transitions. If :meth:`stop` was called, raise RolloutStopped."""
+        """Return whether the rollout ends now that each env has ``done`` transitions. If
+        :meth:`stop` was called, raise RolloutStopped."""
         if self._stop:
             raise RolloutStopped
         return enough(done)
@@ -707,7 +708,7 @@ class GymnasiumRollout(_Loop):
         if IS_INIT in self._state:  # as InitTracker does, set is_init to false in "next"
             data["next", IS_INIT] = torch.zeros(n, steps, 1, dtype=torch.bool)
         data |= followed.ended()
-        if "policy_version" not in data:  # a policy at the learner has written its version
+        if "policy_version" not in data:  # a policy at the learner has written this key
             data["policy_version"] = torch.full((n, steps), self.policy_version)
         rollout = nested(data, [n, steps], names=[None, "time"])
         return (rollout if t + 1 == steps else rollout[:, : t + 1]), followed.valid
@@ -715,7 +716,7 @@ class GymnasiumRollout(_Loop):
     def _checked(self, out: Values) -> Values:
         """Return the policy's outputs, or raise ConfigurationError if they cannot be recorded.
         Called once per rollout."""
-        if self._policy is not None:  # a policy at the learner may write its version
+        if self._policy is not None:  # a policy at the learner may write "policy_version"
             refuse_stamps(out, "the policy")
         action = out.get("action")
         expected = (self.num_envs, *self._codec.shape)

@@ -6,7 +6,7 @@ The reference is ``convert_*_spec`` in ``torchrl/envs/libs/gym.py``:
 - A scalar Box becomes ``[1]``.
 - The leaves of a Dict are at the root of the TensorDict. The Dict's key ``"state"`` becomes
   ``"observation"``, unless the Dict has a key ``"observation"``.
-- A single image with three colours is ``"pixels"``.
+- A single image with three colours gets the key ``"pixels"``.
 """
 
 from __future__ import annotations

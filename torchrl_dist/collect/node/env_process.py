@@ -243,8 +243,8 @@ class _Part:
         self, rows: RowsAddress | None, **options: Any
     ) -> tuple[TensorDictBase | None, RolloutStats]:
         """Do the same as ``RolloutWorker.collect``, but take the weights from a ``WeightsAddress``.
-        Write rows that fit into the block at the address ``rows`` into this block, and return None
-        instead of these rows."""
+        If the new rows fit into the block at the address ``rows``, write them there, and return
+        None instead of the rows."""
         data, stats = self.worker.collect(**options)
         if data is None or rows is None:
             return data, stats
@@ -258,7 +258,7 @@ class _Part:
 
 class _Watched(RolloutWorker):
     """A rollout worker that shares memory with the node worker. It writes a count of its steps to
-    this memory, and reads its weights and requests to cut or stop a rollout from this memory."""
+    this memory. It finds its weights there, and also requests to cut or stop a rollout."""
 
     def __init__(self, config: WorkerConfig, words: np.ndarray, progress: int) -> None:
         self._words, self._progress = words, progress

@@ -261,7 +261,7 @@ class NodeWorker:
                     f"answer within {self.config.call_timeout_s:g} s. If their envs do not hang, "
                     "raise timeout_s= of the collector"
                 )
-            # A process that is still not ready here means that this worker is being closed.
+            # A process is not ready here only if this worker is being closed.
             if all(process.ready for process in missing):
                 answers |= self._ask(missing, until, method, *args)
         _raise_first(answers)
@@ -304,8 +304,8 @@ class NodeWorker:
         self._pool.words[CUT_REQUEST] = request
 
     def expect(self, request: int | None, **options: Any) -> None:
-        """Record that a rollout was requested, because env processes may begin this rollout during
-        the previous rollout. Any thread may call this method."""
+        """Record that a rollout was requested, so that env processes can begin it before the
+        previous rollout has ended. Any thread may call this method."""
         if request is not None:
             self._expected[request] = self._order(request, **options)
             self._waker.wake()
@@ -352,7 +352,8 @@ class NodeWorker:
                 with giving_up_when(lambda: self._pool.stopped):
                     write(rows, self._buffer)
         except DeadlineError:
-            # If the pool is stopped, the rate limiter delayed these rows until the stop.
+            # If the pool is stopped, this error is expected, because the rate limiter delayed the
+            # rows until the stop.
             if not self._pool.stopped:
                 raise
             return None, RolloutStats(self.config.worker_index, 0)
@@ -525,9 +526,9 @@ class NodeWorker:
         )
 
     def stop(self, limit_s: float = CLOSE_S) -> None:
-        """End a running rollout after the current steps of the envs. Kill env processes that still
-        run shortly before ``limit_s`` seconds have passed. Any thread may call this method. Call
-        ``close`` next."""
+        """End a running rollout after the current steps of the envs. Shortly before ``limit_s``
+        seconds have passed, kill the env processes that still run. Any thread may call this method.
+        Call ``close`` next."""
         self._pool.words[STOP] = 1
         if self._kill is None:
             self._kill = threading.Timer(_PATIENCE * limit_s, self._pool.kill)
