@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,8 +24,10 @@ from torchrl_dist import (
     Session,
     SharedMemmapStorage,
 )
+from torchrl_dist.replay.hosts.shard import RemoteShard
 from torchrl_dist.replay.saving import disk, snapshot
 from torchrl_dist.replay.saving.disk import read_dump, read_manifest
+from torchrl_dist.replay.saving.snapshot import Head
 
 pytestmark = pytest.mark.timeout(90)
 SHARD = 48
@@ -206,7 +209,14 @@ def test_writers_go_on_while_shards_are_saved(
     buffer = make(2)
     fill(buffer, 8)
     lock, new = threading.Lock(), iter(range(1000, 10**6))
-    append = disk.ShardFiles.append
+    append, head, delays = disk.ShardFiles.append, RemoteShard.head, [0.5]
+
+    def late_head(self: RemoteShard) -> Head:
+        if delays:
+            time.sleep(delays.pop())  # the other shard could begin to save meanwhile
+        return head(self)
+
+    monkeypatch.setattr(RemoteShard, "head", late_head)
 
     def extend_and_append(self: disk.ShardFiles, chunk) -> None:
         with lock:

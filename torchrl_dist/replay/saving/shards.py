@@ -138,11 +138,12 @@ def save_in_memory(shards: Sequence[Shard | None], lost: Lost) -> list[SavedShar
     """Return a copy of all rows, with None for shards that do not answer."""
 
     def save(number: int, shard: Shard) -> SavedShard:
-        sink = MemorySink(head := shard.head())
-        shard.save(head, sink)
+        sink = MemorySink(heads[number])
+        shard.save(heads[number], sink)
         return sink.saved()
 
-    return _for_each(shards, save, lost)
+    heads, answering = _heads(shards, lost)
+    return _for_each(answering, save, lost)
 
 
 def save_to_disk(
@@ -156,18 +157,16 @@ def save_to_disk(
         CheckpointError: the disk is full or cannot be written, or the shards hold rows of different
             specs, which could not be loaded. An earlier checkpoint stays.
     """
-    specs: dict[int, RowSpec] = {}
 
     def save(number: int, shard: Shard) -> Any:
-        head = shard.head()
-        if head.spec is not None:
-            specs[number] = head.spec
-        with writer.shard(number, head) as sink:
-            shard.save(head, sink)
+        with writer.shard(number, heads[number]) as sink:
+            shard.save(heads[number], sink)
         return sink.entry()
 
     with writing(path) as writer:
-        entries = _for_each(shards, save, lost)
+        heads, answering = _heads(shards, lost)
+        entries = _for_each(answering, save, lost)
+        specs = {number: head.spec for number, head in heads.items() if head.spec is not None}
         for number in sorted(specs):
             if specs[number] != specs[min(specs)]:
                 raise CheckpointError(
@@ -176,6 +175,19 @@ def save_to_disk(
                     "Empty the buffer, and write rows with the same columns to all shards"
                 )
         writer.commit(entries, extra or {})
+
+
+def _heads(
+    shards: Sequence[Shard | None], lost: Lost
+) -> tuple[dict[int, Head], list[Shard | None]]:
+    """Return the heads by the number of the shard, and the shards with None for those without one.
+
+    All heads are taken before any row is saved, because otherwise a shard that answers late would
+    save rows that were written after the other shards had begun.
+    """
+    found = _for_each(shards, lambda _, shard: shard.head(), lost)
+    heads = {number: head for number, head in enumerate(found) if head is not None}
+    return heads, [shard if number in heads else None for number, shard in enumerate(shards)]
 
 
 def _for_each(
