@@ -78,7 +78,7 @@ class _Clock:
         return key
 
     def forget(self, key: int) -> bool:
-        """Cancel a call of :func:`call_at`. Return whether it was still pending."""
+        """Cancel a call that :func:`call_at` scheduled. Return whether it was still pending."""
         return self._due.pop(key, None) is not None
 
     def _run(self) -> None:

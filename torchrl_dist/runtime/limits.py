@@ -1,9 +1,15 @@
 """Check that this process's limits suffice for a job.
 
 At a limit, C++ code would abort without naming the limit. The numbers below were measured with
-torch 2.13. Some numbers are per process that the driver is connected to. The other numbers are for
-a session of two processes with the files of a recipe's run. Between nodes, TensorPipe opens more
-connections for large tensors.
+torch 2.13:
+
+- ``_OF_...``: the driver's descriptors for each process that it is connected to.
+- ``_SESSION_...``: the other descriptors, in a session of two processes with the files of a
+  recipe's run.
+- ``_THREADS_...``: the threads of a process.
+
+The numbers for several nodes are larger, because TensorPipe opens more connections for large
+tensors between nodes.
 """
 
 from __future__ import annotations
@@ -18,8 +24,8 @@ from . import proc
 _OF_ONE_NODE, _OF_SEVERAL = 12, 40
 _SESSION_OF_ONE_NODE, _SESSION_OF_SEVERAL = 60, 160
 _THREADS_OF_ONE_NODE, _THREADS_OF_SEVERAL, _THREADS_ALONE = 14, 32, 7
-# The descriptor limit is not raised above this, because some programs close every descriptor below
-# this limit when they start.
+# The descriptor limit is not raised above this number, because some programs close every descriptor
+# up to the limit when they start, which takes long if the limit is high.
 _MOST_RAISED = 1 << 16
 _FAR_AWAY = 1 << 14
 

@@ -115,7 +115,8 @@ def local_cluster(
                     raise
                 children.watch(me._lose)
                 yield me
-            if me._everybody_left():  # a child that has not left hangs and will not exit
+            # Wait only if all have left, because a child that has not left hangs and will not exit.
+            if me._everybody_left():
                 children.wait_gone(_EXIT_S)
 
 

@@ -1,8 +1,9 @@
 """A job's counts in a small file for ``torchrl-dist top``, and warnings about stalls.
 
-The learner's process counts in memory. Once a second, a thread writes the counts to this user's
-folder in /dev/shm. If a process makes no progress for a minute, the thread warns once, and says
-what that process waits for. ``top`` reads the file without a lock, so it does not delay the job.
+The process of the learner keeps the counts in memory. Once a second, a thread writes them to this
+user's folder in /dev/shm. If a process makes no progress for a minute, the thread warns once, and
+says what that process waits for. ``top`` reads the file without a lock, so it does not delay the
+job.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Pulse:
     and ``took`` are cheap.
 
     Args:
-        workers: the collector's workers, by index; empty if this process collects itself.
+        workers: the collector's workers, by index; empty if this process steps the environments.
         figures: returns plain values for the file; called in the writing thread.
     """
 
@@ -118,7 +119,9 @@ class Pulse:
             remove_pulses_of_the_dead()
             thread = threading.Thread(target=self._run, name="torchrl_dist-pulse", daemon=True)
             thread.start()
-            self._thread = thread  # started, because Ctrl-C may come in between, and close() joins
+            # Assigned after the start, because Ctrl-C may come before the start, and close() can
+            # join only a started thread.
+            self._thread = thread
 
     def took(self, frames_by_worker: Mapping[int, int]) -> None:
         """Record that the caller has got a batch. ``frames_by_worker`` has all frames so far, by
@@ -279,7 +282,7 @@ def stamp_of(path: Path) -> str | None:
     """Return the ``process_stamp`` in the name of a pulse file, or None if the name is that of
     another file.
 
-    The file may be incomplete.
+    The file may be a temporary file that :func:`own_files.atomic_write` has not yet renamed.
     """
     name = path.name.removeprefix(".")
     stamp = name.removeprefix(PREFIX).rpartition("-")[0]

@@ -35,7 +35,7 @@ _NEWER_CARD_S = 0.5
 # For a search of the node of rank 0: how long each node may take to answer, and the pause before
 # all nodes are asked again.
 _PROBE_S, _PROBE_EVERY_S = 2.0, 0.2
-_LEAST_WAIT_S = 0.001  # a store takes 0 as no timeout
+_LEAST_WAIT_S = 0.001  # with a timeout of 0, a store waits indefinitely
 # Counts the sessions that this process entered. All ranks of a job enter sessions in the same
 # order.
 _entered = itertools.count()

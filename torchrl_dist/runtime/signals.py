@@ -177,8 +177,11 @@ def say(line: str) -> None:
 
 
 def _ends_process(handler: Callable[..., Any]) -> bool:
-    """Whether a handler is Python's for Ctrl-C, or that of TorchRL, which removes the files of its
-    storages before it ends the process. (TorchRL also removes them at a normal exit.)"""
+    """Whether a handler ends the process.
+
+    Python's default handler of SIGINT and TorchRL's handlers do. TorchRL's handlers first remove
+    the files of TorchRL's storages, which TorchRL also removes at a normal exit.
+    """
     of_torchrl = getattr(handler, "__module__", "").startswith("torchrl.")
     return handler is signal.default_int_handler or of_torchrl
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from ..errors import ConfigurationError, DeadlineError
 from .awake import awake
 
-_LEAST_S = 0.001  # a store takes 0 as no deadline
+_LEAST_S = 0.001  # with a timeout of 0, a store waits indefinitely
 _ANSWER_S = 1.0
 _BACKLOG = 1024
 # The deadline of an operation if the previous operation was not answered.

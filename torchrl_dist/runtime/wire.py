@@ -35,13 +35,14 @@ _table = threading.local()
 def dumps(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
     """Split ``obj`` into bytes and tensors.
 
-    Large tensors are not copied: do not change them until the message has arrived. A tensor that
-    was computed from others arrives without ``requires_grad``, because its graph stays here, so
-    that ``backward()`` there raises instead of doing nothing.
+    Large tensors are not copied: do not change them until the message has arrived. The graph
+    of a tensor that was computed from others stays in this process. Such a tensor therefore arrives
+    without ``requires_grad``, and ``backward()`` in the other process raises an error instead of
+    doing nothing.
 
     Raises:
         TypeError: ``obj`` holds a tensor that is not in CPU memory.
-        Exception: any error raised when one of its parts is pickled.
+        Exception: a part of ``obj`` cannot be pickled; any type of error.
     """
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)

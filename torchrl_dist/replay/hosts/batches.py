@@ -8,7 +8,7 @@ the new row comes from a later state of the shard. The weight of a redrawn row c
 difference. The row was drawn with probability ``r / R * p / r2``. Here ``r`` and ``R`` are the
 masses of its shard and of all shards in the first replies. ``p`` is the row's leaf, and ``r2`` is
 the mass of its shard, both in the later reply. The row therefore gets the weight that a row with
-the leaf ``p * r / r2`` would have in the first state. Weighted estimates then have no bias.
+the leaf ``p * r / r2`` would have had in the first reply. Weighted estimates then have no bias.
 """
 
 from __future__ import annotations
@@ -66,10 +66,11 @@ class BatchSource:
     ``batches_per_call=b``, an operation takes effect at most ``n + b`` batches later. With
     ``prefetch=0``, the next batch reflects all earlier operations.
 
-    With ``prefetch=None``, two batches are drawn ahead. If the round trip is long, the number of
-    batches ahead is twice the number that the learner uses during a round trip, because only one
-    call at a time is in flight, and a call brings half of the batches. More batches would make rows
-    older without saving time. The attribute ``batches_ahead`` is the current number of batches.
+    With ``prefetch=None``, two batches are drawn ahead, or ``batches_per_call`` if that is more. If
+    the round trip is long, this number grows to twice the number of batches that the learner uses
+    during a round trip. The factor is two because only one call at a time is in flight, and a call
+    brings half of the batches. More batches would make rows older without saving time. The
+    attribute ``batches_ahead`` is the current number of batches.
 
     Args:
         law: a function that takes a batch's number of rows. It returns the batch's law and its

@@ -42,8 +42,9 @@ class HostedReplayBuffer(SharedReplayBuffer):
         """Block until the hosts have applied everything that this process queued.
 
         Raises:
-            DeadlineError, PeerLostError: the only host does not answer, or the client continues
-                without a host that has not applied all operations of this process.
+            DeadlineError: a host did not answer in time, or operations of this process still wait
+                for a host that does not answer. These operations stay queued.
+            PeerLostError: the only host, or too many of several hosts, are lost.
             RemoteError: an operation failed at a host.
         """
         self._storage.flush()

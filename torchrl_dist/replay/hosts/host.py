@@ -151,7 +151,8 @@ class ReplayHost(Shard):
         with _listed(failures, position):
             try:
                 return self.apply(operation, known)
-            except ConfigurationError:  # nothing was applied, perhaps because of one part
+            except ConfigurationError:
+                # Nothing was applied, but perhaps only one of the merged parts is invalid.
                 parts = parts_of(operation)
                 if len(parts) == 1:
                     raise

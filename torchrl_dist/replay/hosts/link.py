@@ -76,7 +76,7 @@ class Link(Protocol):
         """The number of operations that are queued or in flight."""
 
     def submit(self, method: str, *args: Any, timeout_s: float) -> Future[Any]:
-        """Call a method that changes nothing, perhaps before earlier operations.
+        """Call a method that changes nothing. The host may run it before earlier operations.
 
         After a timeout, the call may still run at the host."""
 
@@ -100,8 +100,8 @@ class Link(Protocol):
     def close(self, flush_s: float) -> None:
         """Flush and close the link.
 
-        Operations that are still queued after ``flush_s`` seconds may be sent until the session
-        ends."""
+        If operations are still queued after ``flush_s`` seconds, the link may still send them until
+        the session ends."""
 
 
 def await_answer(future: Future[Any], link: Link, begin: float, timeout_s: float) -> Any:

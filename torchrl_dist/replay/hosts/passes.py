@@ -5,9 +5,9 @@ one pass. A pass of the buffer has the same number in all shards. A process asks
 pass that it knows. A shard in an earlier pass begins the requested pass, and a shard in a later
 pass returns no rows. A draw begins the next pass if no shard that answers has rows left.
 
-How many rows come from each shard is drawn as if one buffer had all remaining rows. Other processes
-also draw, so a shard may have fewer rows than its last answer said. The other shards are then asked
-for the missing rows.
+The number of rows from each shard is random. Its distribution is that of one buffer that holds all
+remaining rows. Other processes also draw, so a shard may have fewer rows than its last answer said.
+The other shards are then asked for the missing rows.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class PassSource:
     """Draws the batches of a pass through a client. It draws nothing ahead.
 
     Args:
-        sampler: has ``drop_last`` and ``shuffle``, random numbers for the choice of shards, and
-            ``_begins``. Before the first rows of a batch are drawn, ``_begins`` is called with the
-            number of the pass.
+        sampler: a sampler with the attributes ``drop_last``, ``shuffle`` and ``_uniforms`` (random
+            numbers for the choice of shards), and the method ``_begins``. Before the first rows of
+            a batch are drawn, ``_begins`` is called with the number of the pass.
     """
 
     batches_ahead = 0

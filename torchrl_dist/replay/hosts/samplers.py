@@ -225,10 +225,10 @@ class RPCPrioritizedSampler(_SamplerOfOwner, SharedPrioritizedSampler):
 
     One call per batch sends this process's priorities, and returns rows, indices and weights. With
     ``prefetch=0``, a batch reflects everything that this process wrote before. With other values,
-    an operation takes effect at most ``batches_ahead + batches_per_call`` batches later. A priority
-    above all earlier ones becomes the priority of new rows in other shards when its host has
-    answered, because the host drops it if its row was overwritten. Hosts draw
-    the random numbers, so ranks with equal seeds draw different batches.
+    an operation takes effect at most ``batches_ahead + batches_per_call`` batches later. If this
+    process sets a priority above all earlier ones, new rows in other shards get this priority only
+    after the host has answered, because the host drops the priority if the row was overwritten.
+    Hosts draw the random numbers, so ranks with equal seeds draw different batches.
 
     Args:
         max_capacity: the buffer's capacity in rows, over all shards.
@@ -240,11 +240,12 @@ class RPCPrioritizedSampler(_SamplerOfOwner, SharedPrioritizedSampler):
         owner: the storage's owner.
         prefetch: number of batches to draw ahead, so that the learner does not wait for the round
             trip. Once less than half of these batches are left, one call asks for the missing
-            batches. Default: two. If the round trip takes 2 ms or more, the default is as many
-            batches as hide the round trip, up to 256 batches and 16 MiB. With a rate limiter, the
-            default is always two. The attribute ``batches_ahead`` is the current number.
-        batches_per_call: the fewest batches per call, at most ``prefetch``. A larger number saves
-            messages, but makes rows older.
+            batches. Default: two, or ``batches_per_call`` if that is more. If the round trip takes
+            2 ms or more, the number grows until the learner no longer waits for the round trip, up
+            to 256 batches and 16 MiB. With a rate limiter, the number does not grow. The attribute
+            ``batches_ahead`` is the current number.
+        batches_per_call: the smallest number of batches that a call asks for, at most ``prefetch``.
+            A larger number saves messages, but makes rows older.
 
     Raises:
         ConfigurationError: as :class:`SharedPrioritizedSampler`.
@@ -408,7 +409,8 @@ class RPCSliceSampler(_SlicesOfOwner):
             ``pad_output``, every batch has a mask.
 
     Raises:
-        ConfigurationError: as :class:`SharedSliceSampler`, and for ``end_key``.
+        ConfigurationError: for the same reasons as in :class:`SharedSliceSampler`, or because
+            ``end_key`` is given, or ``pad_output`` with a ``span`` to the right.
         RuntimeError: from ``sample``, if there is no row, or no run is long enough.
         RemoteError: from ``sample``, if the rows do not have the keys that the sampler needs.
         DeadlineError, PeerLostError: from any call, if fewer than ``owner.min_shards`` hosts

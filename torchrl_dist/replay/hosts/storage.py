@@ -106,7 +106,9 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
     def __init__(self, owner: ReplayOwner) -> None:
         self.owner = owner
         self._set_up(owner.capacity)
-        self.emptied = 0  # counts this process's calls, see :attr:`SharedMemmapStorage.emptied`
+        # How often this process has emptied or restored the buffer, see
+        # :attr:`SharedMemmapStorage.emptied`.
+        self.emptied = 0
         self._samplers: weakref.WeakSet[SharedSampler] = weakref.WeakSet()
         """The samplers that draw ahead from this storage."""
         self.client = owner.connect()
@@ -324,8 +326,8 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
 
         Raises:
             IndexError: one bound counts from the first slot and the other from the last, as in
-                ``:-2``. Over several shards, these positions differ, because only a count from the
-                first slot includes unused slots.
+                ``:-2``. With several shards, such a slice has no clear meaning, because counting
+                from the first slot includes unused slots, and counting from the last does not.
         """
         bounds = [bound for bound in (index.start, index.stop) if bound is not None]
         if not any(bound < 0 for bound in bounds):
@@ -418,7 +420,7 @@ def _part_of(value: torch.Tensor, at: torch.Tensor, count: int, key: Any) -> tor
     """Return the values of some rows.
 
     Raises:
-        ConfigurationError: there is not one value per row.
+        ConfigurationError: the number of values is not a multiple of the number of rows.
     """
     if value.numel() % max(1, count):
         raise ConfigurationError(

@@ -83,9 +83,9 @@ class TotalsGate:
         """Return the next batch of that many rows, once the limiter admits it.
 
         Raises:
-            RateLimitError: the sample was not admitted within the client's deadline, or other
-                processes kept taking the last draws that the rows had left.
-            NoRowsError: the shards that answer are empty, and the limiter is not the reason.
+            RateLimitError: within the client's deadline, the limiter did not admit the sample, or
+                other processes used up the draws that ``max_times_sampled`` allows.
+            NoRowsError: the limiter admits the sample, but the shards that answer have no rows.
             ConfigurationError: samples of that many rows could wait indefinitely.
         """
         self.limiter.check_batch(count)

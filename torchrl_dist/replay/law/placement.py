@@ -80,8 +80,8 @@ def coordinates_of(slots: torch.Tensor, width: int) -> tuple[torch.Tensor, torch
 
 
 def whole_lines(claims: list[tuple[int, int]], width: int) -> list[tuple[int, int]]:
-    """Extend claims to multiples of ``width``, so that rows that are written between them begin
-    at such a multiple, too."""
+    """Extend each claim so that it begins and ends at a multiple of ``width``. A reservation that
+    begins where a claim ends then begins at such a multiple, too."""
     return [
         (first - first % width, rows + first % width + -(first + rows) % width)
         for first, rows in claims

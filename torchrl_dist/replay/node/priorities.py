@@ -175,7 +175,7 @@ def default_leaf(directory: ReplayDirectory) -> float:
     """Return the leaf of a new row: the leaf of the largest priority seen, so that the row is drawn
     soon.
 
-    Before a sampler has set alpha, the largest priority is 1, and its leaf is 1 for every alpha.
+    Until a sampler sets alpha, the leaf of a new row is 1.
     """
     if not directory.words[Word.ALPHA_SET]:
         return 1.0
@@ -197,7 +197,8 @@ def update(
     Args:
         slots: int64 [n]; entries below 0 are skipped.
         raw: float64 [n], priorities.
-        generation: int64 [n], generations of the rows. None updates any published row.
+        generation: int64 [n], generations of the rows. With None, generations are not compared,
+            and the row that is now published in a slot is updated.
 
     Raises:
         ConfigurationError: a priority is negative, not finite or too large, or the lengths differ.

@@ -78,7 +78,8 @@ class Ranks:
         self._ranks[changed] = np.where((now & 1 == 0) & (now > 0), _above(ranks), -np.inf)
 
     def choose(self, new: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return which new rows are kept, in their order, and their slots, int64 [m] each.
+        """Return the positions in ``new`` of the rows that are kept, in ascending order, and one
+        slot for each of these rows, int64 [m] each.
 
         A new row may always take a slot that holds no row. To replace another row, it must have a
         higher rank. If ranks are equal, the earlier row stays.

@@ -1,4 +1,4 @@
-"""The control block of a replay directory: its words and tables, and their places in it.
+"""The layout of a replay directory's control block, which consists of words and tables.
 
 ``directory`` defines which values are valid together, and when they may change.
 """

@@ -1,9 +1,10 @@
 """Count how often rows were sampled, and hide rows that reached the limit or are too old.
 
-``directory.times_sampled`` holds a row's generation and count in one number, so a new row in the
-slot begins at 0 without a store. A row at the limit keeps its slot, with a leaf of 0. All functions
-need a directory with ``max_times_sampled``. All except :func:`give_back` and :func:`retire` are
-called under its lock.
+``directory.times_sampled`` holds a count and the generation of the counted row in one number. If
+the slot holds a newer row, the count of this row is 0, so a write does not have to reset the count.
+A row at the limit keeps its slot, with a leaf of 0. All functions need a directory with
+``max_times_sampled``. All except :func:`give_back` and :func:`retire` are called under the
+directory's lock.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def hide_too_old(directory: ReplayDirectory) -> int:
     """Hide all rows that are too old, as if they had reached the limit. Return the number of hidden
     rows.
 
-    Called between begin and commit."""
+    Called between ``directory.begin()`` and ``directory.commit()``."""
     words, tree = directory.words, directory.tree
     old = is_too_old(directory, slice(directory.high))
     old &= tree.leaves[: directory.high] > 0

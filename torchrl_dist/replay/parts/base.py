@@ -42,8 +42,8 @@ class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, Ten
 
     def _set_up(self, max_size: int) -> None:
         # The ``__init__`` of the base classes is not called, because it would create a length, a
-        # revision and a cursor for this process only. These would be in semaphores, which stay in
-        # /dev/shm if the process is killed.
+        # revision and a cursor for this process only. Each of them would have a lock of its own, a
+        # semaphore that may stay in /dev/shm if the process is killed.
         self.max_size = max_size
         self.ndim = 1
         self.checkpointer = None
@@ -183,7 +183,7 @@ class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, Ten
             each.
         """
         if self.ndim > 1 and not isinstance(index, tuple) and torch.as_tensor(index).ndim < 2:
-            # to TorchRL's method and to ``writer.generations_of``, [n] means whole lines
+            # TorchRL's method and ``writer.generations_of`` take an index [n] as n whole lines
             raise IndexError(
                 "expected both coordinates of each row, [n, 2], got an index of shape "
                 f"{list(torch.as_tensor(index).shape)}; pass the index of a sample"
@@ -408,8 +408,8 @@ def check_batch(data: Any) -> None:
 
 
 def _parts(index: Any) -> tuple[Any, Any]:
-    """Return ``(i, None)`` if ``index`` is ``(i,)``, the form that TorchRL's slice samplers return,
-    and ``(i, j)`` if it has two parts. Otherwise, return ``(index, None)``."""
+    """Return ``index`` as a pair. ``(i, j)`` stays as it is. ``(i,)``, the form that TorchRL's
+    slice samplers return, becomes ``(i, None)``. Any other index becomes ``(index, None)``."""
     if isinstance(index, tuple) and len(index) in (1, 2):
         return index[0], index[1] if len(index) == 2 else None
     return index, None

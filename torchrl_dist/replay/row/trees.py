@@ -90,10 +90,11 @@ def batch_of(data: Any) -> torch.Size:
 
 
 def take_apart(data: Any) -> tuple[dict[_Path, torch.Tensor], str]:
-    """Return the tensors by path, and :data:`KIND` with the form.
+    """Return the tensors by path, and the form as a text that begins with :data:`KIND`.
 
     Raises:
-        ConfigurationError: there is something else in the tree.
+        ConfigurationError: the tree contains a value that is neither a tensor nor a dictionary,
+            list or tuple, or a key that cannot be part of a path.
     """
     leaves: dict[_Path, torch.Tensor] = {}
     return leaves, KIND + json.dumps(_form(data, (), leaves))

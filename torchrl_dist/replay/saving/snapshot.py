@@ -128,7 +128,7 @@ class Head:
     def as_json(self) -> dict[str, Any]:
         """Return the state as plain values."""
         entry = vars(self) | {"spec": None if self.spec is None else self.spec.as_json()}
-        if not self.width:  # so that an earlier version can read the checkpoint
+        if not self.width:  # so that earlier torchrl_dist can read the checkpoint
             del entry["width"]
         return entry
 
@@ -154,7 +154,10 @@ class Head:
         self, most_bytes: Callable[[], int] = lambda: CHUNK_BYTES
     ) -> Iterator[tuple[int, int]]:
         """Yield ranges of slots ``(start, stop)`` that cover the ring, the oldest first.
-        Before each range, ``most_bytes()`` is called for the largest size of the range."""
+
+        Before each range, ``most_bytes()`` is called. It returns how many bytes the rows of that
+        range may have. A range has at least one row.
+        """
         if self.spec is None:
             return
         first = self.cursor % self.capacity
