@@ -154,8 +154,8 @@ def open_host(name: str, terms: HostTerms) -> ReplayHost:
         if host is None:
             world = session.world
             job_id = _job_here(world)
-            # After a restart without some of the hosts, ranks and shards may have other numbers.
-            # The name contains neither number, so that this node finds its directory again.
+            # After a restart without some of the hosts, global ranks and shards may have other
+            # numbers. The name contains neither, so that this node finds its directory again.
             place = f"{name}-{world.local_rank}"
             # If the directory is for later jobs, later jobs must be able to derive its name.
             # Otherwise each job has its own directory, which is useless once the job cannot be

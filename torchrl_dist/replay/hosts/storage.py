@@ -122,8 +122,8 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
         """Block until the hosts have applied everything that this process queued.
 
         Raises:
-            DeadlineError: a host does not answer although operations of this process are queued for
-                it. These operations stay queued.
+            DeadlineError: a host did not answer in time, or operations of this process still wait
+                for a host that does not answer. These operations stay queued.
             PeerLostError: the only host, or too many of several hosts, are lost.
             RemoteError: an operation failed at a host.
         """

@@ -18,8 +18,8 @@ Each shard enforces ``max_times_sampled`` exactly. A row counts when it is drawn
 together never return a row more often. Rows that a process has drawn ahead may still be returned,
 so this process counts them as part of the size. Unused draws (spare ones, and those of dropped
 batches) are sent back with the next message to the shard. A row is returned less often than allowed
-only if a process died or ended with unused draws. Such draws are at most ``prefetch +
-batches_per_call`` batches and their spare draws.
+only if a process died or ended with unused draws. One process loses at most the draws of
+``prefetch + batches_per_call`` batches, with their spare draws.
 
 The last known counts of a lost shard stay in the totals. After a restart, and in a process that
 starts after the loss, the lost shard's counts are unknown. If the other shards' counts are then

@@ -23,8 +23,8 @@ waits in two cases:
 - ``difference < lower + k``. Then ``difference < lower + 2 * error_buffer = upper``, and writes do
   not wait either.
 
-With ``max_times_sampled``, a batch of ``k`` rows also needs ``k`` draws that are left in total over
-all rows. ``size >= k`` ensures this, so ``k <= min_size_to_sample`` is required.
+With ``max_times_sampled``, a batch of ``k`` rows also requires that all rows together have at least
+``k`` draws left. ``size >= k`` ensures this, so ``k <= min_size_to_sample`` is required.
 :meth:`RateLimiter.check_batch` refuses batches that break these conditions.
 """
 
