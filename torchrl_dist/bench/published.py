@@ -193,11 +193,12 @@ def measure(name: str, seed: int, processes: int, timeout_s: float) -> dict[str,
             raise TorchRLDistError(f"exit code {process.returncode}: {last}")
         result = json.loads(said.splitlines()[-1])
         curve = read_curve(folder / "run/csv/scalars/train/return.csv")
-    if result["stopped_by"] is not None or result["training_return"] is None:
+    if result["stopped_by"] is not None:
         raise TorchRLDistError(
-            "the run was stopped early or finished no episode (stopped_by: "
-            f"{result['stopped_by']}); run the command again to repeat this run"
+            f"the run was stopped early ({result['stopped_by']}); run the command again"
         )
+    if result["training_return"] is None:
+        raise TorchRLDistError("no episode of the run has ended; look at the row's environment")
     return {
         "row": name, "seed": seed, "processes": processes, "settings": _settings(name),
         "training": result["training_return"], "final": result["last_return"],

@@ -1,4 +1,4 @@
-"""A TorchRL loss whose gradients are those of all ranks' batches together."""
+"""A TorchRL loss whose gradients are computed from the batches of all ranks."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ class DistributedLoss(_Loss):
     - ``loss.ranks`` has methods for decisions on which ranks must agree, and for work that only one
       rank should do.
     - ``with DistributedLoss(...) as loss:`` closes the loss at the end of the block. An exception
-      in the block is also raised, with its traceback, on the ranks that wait.
+      in the block is also raised on the ranks that wait, as a ``RemoteError`` with its traceback.
+      A ``DeadlineError`` or ``PeerLostError`` keeps its type and message, but not its traceback.
 
     Every rank must make the same calls of the loss, of ``set_rows`` and of ``ranks``, and run the
     same backward passes, in the same order. (Under ``torch.no_grad()`` the calls of the loss may
@@ -159,7 +160,7 @@ class DistributedLoss(_Loss):
         return self._gradients.paused()
 
     def set_rows(self, rows: float | Tensor) -> None:
-        """Weigh this rank by ``rows`` (a count >= 0) in the next backward passes.
+        """Give this rank the weight ``rows`` (a count >= 0) in the next backward passes.
 
         Gradients are then means over the ranks, weighted by ``rows`` instead of the observed
         divisors. The weight is dropped at the first call of the loss after gradients have been
@@ -423,7 +424,7 @@ def _observed(method: Callable[..., Any], loss_class: type[LossModule]) -> Calla
         _refuse_training(self)  # again, because CrossQLoss's methods call train()
         if name == "forward" and not args and isinstance(result, tuple):
             keys = getattr(self, "out_keys", ())
-            # If the arguments were keywords, the tuple has the order of out_keys.
+            # The arguments were passed by keyword, so the tuple has the order of out_keys.
             if len(keys) == len(result):
                 named = dict(zip(map(str, keys), result, strict=True))
                 return tuple(_shared(self, loss_class, call, name, named, None).values())

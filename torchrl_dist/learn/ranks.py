@@ -45,9 +45,9 @@ _BLOCK = 64
 _agreed: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 # Maps each group whose ranks are on several nodes to a second group of the same ranks, for sums.
 _groups_of_sums: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-# To sum a tensor between nodes, a rank sends the whole tensor to each other rank if the tensor has
-# at most _MOST_DIRECT_BYTES, and if the rank thereby sends at most _DIRECT_BYTES more than if it
-# sent parts. Otherwise the rank sends parts, which takes a second round trip.
+# To sum a tensor between nodes, a rank sends either the whole tensor to each other rank, in one
+# round trip, or only parts, in two. It sends the whole tensor if this has at most
+# _MOST_DIRECT_BYTES, and costs at most _DIRECT_BYTES more than sending parts.
 _DIRECT_BYTES, _MOST_DIRECT_BYTES = 2**18, 2**24
 # After a failed collective, a rank waits this long for the other ranks to report that they wait,
 # too.
@@ -306,7 +306,8 @@ class Ranks:
                     self._store.set("failure", json.dumps(self._description(error)))
 
     def _description(self, error: BaseException) -> list[Any]:
-        if type(error) in (DeadlineError, PeerLostError):  # a third rank has failed
+        if type(error) in (DeadlineError, PeerLostError):
+            # Such an error is mostly about a third rank, so this rank's traceback would not help.
             return [self.index, str(error), type(error).__name__]
         message = traceback.format_exception_only(error)[-1].strip()
         return [self.index, message, "".join(traceback.format_exception(error))]
@@ -322,9 +323,9 @@ class Ranks:
     def _raise_reported(self, what: str = "") -> None:
         """Raise the failure that another rank has reported.
 
-        Also raise if the next rank waits in the same call for something other than ``what``. Each
-        rank checks only the next rank, because if any two ranks wait for different things, so do
-        two neighbouring ranks.
+        Also raise if the next rank's call with the same number is not ``what``. Each rank checks
+        only the next rank, because if any two ranks wait for different things, so do two
+        neighbouring ranks.
         """
         reported = self._store.check("failure")
         other = (self.index + 1) % self.size
@@ -351,9 +352,9 @@ class Ranks:
         have the same shape and type.
 
         Args:
-            agreed: the argument ``agreed`` of an earlier ``add_up`` whose ``details`` determine the
-                shape and type of ``tensor``. If the ranks have not met again since that call, they
-                need not meet now.
+            agreed: the text that was passed as ``agreed`` to an ``add_up`` whose ``details``
+                determine the shape and type of ``tensor``. If the ranks have not met since that
+                call, this call needs no meeting.
         """
         if self.group is None or self.size == 1:
             return
@@ -405,10 +406,10 @@ class Ranks:
     ) -> list[float]:
         """Sum a block of fixed size, after checking that all ranks make the same call.
 
-        Each rank sends its block directly to every other rank. The blocks thus arrive after one
-        round trip, and between nodes, round trips take more time than the bytes of small blocks.
-        ``_sum`` uses another collective or another group, because gloo would otherwise mistake one
-        rank's block for a part of another rank's tensor.
+        On the CPU, each rank sends its block directly to every other rank, so that the blocks
+        arrive after one round trip. Between nodes, a round trip takes longer than sending the bytes
+        of a small block. ``_sum`` uses another collective or another group, because gloo would
+        otherwise mistake one rank's block for a part of another rank's tensor.
         """
         assert self.group is not None
         code = zlib.crc32(f"{what} {details}".encode())

@@ -53,7 +53,7 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
         CheckpointError: the checkpoint is damaged.
     """
     folder = Path(os.path.abspath(path))
-    for place in (folder, folder / "storage"):  # TorchRL's buffers save it there
+    for place in (folder, folder / "storage"):  # TorchRL's ``dumps`` writes to ``storage``
         if (place / MANIFEST).exists():
             _refuse_others(place)
             return _checkpoint(place)
@@ -66,7 +66,9 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
             raise damaged(folder, f"{Path(error.filename).name} is missing") from error
         raise _not_one(folder) from error
     except OSError as error:
-        raise DirectoryError(f"{folder} cannot be read: {error}") from error
+        raise DirectoryError(
+            f"{folder} cannot be read: {error}; check that this user may read the folder"
+        ) from error
 
 
 def finite(value: Any) -> Any:
@@ -95,8 +97,8 @@ def _not_one(folder: Path) -> DirectoryError:
         for pattern in ("*/header.json", f"*/{MANIFEST}")
         for each in sorted(folder.glob(pattern))
     ]
-    hint = f"; try these folders in it: {', '.join(inside)}" if inside else ""
-    return DirectoryError(f"{folder} is neither a replay directory nor a checkpoint{hint}")
+    hint = f"try these folders in it: {', '.join(inside)}" if inside else "pass one of these two"
+    return DirectoryError(f"{folder} is neither a replay directory nor a checkpoint; {hint}")
 
 
 # --- a directory ---------------------------------------------------------------------------------
@@ -114,7 +116,7 @@ def _directory(folder: Path) -> dict[str, Any]:
     alpha, eps = floats[[Word.ALPHA, Word.EPS]].tolist() if words[Word.ALPHA_SET] else (None, None)
     spec = read_spec(folder) if words[Word.ROWS_READY] else None
     with open(own_files.open_ours(folder / files.LOCK), "rb") as lock:
-        fd = lock.fileno()  # shows which process has locked which byte
+        fd = lock.fileno()  # the locks on bytes of this file tell which processes are alive
         living = _members(members, fd)
         alive = {each["member"] for each in living if each["alive"]}
         lock_pids = [byte_holder(fd, byte) for byte in (1, 0)]

@@ -332,7 +332,7 @@ class ForkServer:
                 what = "ready" if state.ready else "not ready"
                 raise PeerLostError(
                     f"process {rank} (pid {state.pid}, {what}) cannot be replaced, because it has "
-                    "not ended"
+                    "not ended; end it, or start the job again"
                 )
             children.states[rank] = ChildState()
         ends = () if end is None else (end,)
@@ -560,8 +560,9 @@ def serve(command_fd: int, report_fd: int, parent_pid: int, address: str) -> Non
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
         raise RuntimeError(
-            f"the fork server has {threads} threads after its imports, expected 1, because forking "
-            "would be unsafe. A preloaded library started a thread; find out which library did"
+            f"the fork server has {threads} threads after its imports, but a process with several "
+            "threads cannot fork safely. A preloaded library started a thread; find this library, "
+            "and prevent it from starting threads when it is imported"
         )
     gc.collect()
     gc.freeze()  # otherwise children would copy every page that garbage collection touches

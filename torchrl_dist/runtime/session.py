@@ -153,11 +153,11 @@ class Session:
         return tuple(peer for peer in self.peers if peer.role == role)
 
     def check_peers(self, name: str, peers: Sequence[Peer]) -> None:
-        """Check the argument ``name``, which must be processes of this session.
+        """Check that ``peers``, the value of the argument ``name``, are processes of this session.
 
         Raises:
-            ConfigurationError: the argument is empty, or contains anything else; the message names
-                the existing roles.
+            ConfigurationError: ``peers`` is empty, or contains anything else; the message names the
+                existing roles.
         """
         if isinstance(peers, str) or not peers or any(peer not in self.peers for peer in peers):
             counts = Counter(peer.role for peer in self.peers)
@@ -298,7 +298,10 @@ class Session:
         if kind == "method":
             key, method, args, kwargs = rest
             if key not in self._objects:
-                raise KeyError(f"{self.me.name} has no object {key}, because its session has ended")
+                raise KeyError(
+                    f"{self.me.name} has no object {key}, because its session has ended; make the "
+                    "object again in a new session"
+                )
             return getattr(self._objects[key], method)(*args, **kwargs)
         fn, args, kwargs = rest
         result = fn(*args, **kwargs)
@@ -444,7 +447,8 @@ class Session:
             self._members.arrive(number, rank, lambda: answer(()))
         elif kind == "leaving":
             self._left(*args)
-            # The other processes may still call this process.
+            # While the job ends, the process that leaves must answer calls until all have left. It
+            # closes its connections when it gets this answer.
             if self._ending and self._end_reason is None:
                 self._members.when_all_left(lambda: answer(()))
             else:
@@ -599,8 +603,8 @@ class Session:
         """Answer other processes' calls until the driver ends the job; blocks.
 
         Every process except the driver calls this method, in its main thread. Stop signals do not
-        end the call, because Slurm and torchrun also send them to the driver, and the driver needs
-        this process to finish its own work.
+        end the call, because Slurm and torchrun also send them to the driver, and the driver can
+        finish its work only while this process still answers.
 
         Raises:
             PeerLostError: the driver failed or died.
@@ -621,7 +625,9 @@ class Session:
         finally:
             self._signals.patient = False
         if self._end_reason is not None:
-            raise PeerLostError(f"the job has ended: {self._end_reason}")
+            raise PeerLostError(
+                f"the job has ended: {self._end_reason}; see the output of {self._driver.name}"
+            )
 
     def _interrupt(self) -> None:
         self._signals.interrupts = True
@@ -752,7 +758,8 @@ class Session:
         target: Callable[[], None]
         if self._sign_post is not None:
             target = functools.partial(self._hear_signs, self._sign_post)
-        else:  # the driver published its card before any process connected
+        else:
+            # The key exists, because the driver sets it before it connects to this process.
             card = self._member.store.get("signs").decode()
             target = functools.partial(self._give_signs, card)
         self._signs = threading.Thread(target=target, name="torchrl_dist-signs", daemon=True)
@@ -791,12 +798,13 @@ class Session:
                     names = ", ".join(self.peers[rank].name for rank in sorted(busy))
                     warnings.warn(
                         f"the job ends while {names} still work, because they neither called "
-                        "serve() nor left the session in time; let them do so earlier",
+                        "serve() nor left the session in time; make them call serve(), or leave "
+                        "the session, earlier",
                         stacklevel=4,
                     )
             self._answer_watchers(failure)
-            # The message that the job has ended may be delayed by a long message before it. Signs
-            # of life report the end in time.
+            # A long message may delay the message that the job has ended. Processes that give signs
+            # of life learn of the end with their next sign, so wait for one sign more.
             by_signs_s = 0.0 if self._signs is None else self._sign_every_s
             self._members.wait_until_all_left(_GOODBYE_S + by_signs_s)
             return

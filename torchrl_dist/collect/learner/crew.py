@@ -235,7 +235,7 @@ class Crew:
             )
             if self._replacing:
                 names += f"{', ' * bool(names)}{self._replacing} workers that are being replaced"
-            if others := held_up():  # policy calls in this process for which others wait
+            if others := held_up():  # policy calls here that make other calls wait
                 names += f" (held up by {others})"
             raise DeadlineError(
                 f"no batch within {timeout_s:g} s; waiting for {names or 'no worker'}. Iterate "
@@ -274,7 +274,8 @@ class Crew:
         expected = self.budget.expected()
         round_ = self.budget.round
         here = {w.index for w in self.workers if w.inbox and w.inbox[0][0].round == round_}
-        arrived = dict.fromkeys(self._arrivals)  # a worker that collects ahead occurs several times
+        # _arrivals may contain a worker several times if the worker collects ahead.
+        arrived = dict.fromkeys(self._arrivals)
         return [index for index in arrived if index in here], expected
 
     def _take(self, chosen: Sequence[int]) -> list[Delivery]:

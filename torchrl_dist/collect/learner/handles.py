@@ -26,7 +26,7 @@ _INTERRUPTS = (KeyboardInterrupt, Stopped)
 # After the time limit of a call, a node worker has this many seconds to report which env processes
 # are late.
 _ANSWERS_LATE_S = 1.0
-# The longest wait, in seconds, until the main thread of a rank serves calls.
+# Wait at most this many seconds for the main thread of a rank to begin to serve calls.
 _SERVES_SOON_S = 5.0
 
 

@@ -168,9 +168,10 @@ class Preempt(Readiness):
     next batch under a new trajectory id.
 
     Args:
-        fraction: the fraction of the workers asked for this batch that must have delivered, above 0
-            and at most 1. If it is 1, no rollout is cut.
-        min_part: the fraction of a rollout that every worker makes, above 0 and at most 1.
+        fraction: the other workers stop early when this fraction of the batch's workers has
+            delivered, above 0 and at most 1. If it is 1, no rollout is cut.
+        min_part: the fraction of a rollout that a worker must make before it may stop early, above
+            0 and at most 1.
 
     Example:
         >>> Preempt(fraction=0.6, min_part=0.25).least_part(arrived=[0, 2], expected=[0, 1, 2])

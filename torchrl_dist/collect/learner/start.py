@@ -173,7 +173,7 @@ def _set_steps(workers: Sequence[Worker], infos: Sequence[WorkerInfo], limit_s: 
 def seconds_per_message(workers: Sequence[WorkerInfo]) -> float:
     """Return how many seconds of steps a message may hold. If many processes share a core, a
     message may hold more seconds of steps."""
-    crowds: defaultdict[str, float] = defaultdict(float)  # by host, processes per core
+    crowds: defaultdict[str, float] = defaultdict(float)  # processes per core, by host
     for worker in workers:
         crowds[worker.host] += worker.processes / worker.cores
     return MESSAGE_S * max(1.0, max(crowds.values()) / _PROCESSES_PER_CORE)
@@ -194,7 +194,7 @@ _ID_BITS = 30
 
 
 class Replacer:
-    """Replace a worker whose process has died by new env processes, which this process forks.
+    """Replace a dead worker with new env processes, which this process forks.
 
     Attributes:
         configs: the configs from which the workers are built, by worker index.

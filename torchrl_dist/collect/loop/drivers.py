@@ -24,7 +24,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from torchrl_dist.collect.loop.spaces import ObservationLeaf
 from torchrl_dist.errors import ConfigurationError
 
-# The only native vector env whose envs can be seeded one by one. CartPoleDriver does so.
+# The only native vector env whose envs can be seeded one by one. CartPoleDriver seeds them.
 _CARTPOLE = (
     CartPoleVectorEnv,
     "gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv",
@@ -361,7 +361,8 @@ class SameStepDriver(_VectorDriver):
             )
 
     def _mark_lost(self, ended: np.ndarray, following: Arrays) -> None:
-        """Set the unknown last observations of the episodes that ended to NaN, as TorchRL does."""
+        """Replace the unknown last observations of episodes with NaN, as TorchRL does, or with 0 if
+        the observations are not floating-point."""
         if not self._warned:
             self._warned = True
             warnings.warn(

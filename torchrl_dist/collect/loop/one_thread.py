@@ -55,9 +55,8 @@ def use_one_thread_if_small(policy: Any) -> None:
         return
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    # The call above also changed the default for threads that start later. Restore the default by a
-    # call in another thread, because that call does not change how many threads the calling thread
-    # uses.
+    # The call above also changed the default for threads that start later. Restore the default in
+    # a new thread, because a call there does not change how many threads the present thread uses.
     restore = threading.Thread(target=torch.set_num_threads, args=(threads,))
     restore.start()
     restore.join()

@@ -129,9 +129,9 @@ _EXPECTED = (
 
 
 def act(policy: Policy, values: Values, n: int, known: Collection[type]) -> Values:
-    """Return the values, by key, that a TensorDict ``td [n]`` of ``values`` contains after the call
-    ``policy(td)``.
+    """Call the policy, and return its inputs and outputs by key.
 
+    The values are those that a TensorDict ``td [n]`` of ``values`` contains after ``policy(td)``.
     The result is ``values`` itself, changed in place. If the policy returns another TensorDict or a
     dict, the entries of the returned object are added.
 

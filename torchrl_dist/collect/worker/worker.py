@@ -240,8 +240,7 @@ def env_seeds(seed: int, first: int, count: int, static_seed: bool = False) -> l
 
 
 def require_module(policy: Any) -> nn.Module:
-    """Return the policy, or raise ConfigurationError if the policy has no weights, because it is
-    not a module."""
+    """Return the policy. Raise ConfigurationError if it is not a module and so has no weights."""
     if not isinstance(policy, nn.Module):
         raise ConfigurationError(
             f"the worker's policy is a {type(policy).__name__}, which has no weights to set; "
@@ -512,8 +511,8 @@ class RolloutWorker:
 
         Args:
             steps: number of transitions per env; at most the worker's T, which is the default.
-            num_envs: keep only the rows of the first ``num_envs`` envs. A job's last rollout needs
-                this.
+            num_envs: keep only the rows of the first ``num_envs`` envs. The last rollout of a job
+                may need fewer envs than the worker has.
             weights: weights to use from the first step on, if they are not older than the current
                 weights.
             request: number of the request, for :meth:`cut`.
@@ -601,7 +600,8 @@ class RolloutWorker:
                 raise RolloutStopped from error
             raise
         finally:
-            if kept < self.num_envs:  # after the delivery, because it may complete trajectories
+            if kept < self.num_envs:
+                # Do this after the delivery, because the delivery may complete trajectories.
                 self._trajectories.forget_parts()
         return data, RolloutStats(
             self._shown_index,
@@ -666,8 +666,8 @@ class RolloutWorker:
         return self._told_to_stop
 
     def _watch(self, request: int | None) -> Callable[[int], bool]:
-        """Return a function that must be called after every step with the number of steps done, and
-        that returns whether the rollout ends. A rollout without a request number is never cut."""
+        """Return a function that says whether the rollout must end. The caller calls it after every
+        step, with the number of steps done. A rollout without a request number is never cut."""
         if request is None:
             return never
 
@@ -679,7 +679,7 @@ class RolloutWorker:
 
     def cut(self, request: int, least: int) -> None:
         """Let the rollouts of all requests up to number ``request`` end once each env has made
-        ``least`` steps. Such a rollout may already run, may have ended, or may begin later."""
+        ``least`` steps. Such a rollout may be running, may have ended, or may begin later."""
         self._cut = (request, least)
 
     def _stamp(self, rollout: TensorDict, kept: int) -> tuple[list[float], list[int]]:
@@ -727,7 +727,7 @@ class RolloutWorker:
         return None, data_bytes
 
     def expect(self, request: int, **options: Any) -> None:
-        """Do nothing. Only a :class:`NodeWorker` uses this announcement, because a node worker may
+        """Do nothing. Only a :class:`NodeWorker` must know of a request in advance, because it may
         begin the rollout during the previous rollout."""
 
     def stop(self, limit_s: float | None = None) -> None:

@@ -125,7 +125,8 @@ class ReplayClient:
         self._row_numbers = RowNumbers()
         self._spec: RowSpec | None = None
         self._pending: dict[int, _PendingWrite] = {}  # keyed by the index's address
-        self._reported: dict[int, int] = {}  # by shard: its number of answers when it failed
+        self._reported: dict[int, int] = {}
+        """For each shard that a warning has reported, its number of replies at that time."""
         self._closed = False
         self._pid = os.getpid()
         self._lock = renewed(self, "_lock", threading.RLock)
@@ -629,8 +630,8 @@ class ReplayClient:
         """Record the largest priority of a host. New rows get this priority in all shards of this
         era. A single host knows its largest priority itself.
 
-        Note no priority before its host has answered, because the host drops a priority whose row
-        was overwritten."""
+        Call this method only with a priority that a host has reported. A priority that this process
+        only sent may have been dropped by the host, because its row was overwritten."""
         known = self._largest.get(era, math.nan)
         if len(self.links) == 1 or era < 0 or math.isnan(seen) or seen <= known:
             return

@@ -49,9 +49,8 @@ def agree_on_width(directory: ReplayDirectory, width: int) -> None:
         if width < 1 or capacity % width:
             room = capacity - capacity % max(width, 1) + max(width, 1)
             raise ConfigurationError(
-                f"the second dimension of the rows is {width}, but the storage has "
-                f"max_size={capacity}, which must be a multiple of it; build the storage with "
-                f"max_size={room} and a new scratch_dir"
+                f"max_size must be a multiple of the second dimension of the rows, {width}, got "
+                f"max_size={capacity}; build the storage with max_size={room} and a new scratch_dir"
             )
         words[Word.WIDTH] = width
 
@@ -60,8 +59,8 @@ def other_dimensions(directory: ReplayDirectory, width: int) -> ConfigurationErr
     """Return the error for a process whose rows have another width, see ``Word.WIDTH``."""
     return ConfigurationError(
         f"the processes that share {directory.path} store {_shown(directory.words[Word.WIDTH])}, "
-        f"but this process {_shown(width)}; pass the same ndim= and write rows of the same shape "
-        "in every process, or choose a new scratch_dir"
+        f"but this process stores {_shown(width)}; pass the same ndim= and write rows of the same "
+        "shape in every process, or choose a new scratch_dir"
     )
 
 

@@ -238,7 +238,7 @@ class RowFiles:
 
 
 def after(ends: Ends, parts: Sequence[tuple[int, int]]) -> Ends:
-    """Return the new ends after these :attr:`RowFiles.parts` were written at ``ends``."""
+    """Return the ends after a write at ``ends`` that set :attr:`RowFiles.parts` to ``parts``."""
     return tuple(end + length for end, (length, _) in zip(ends, parts, strict=True))
 
 
@@ -475,7 +475,7 @@ def _read(file: Path, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         if size != wanted:
             raise CheckpointError(
                 f"checkpoint {file} is damaged: it has {size} bytes, expected {wanted}; use "
-                "another one"
+                "another checkpoint"
             )
         if not size:
             return np.empty(shape, dtype)

@@ -392,8 +392,8 @@ def from_state(state: dict[str, Any]) -> list[SavedShard | None]:
         raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(
-            "expected the state_dict() of a shared storage, got one with missing or wrong entries "
-            f"({error!r}); load another one"
+            f"this state_dict() of a shared storage has missing or wrong entries ({error!r}); load "
+            "another state_dict()"
         ) from error
 
 
