@@ -1,4 +1,4 @@
-"""Observe by what each part of a loss divides, so that ranks can weigh their gradients.
+"""Observe the divisor of each part of a loss, so that ranks can weight their gradients.
 
 If a part is a mean over rows, its gradient on rank r is ``g_r / d_r``. Here, ``g_r`` is the
 gradient of the sum over the rank's rows. The divisor ``d_r`` is the number of these rows, the
