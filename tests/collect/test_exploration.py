@@ -11,11 +11,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from torchrl.envs.utils import ExplorationType, exploration_type, set_exploration_type
 
+from tests.collect.envs import Counter
 from tests.replay.faults import end_of, start
 from torchrl_dist.collect.loop import exploration
 from torchrl_dist.collect.loop.exploration import Exploring
+from torchrl_dist.collect.loop.rollout import make_rollout
 
 RANDOM, MEAN, MODE = ExplorationType.RANDOM, ExplorationType.MEAN, ExplorationType.MODE
 _INTERRUPTS = 1000
@@ -115,3 +118,35 @@ def test_a_child_forked_by_a_policy_goes_on_under_its_type() -> None:
 
     exploring = Exploring(RANDOM, "a policy")
     assert exploring.call(lambda: end_of(start(child), 20)) == 7
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_rollout_uses_its_type_and_restores_it_even_after_an_error(
+    alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    changes: list[Any] = []
+
+    def policy(td: Any) -> Any:
+        seen.append(exploration_type())
+        if len(seen) == 20:
+            raise ValueError("the policy failed")
+        return td.set("action", torch.tensor([[1, 0, 0]]))
+
+    class Env(Counter):
+        def step(self, action: Any) -> Any:
+            changes.append(exploration_type())
+            return super().step(action)
+
+    with set_exploration_type(MODE):
+        rollout = make_rollout(Env, policy, frames=8, exploration_type=MEAN, alone=alone)
+        rollout.call_policy_once()
+        for _ in range(2):
+            rollout.run(8)
+            assert exploration_type() is MODE
+        with pytest.raises(ValueError, match="the policy failed"):
+            rollout.run(8)
+        assert exploration_type() is MODE and not exploration._now.calls
+    assert set(seen) == {MEAN}
+    # Alone in its process, a rollout sets the type once, so that the env sees it, too.
+    assert set(changes) == {MEAN if alone else MODE}

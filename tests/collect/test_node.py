@@ -18,6 +18,7 @@ from typing import Any
 import gymnasium
 import pytest
 import torch
+from torchrl.envs.utils import ExplorationType, exploration_type
 
 from tests.collect.envs import (
     Counter,
@@ -39,6 +40,7 @@ from torchrl_dist.errors import PeerLostError
 from torchrl_dist.runtime import ForkServer
 from torchrl_dist.weights import pack
 
+KINDS = list(ExplorationType)
 OPTIONS = {"frames_per_rollout": 40, "num_envs": 2}
 
 
@@ -96,6 +98,28 @@ def die() -> None:
 
 def pause() -> None:
     stop_self()
+
+
+def write_type(td: Any) -> Any:
+    """A policy that writes the exploration type under which it is called."""
+    kind = KINDS.index(exploration_type())
+    return td.update({"action": torch.tensor([[1, 0, 0]]), "kind": torch.tensor([kind])})
+
+
+@pytest.mark.parametrize("kind", [ExplorationType.RANDOM, ExplorationType.DETERMINISTIC])
+def test_env_processes_call_the_policy_under_the_exploration_type(
+    build: Any, kind: ExplorationType
+) -> None:
+    def postproc(rows: Any) -> Any:  # after the rollout, the type is no longer set
+        return rows.set("after", torch.full(rows.shape, exploration_type() is kind))
+
+    worker = build(
+        Counter, policy=write_type, env_processes=2, num_envs=1, exploration_type=kind,
+        postproc=postproc,
+    )  # fmt: skip
+    for request in range(2):
+        rows, _ = collect_until_complete(worker, request)
+        assert rows["kind"].eq(KINDS.index(kind)).all() and not rows["after"].any()
 
 
 @pytest.mark.parametrize(("processes", "envs", "policy"), [(2, 2, cartpole_policy()), (4, 1, None)])

@@ -4,6 +4,7 @@
 
 All peers train the same networks with the same settings, on the same random rows, in this process
 with one thread. Each round measures all peers of a recipe in turn, and the table shows medians.
+``ppo-2-ranks`` is measured in two other processes, which average their gradients (gloo).
 
 - ``ours``: the update of the recipe.
 - ``plain``: the same arithmetic in plain PyTorch, as one would write it for one algorithm.
@@ -13,20 +14,28 @@ with one thread. Each round measures all peers of a recipe in turn, and the tabl
 Updates: ``dqn`` and ``pixels`` (uint8 [4, 84, 84], the convolutions of Mnih et al. 2015) are
 double Q-learning with priorities. ``sac`` has two critics. One update of ``ppo`` learns from a
 whole batch: it computes advantages, and then makes one gradient step per minibatch and epoch.
+In ``ppo-2-ranks``, each rank learns from such a batch, and both ranks together normalize their
+advantages, average their gradients and measure the divergence; ``torchrl`` only averages gradients.
 ``vtrace`` is IMPALA's update.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
+import functools
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.nn import functional
@@ -37,7 +46,9 @@ from torchrl_dist.ui import show_table
 
 PEERS = ("ours", "plain", "torchrl")
 COMPILED = "compiled"
+TWO_RANKS = "ppo-2-ranks"
 _WARM_UP = 3
+_TIMEOUT_S = 600.0  # of the processes that average their gradients
 
 Update = Callable[[], Any]
 
@@ -79,6 +90,8 @@ def run(options: argparse.Namespace) -> int:
 
 def measure(recipe: str, rounds: int, seconds: float, compiled: bool) -> list[dict[str, Any]]:
     """Return one line per peer, with the median time of an update."""
+    if recipe == TWO_RANKS and not dist.is_initialized():
+        return _on_two_ranks(measure, recipe, rounds, seconds, compiled)
     torch.manual_seed(0)
     updates = RECIPES[recipe](compiled)
     for update in updates.values():
@@ -98,10 +111,50 @@ def measure(recipe: str, rounds: int, seconds: float, compiled: bool) -> list[di
 
 
 def _time_of(update: Update, seconds: float) -> float:
-    from torchrl_dist.plan.measure import often
+    from torchrl_dist.learn import Ranks
 
-    start, count = time.perf_counter(), often(update, seconds)
+    ranks, count, start = Ranks(), 0, time.perf_counter()
+    while not ranks.any(time.perf_counter() - start > seconds):  # all ranks count alike
+        update()
+        count += 1
     return (time.perf_counter() - start) / count
+
+
+def _on_two_ranks(function: Callable[..., Any], *args: Any) -> Any:
+    """Call the function on both ranks of a new process group, and return the result of rank 0."""
+    from torchrl_dist.bench.processes import Launcher
+
+    environment = {"GLOO_SOCKET_IFNAME": "lo", "RL_WARNINGS": "False"}
+    with Launcher() as launcher, command.folder_in(Path(tempfile.gettempdir())) as folder:
+        call = functools.partial(function, *args)
+        return launcher.run(
+            _ranks, call, str(folder), folder=folder, timeout_s=_TIMEOUT_S, environment=environment
+        )
+
+
+def _ranks(call: Callable[[], Any], folder: str) -> Any:
+    from torchrl_dist.bench.processes import ForkedWorker
+
+    worker = ForkedWorker(contextlib.ExitStack())
+    try:
+        other = worker.submit(_rank, call, folder, 1)
+        result = _rank(None, call, folder, 0)
+        other.result(_TIMEOUT_S)
+    finally:
+        worker.close()
+    return result
+
+
+def _rank(_: Any, call: Callable[[], Any], folder: str, rank: int) -> Any:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2,
+        timeout=timedelta(seconds=_TIMEOUT_S),
+    )  # fmt: skip
+    try:  # a rank that fails leaves the group, so that the other also fails instead of waiting
+        return call()
+    finally:
+        dist.destroy_process_group()
 
 
 def _print(lines: list[dict[str, Any]]) -> None:
@@ -121,9 +174,34 @@ def _on(loss: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
     return torch.compile(loss) if compiled else loss
 
 
+def _average(weights: list[Tensor]) -> None:
+    """Average the gradients over the ranks, as in CleanRL's ppo_atari_multigpu.py."""
+    grads = [weight.grad for weight in weights if weight.grad is not None]
+    flat = torch.cat([grad.view(-1) for grad in grads])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for grad, mean in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(mean.view_as(grad))
+
+
+def _normalized(advantage: Tensor) -> Tensor:
+    """Subtract the mean over all ranks' rows, and divide by their standard deviation."""
+    if not dist.is_initialized():
+        return (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+    sums = torch.stack([advantage.sum(), torch.tensor(float(advantage.numel()))])
+    dist.all_reduce(sums)
+    total, count = sums
+    deviation = advantage - total / count
+    squares = deviation.square().sum()
+    dist.all_reduce(squares)
+    return deviation / ((squares / (count - 1)).sqrt() + 1e-8)
+
+
 def _descend(optimizer: torch.optim.Optimizer, loss: Tensor, norm: float | None = None) -> None:
     optimizer.zero_grad()
     loss.backward()
+    if dist.is_initialized():
+        _average(optimizer.param_groups[0]["params"])
     if norm is not None:
         nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], norm)
     optimizer.step()
@@ -402,7 +480,7 @@ def _policy_gradient(recipe: str, compiled: bool) -> dict[str, Update]:
                     sums[:, step] = later
                 goal = here + sums
                 if recipe == "ppo":
-                    advantage = (sums - sums.mean()) / (sums.std() + 1e-8)
+                    advantage = _normalized(sums)
                 else:
                     following = torch.cat([goal[:, 1:], there[:, -1:]], 1)
                     following = torch.where(on, following, there)
@@ -414,12 +492,18 @@ def _policy_gradient(recipe: str, compiled: bool) -> dict[str, Update]:
             for _ in range(config.epochs):
                 for rows in torch.randperm(len(flat[0])).tensor_split(config.minibatches):
                     total, divergence = chosen(*(x[rows] for x in flat))
+                    if dist.is_initialized():
+                        dist.all_reduce(divergence)
                     float(divergence)  # the recipe also reads it, to stop early
                     _descend(optimizer, total, config.max_grad_norm)
 
         return update
 
-    theirs = train_torchrl.LEARNERS[config.recipe](config, task, spec)
+    theirs: Any = train_torchrl.LEARNERS[config.recipe](config, task, spec)
+    if dist.is_initialized():
+        theirs.optimizer.register_step_pre_hook(
+            lambda optimizer, *_: _average(optimizer.param_groups[0]["params"])
+        )
     return _compared(
         lambda: ours.learn(data.clone(False), 0), lambda: theirs.learn(data.clone(False), 0),
         plain, compiled,
@@ -431,5 +515,6 @@ RECIPES: dict[str, Callable[[bool], dict[str, Update]]] = {
     "pixels": lambda compiled: _dqn(compiled, pixels=True),
     "sac": _sac,
     "ppo": lambda compiled: _policy_gradient("ppo", compiled),
+    TWO_RANKS: lambda compiled: _policy_gradient("ppo", compiled),
     "vtrace": lambda compiled: _policy_gradient("vtrace", compiled),
 }

@@ -198,7 +198,10 @@ def measure(name: str, seed: int, processes: int, timeout_s: float) -> dict[str,
             f"the run was stopped early ({result['stopped_by']}); run the command again"
         )
     if result["training_return"] is None:
-        raise TorchRLDistError("no episode of the run has ended; look at the row's environment")
+        raise TorchRLDistError(
+            f"no episode ended within the run's {ROWS[name].frames:,} frames; check that the "
+            f"episodes of {ROWS[name].env} end earlier"
+        )
     return {
         "row": name, "seed": seed, "processes": processes, "settings": _settings(name),
         "training": result["training_return"], "final": result["last_return"],

@@ -46,6 +46,10 @@ SOURCES = {
         "https://github.com/DLR-RM/rl-baselines3-zoo/blob/master/hyperparams/ppo_lstm.yml",
         "final", 1,
     ),
+    "hub-minigrid": Source(
+        "rl-baselines3-zoo, MiniGrid",
+        "https://huggingface.co/sb3/ppo-MiniGrid-DoorKey-5x5-v0", "final", 1,
+    ),
     "cleanrl": Source(
         "CleanRL",
         "https://docs.cleanrl.dev/rl-algorithms/ppo/#ppo_continuous_actionpy", "training", 3,
@@ -133,6 +137,11 @@ _ZOO_PPO: dict[str, Any] = dict(
     learners=1, envs_per_collector=8, frames_per_batch=256, minibatches=1, epochs=20, gamma=0.98,
     gae_lambda=0.8, entropy_coef=0.0, learning_rate=1e-3,
 )  # fmt: skip
+_ZOO_DOORKEY: dict[str, Any] = dict(
+    learners=1, envs_per_collector=8, frames_per_batch=1024, minibatches=16, epochs=10, gamma=0.99,
+    gae_lambda=0.95, entropy_coef=0.0, critic_coef=0.5, learning_rate=2.5e-4, max_grad_norm=0.5,
+    clip=0.2, anneal=False, anneal_clip=False, normalize_rewards=True,
+)  # fmt: skip
 _CARTPOLE, _ACROBOT, _LUNAR = "CartPole-v1", "Acrobot-v1", "LunarLander-v3"
 _HIDDEN_SPEED = "torchrl_dist.recipes.tasks:cartpole_without_velocities"
 ROWS: dict[str, Published] = {
@@ -185,6 +194,10 @@ ROWS: dict[str, Published] = {
     "hub-lstm-cartpole": Published(
         "sb3-hub", "r2d2", _HIDDEN_SPEED, 100_000, 500.0, None, {},
         "R2D2; theirs is PPO with an LSTM",
+    ),
+    "hub-ppo-doorkey": Published(
+        "hub-minigrid", "ddppo", "MiniGrid-DoorKey-5x5-v0", 100_000, 0.97, 0.01, _ZOO_DOORKEY,
+        "cells are one-hot and go through convolutions; theirs are flat numbers, normalized", 10,
     ),
     **{
         f"cleanrl-ppo-{name.lower()}": Published(

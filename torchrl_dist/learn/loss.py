@@ -78,8 +78,8 @@ class DistributedLoss(_Loss):
     same backward passes, in the same order. (Under ``torch.no_grad()`` the calls of the loss may
     differ.) Each of these calls blocks until all ranks have made the same call, on the CPU for at
     most ``timeout_s``, and raises the errors of :class:`~torchrl_dist.learn.Ranks`. A rank without
-    rows calls the loss with an empty batch. Load a state dict on all ranks, or before the loss is
-    distributed.
+    rows calls the loss with an empty batch. If you load a state dict, do so before the loss is
+    distributed, or afterwards on all ranks.
 
     Args:
         loss_module: a loss that every rank builds in the same way, on the device where it will

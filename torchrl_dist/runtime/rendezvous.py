@@ -135,9 +135,9 @@ def _find_store(
         time.sleep(_PROBE_EVERY_S)
     tried = ", ".join(f"{host} ({errors[host]})" for host in hosts if host in errors)
     raise DeadlineError(
-        f"no store of rank 0 at port {port} of any host within {timeout_s:g} s. Check that "
-        f"rank 0 is running, and that this machine may connect to it. Tried {tried}. If the host "
-        "of rank 0 cannot be reached by name, set MASTER_ADDR to the address of rank 0."
+        f"found no host where rank 0's store answers at port {port} within {timeout_s:g} s. Check "
+        f"that rank 0 is running, and that this machine may connect to it. Tried {tried}. If the "
+        "host of rank 0 cannot be reached by name, set MASTER_ADDR to the address of rank 0."
     )
 
 

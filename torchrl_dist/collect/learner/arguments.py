@@ -117,9 +117,9 @@ def require_shared(replay_buffer: Any, assembled_in: int, replace_lost: bool) ->
     reached = f"replay_buffer= has a {type(storage).__name__}, reached through the session"
     if assembled_in:
         raise ConfigurationError(
-            f"{reached}, but the env processes (env_processes={assembled_in}), which assemble the "
-            "trajectories of trajs_per_batch=, are not in the session; pass env_processes=0 "
-            "(num_envs= steps several environments in a worker), or leave trajs_per_batch= out"
+            f"{reached}. With trajs_per_batch=, env processes (env_processes={assembled_in}) would "
+            "write to it, but they are not in the session. Pass env_processes=0, with num_envs= "
+            "for several environments per worker, or leave trajs_per_batch= out"
         )
     if replace_lost:
         raise ConfigurationError(

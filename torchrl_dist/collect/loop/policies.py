@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor, is_tensor_collection
@@ -49,6 +49,7 @@ from torchrl_dist.collect.loop.spaces import Key, plain_key
 from torchrl_dist.errors import ConfigurationError
 
 Policy = Callable[[TensorDictBase], Any]
+_T = TypeVar("_T")
 Values = dict[Key, Any]  # tensors [N, ...], and non-tensor data
 
 # ---- the known classes, and their methods at the time of the import
@@ -287,25 +288,41 @@ def nested(
 class PolicyCalls:
     """Call a policy under an exploration type of TorchRL.
 
-    If ``clones`` is true, results are cloned, because the next call of a compiled policy may
-    overwrite the results of the call before.
+    Args:
+        clones: whether to clone results, because the next call of a compiled policy may overwrite
+            the results of the call before.
+        alone: whether no other thread of this process calls a policy. The exploration type is then
+            set once per rollout, as in TorchRL's collectors, instead of in every call.
     """
 
     def __init__(
-        self, policy: Policy, exploration_type: ExplorationType, clones: bool = False
+        self,
+        policy: Policy,
+        exploration_type: ExplorationType,
+        clones: bool = False,
+        alone: bool = False,
     ) -> None:
         self._policy = policy
         self._exploring = Exploring(exploration_type, f"a call of {_name(policy)}")
         self._clones = clones
+        self._alone = alone
         self._known = known_classes()
 
     def begin(self) -> None:
         """Check which classes are known. Call this method at the beginning of a rollout."""
         self._known = known_classes()
 
+    def rollout(self, run: Callable[..., _T], *args: Any) -> _T:
+        """Return ``run(*args)``, which calls only :meth:`on_values`."""
+        self.begin()
+        return self._exploring.call(run, *args) if self._alone else run(*args)
+
     def on_values(self, values: Values, n: int) -> Values:
         """Call :func:`act` under the exploration type."""
-        out = self._exploring.call(act, self._policy, values, n, self._known)
+        if self._alone:  # inside rollout()
+            out = act(self._policy, values, n, self._known)
+        else:
+            out = self._exploring.call(act, self._policy, values, n, self._known)
         return {key: value.clone() for key, value in out.items()} if self._clones else out
 
     def exploring(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -366,7 +383,9 @@ class Compilation:
     compile_policy: bool | Mapping[str, Any] | None = None
     cudagraph_policy: bool | Mapping[str, Any] | None = None
 
-    def calls(self, policy: Policy, exploration_type: ExplorationType) -> PolicyCalls:
+    def calls(
+        self, policy: Policy, exploration_type: ExplorationType, alone: bool = False
+    ) -> PolicyCalls:
         """Return :class:`PolicyCalls` that call the policy, compiled or as a CUDA graph if so
         requested.
 
@@ -388,7 +407,7 @@ class Compilation:
         if graphs:
             options = _options(self.cudagraph_policy)
             policy = CudaGraphModule(policy, in_keys=[], out_keys=[], **options)
-        return PolicyCalls(policy, exploration_type, clones=compiles or graphs)
+        return PolicyCalls(policy, exploration_type, clones=compiles or graphs, alone=alone)
 
 
 def _device(policy: Policy) -> str:

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -57,6 +57,8 @@ from torchrl_dist.collect.loop.spaces import (
     refuse_stamps,
 )
 from torchrl_dist.errors import ConfigurationError
+
+_T = TypeVar("_T")
 
 _DONE_KEYS = ("done", "terminated", "truncated")
 # With next-step autoreset, envs that reset less often get ahead of the other envs. If all envs are
@@ -509,6 +511,7 @@ class GymnasiumRollout(_Loop):
         exploration_type: ExplorationType = ExplorationType.RANDOM,
         categorical_action_encoding: bool = False,
         compilation: Compilation | None = None,
+        alone: bool = False,
     ) -> None:
         self.driver = driver
         self.target = driver.target
@@ -532,7 +535,7 @@ class GymnasiumRollout(_Loop):
         self._policy: PolicyCalls | None = None
         if policy is not None:
             takes_tensordicts = on_tensordicts(policy, [leaf.key for leaf in leaves])
-            self._policy = compilation.calls(takes_tensordicts, exploration_type)
+            self._policy = compilation.calls(takes_tensordicts, exploration_type, alone)
         # Kept from one rollout to the next: the observations in the order of the leaves, a
         # recurrent policy's state, and the policy's other outputs.
         self._current = [np.zeros((n, *leaf.shape), leaf.dtype) for leaf in leaves]
@@ -563,7 +566,7 @@ class GymnasiumRollout(_Loop):
         """Call the policy with zeros as observations."""
         first = [np.zeros_like(now) for now in self._current]
         values = _Given(self._leaves, first, self.num_envs, 1).values(0)
-        self._act(values | self._state)
+        self._under_type(self._act, values | self._state)
 
     def seed(self, seeds: Sequence[int]) -> None:
         """Seed the envs as TorchRL does: reset all envs with the seeds, then reset all envs again
@@ -643,8 +646,8 @@ class GymnasiumRollout(_Loop):
         self._begin()
         with torch.no_grad():
             if self.driver.valid is None:
-                return self._run(steps, enough)[0]
-            return self._run_ragged(steps, enough)
+                return self._under_type(self._run, steps, enough)[0]
+            return self._under_type(self._run_ragged, steps, enough)
 
     def steps_one_by_one(
         self, steps: int, enough: Callable[[int], bool] = never
@@ -661,8 +664,10 @@ class GymnasiumRollout(_Loop):
         if not self._started:
             self._reset(None)
             self._started = True
-        if self._policy is not None:
-            self._policy.begin()
+
+    def _under_type(self, run: Callable[..., _T], *args: Any) -> _T:
+        """Return ``run(*args)``, in which the policy is called under its exploration type."""
+        return run(*args) if self._policy is None else self._policy.rollout(run, *args)
 
     def _run(
         self, steps: int, enough: Callable[[int], bool]
@@ -914,11 +919,12 @@ def make_rollout(
     exploration_type: ExplorationType = ExplorationType.RANDOM,
     categorical_action_encoding: bool = False,
     compilation: Compilation | None = None,
+    alone: bool = False,
 ) -> GymnasiumRollout | TorchRLRollout:
     """Build the envs in this process, and return a rollout object of the class that can step them.
 
     Each env makes ``frames / num_envs`` steps per rollout, rounded up. ``resize`` changes this
-    number later.
+    number later. ``alone`` says whether no other thread of this process calls a policy.
 
     Raises:
         ConfigurationError: ``make_env`` does not return an env, or the env's spaces are not
@@ -938,7 +944,7 @@ def make_rollout(
             raise UnknownSpaceError(f"{driver.envs[0]} has an unsupported reward space")
         categorical = categorical_action_encoding
         return GymnasiumRollout(
-            driver, policy, frames, categorical_action_encoding=categorical, **acting
+            driver, policy, frames, categorical_action_encoding=categorical, alone=alone, **acting
         )
     except UnknownSpaceError as error:
         if not isinstance(driver, EnvListDriver):

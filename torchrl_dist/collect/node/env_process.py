@@ -260,6 +260,8 @@ class _Watched(RolloutWorker):
     """A rollout worker that shares memory with the node worker. It writes a count of its steps to
     this memory. It finds its weights there, and also requests to cut or stop a rollout."""
 
+    _alone = True
+
     def __init__(self, config: WorkerConfig, words: np.ndarray, progress: int) -> None:
         self._words, self._progress = words, progress
         self._weights = WeightsView()

@@ -279,6 +279,8 @@ class RolloutWorker:
         >>> worker.close()
     """
 
+    _alone = False  # whether no other thread of this process calls a policy
+
     def __init__(self, config: WorkerConfig) -> None:
         if config.postproc is not None and config.postproc_factory is not None:
             raise ConfigurationError(
@@ -321,6 +323,7 @@ class RolloutWorker:
             acting = {
                 "exploration_type": config.exploration_type,
                 "compilation": config.compilation,
+                "alone": self._alone,
             }
             self._rollout = make_rollout(make_env, self.policy, **acting, **envs)
         self.num_envs = self._rollout.num_envs

@@ -83,7 +83,10 @@ def convolutions(images: Images, *, orthogonal: bool) -> nn.Module:
 
     channels, *sides = images.shape
     if min(sides) < 3:
-        raise ConfigurationError(f"--env: got images {images.shape}, expected at least 3 x 3")
+        raise ConfigurationError(
+            f"--env: got images {images.shape}, expected at least 3 x 3; choose another "
+            "environment, or let it return larger images"
+        )
     layers: dict[str, Any] = {"num_cells": [16], "kernel_sizes": [3], "strides": [1]}
     if min(sides) >= _NATURE_SIDE:
         layers = {"num_cells": [32, 64, 64], "kernel_sizes": [8, 4, 3], "strides": [4, 2, 1]}

@@ -16,9 +16,9 @@ class Callback:
 
     ``train RECIPE --callback package.module:make`` calls ``make()``, which returns a Callback. If a
     method returns True (or a true value of NumPy or torch), the run ends after the next batch, with
-    a checkpoint and its result. If a method raises, or returns any other value than None or False,
-    the run ends in the same way as after an error of the recipe. The learners wait while a method
-    runs."""
+    a checkpoint and its result. If a method returns None or False, the run continues. If a method
+    raises or returns anything else, the run ends in the same way as after an error of the recipe.
+    The learners wait while a method runs."""
 
     def on_batch(self, frames: int, metrics: Mapping[str, Any]) -> bool | None:
         """Called after the updates on each batch.

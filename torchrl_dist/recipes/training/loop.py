@@ -152,7 +152,7 @@ class Start:
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 "the checkpoint of the run to resume is damaged: its counters are "
-                f"{dict(before.counters)}, expected the numbers updates and resumes; use an "
+                f"{dict(before.counters)}; expected numbers for 'updates' and 'resumes'. Use an "
                 "earlier copy of the checkpoint"
             ) from error
         return cls(

@@ -323,9 +323,8 @@ def check_not_sampling(lock: Any) -> None:
     """
     if lock._is_owned():
         raise DirectoryError(
-            "a signal handler that interrupted a call to sample() of this buffer cannot itself "
-            "sample from it. Have the handler only set a flag, and act on the flag between two "
-            "uses of the buffer"
+            "a signal handler that interrupts sample() cannot sample from the same buffer. Have "
+            "the handler only set a flag, and act on the flag between two uses of the buffer"
         )
 
 

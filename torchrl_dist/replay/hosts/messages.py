@@ -86,7 +86,7 @@ Operation = Write | SetPriorities | SetWrittenPriorities | CountSamples | Invoke
 
 @dataclass(frozen=True)
 class SliceLaw:
-    """The slices of trajectories that are drawn, see ``SharedSliceSampler``.
+    """Which slices of trajectories are drawn; see ``SharedSliceSampler``.
 
     ``consecutive``: neighbouring rows of a slice must be consecutive steps, because other shards
     may have rows of the trajectory.

@@ -84,8 +84,8 @@ class Shard:
             )
 
     def row_spec(self, spec: RowSpec) -> RowSpec:
-        """Return the spec of the shard's rows. If there are no rows yet, return the spec that rows
-        with ``spec`` would get."""
+        """Return the spec of the shard's rows. If there are no rows yet, return the spec that the
+        shard's rows would have if rows of ``spec`` were written."""
         return self._cursor.directory.spec_for(spec)
 
     def make_room(self, spec: RowSpec) -> None:
