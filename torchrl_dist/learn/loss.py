@@ -178,7 +178,8 @@ class DistributedLoss(_Loss):
         total = self.ranks.add_up("set_rows", [count])[0]
         if not total:
             raise ConfigurationError(
-                "set_rows(0) on all ranks: expected at least one row on some rank"
+                "all ranks called set_rows(0), but at least one rank must have rows; skip this "
+                "update on all ranks"
             )
         self._weight.state(self.ranks.size * count / total)
 

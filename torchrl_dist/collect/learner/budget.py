@@ -24,7 +24,7 @@ class Share:
 
 
 def plan_shares(remaining: int | None, workers: Mapping[int, int], steps: int) -> dict[int, Share]:
-    """Divide the remaining frames among workers, exactly and in ``[N, T]`` blocks.
+    """Divide the remaining frames among workers, in blocks ``[N, T]``.
 
     Every worker gets ``steps`` steps while enough frames are left. After that, all workers get one
     shorter rollout of equal length. If fewer frames than envs are left, one env per frame makes one

@@ -95,7 +95,7 @@ class Worker:
 
 def _is_busy(worker: Worker) -> bool:
     """Whether the worker is stepping envs. A worker in the caller's thread pauses when a batch's
-    deadline has passed."""
+    deadline has passed, and is then not busy."""
     return bool(worker.in_flight) and (worker.callers is None or worker.callers.running)
 
 

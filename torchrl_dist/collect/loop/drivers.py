@@ -442,8 +442,9 @@ class CartPoleDriver(_VectorDriver):
     """A driver of gymnasium's native vector CartPole, which resets an env in the step that ends an
     episode.
 
-    Gymnasium's vector CartPole itself resets an env only in the next step, which is then not a
-    transition. Its state is in plain arrays, so this driver can reset an env in the same step.
+    Without this driver, gymnasium's vector CartPole resets an env in the step after an episode's
+    end, and that step is not a transition. The state of the vector env is in plain arrays, so this
+    driver can reset an env in the same step.
     """
 
     ATTRIBUTES = ("state", "steps", "prev_done", "low", "high")

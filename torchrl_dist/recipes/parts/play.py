@@ -106,11 +106,15 @@ def check_video(env: str) -> None:
             made.reset(seed=0)
             picture: Any = made.render()
     except Exception as error:
-        raise ConfigurationError(f"--video: {env} cannot be shown here: {error}") from error
+        raise ConfigurationError(
+            f"--video: {env} cannot be shown here: {error}. Correct the environment, or leave "
+            "--video out"
+        ) from error
     if not hasattr(picture, "shape"):
         raise ConfigurationError(
             f"--video: {env} cannot be shown here: its render() returned a "
-            f"{type(picture).__name__}, expected an array [height, width, 3]"
+            f"{type(picture).__name__}, expected an array [height, width, 3]. Correct the "
+            "environment, or leave --video out"
         )
 
 

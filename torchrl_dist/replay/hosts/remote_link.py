@@ -74,7 +74,7 @@ _LATELY = 16
 
 @dataclass
 class _Queued:
-    """A queued operation, or a request for rows, which has no operation.
+    """An entry of the queue: an operation or, if ``operation`` is None, a request for rows.
 
     Only a ``Write`` may have ``written``. An ``Invoke`` may have a ``future``, and a request for
     rows always has a ``future``. A request whose ``count`` is None only waits for earlier

@@ -139,7 +139,7 @@ class ReplayDirectory:
         repair: the function that repairs the state after a holder of the lock was killed.
         gate: the gate of the rate limiter, or None.
         users: int64 [MAX_MEMBERS, 5], with a limiter, see ``gate``.
-        times_sampled: int64 [capacity], with a limiter that has ``max_times_sampled``; see the
+        times_sampled: int64 [capacity] if the limiter has ``max_times_sampled``; see the
             module ``times_sampled``.
     """
 

@@ -77,8 +77,8 @@ class NumpyKernel:
 
         Args:
             row: an unused row of the claim table.
-            word, value: before it stores the claim, this method sets the control block's ``word``
-                to ``value``.
+            word, value: this method sets the control block's ``word`` to ``value`` before it stores
+                the claim.
 
         Returns:
             False if another claim has one of these slots. Then nothing was changed.

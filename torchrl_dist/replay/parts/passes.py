@@ -109,7 +109,7 @@ class Passes:
             parts.append((slots[there], versions[there]))
             missing -= parts[-1][0].size
             passed = part.stop
-        while passed < stop:  # skip overwritten rows, so that ``left`` is 0 if no other rows remain
+        while passed < stop:  # skip overwritten rows, so that ``left`` is 0 if only these remain
             part = slice(passed, min(passed + _LOOK_AHEAD, stop))
             there = self._directory.versions[self._slots[part]] == self._versions[part]
             passed += int(there.argmax()) if there.any() else there.size

@@ -666,8 +666,8 @@ class SharedPrioritizedSliceSampler(
         """Draw the first slots of slices, int64 [count]. Return these slots, their leaves, and the
         smallest leaf of a row.
 
-        Called under the lock. Draws of rows that may not begin a slice are repeated, so the slots
-        are distributed as if the tree did not have these rows.
+        Called under the lock. If a drawn row cannot begin a slice, another row is drawn instead, so
+        the slots are distributed as if the tree did not have the rows that cannot begin a slice.
         """
         tree = directory.tree
         tree.refresh()

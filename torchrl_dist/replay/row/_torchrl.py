@@ -366,7 +366,7 @@ def check_buffer(buffer: Any, storage: Storage) -> None:
 
 
 class ChecksBuffers:
-    """A storage that refuses buffers which cannot work with shared rows. It works with any writer.
+    """A storage that refuses buffers which cannot work with shared rows.
 
     ``ReplayBuffer._init`` sets the storage's checkpointer once storage, sampler, writer and
     transforms are there. This is the only moment at which a storage sees the complete buffer, so
