@@ -492,10 +492,10 @@ def _policy_gradient(recipe: str, compiled: bool) -> dict[str, Update]:
             for _ in range(config.epochs):
                 for rows in torch.randperm(len(flat[0])).tensor_split(config.minibatches):
                     total, divergence = chosen(*(x[rows] for x in flat))
-                    if dist.is_initialized():
-                        dist.all_reduce(divergence)
-                    float(divergence)  # the recipe also reads it, to stop early
                     _descend(optimizer, total, config.max_grad_norm)
+            if dist.is_initialized():
+                dist.all_reduce(divergence)
+            float(divergence)  # the recipe also reports it
 
         return update
 

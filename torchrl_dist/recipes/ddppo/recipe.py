@@ -71,18 +71,17 @@ class DDPPO(ActorCritic):
         clip = share * config.clip if config.anneal_clip else config.clip
         self.loss.clip_epsilon.fill_(max(clip, 1e-8))
         rows = self._rows(moved(data, self.device))
-        kl, steps = 0.0, 0
+        steps = 0
         for minibatch in self._minibatches(rows):
             losses = self.loss(minibatch)
-            kl = self._mean_over_all(float(losses["kl_approx"]), len(minibatch))
-            if config.target_kl and kl > _KL_MARGIN * config.target_kl:
+            if config.target_kl and self._kl(losses, minibatch) > _KL_MARGIN * config.target_kl:
                 break
             self.descend(losses)
             steps += 1
         return {
             **self.finish(rows, losses, share),
             "train/clip_fraction": losses["clip_fraction"].detach(),
-            "train/kl": kl,
+            "train/kl": self._kl(losses, minibatch),
             "train/steps_per_batch": steps,
             "train/valid_rows": len(rows) / self.collector.frames_per_batch,
         }
@@ -136,8 +135,11 @@ class DDPPO(ActorCritic):
         if self.reward_scale is not None:
             self.reward_scale.moments.load_state_dict(state["extra"]["returns"])
 
-    def _mean_over_all(self, value: float, rows: int) -> float:
-        total, count = self.ranks.add_up("the divergence", [value * rows, float(rows)])
+    def _kl(self, losses: TensorDictBase, rows: TensorDictBase) -> float:
+        """Return the KL divergence of the learners' ``rows``. Blocks until all ranks have
+        called."""
+        sums = [float(losses["kl_approx"]) * len(rows), float(len(rows))]
+        total, count = self.ranks.add_up("the divergence", sums)
         return total / count
 
     def close(self) -> None:
