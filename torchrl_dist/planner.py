@@ -392,7 +392,7 @@ def decide(ranked: Sequence[tuple[Layout, Prediction]]) -> Verdict:
     nodes = best(each for each in ranked if each[0].nodes > 1)
     if alone is None:
         raise ConfigurationError(
-            "got no layout with one process, expected at least one such layout"
+            "got no layout with one process, with which others could be compared; add one"
         )
     chosen = alone
     says = [f"one process makes {alone[1].frames_per_s:,.0f} frames/s"]

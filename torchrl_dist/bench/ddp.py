@@ -141,7 +141,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def plan(options: argparse.Namespace) -> list[Cell]:
-    """Return what one round measures. Cells that are compared follow each other."""
+    """Return the cells of one round, in the order of measuring. Cells that will be compared with
+    each other are adjacent."""
     peers = [PEERS[name] for name in options.peers]
     if options.device != "cpu":
         peers = [peer for peer in peers if peer != THREADS]

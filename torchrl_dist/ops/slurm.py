@@ -422,7 +422,10 @@ def submit(text: str) -> str:
         ["sbatch", "--parsable"], input=text, capture_output=True, text=True, timeout=_SBATCH_S
     )
     if done.returncode:
-        raise ConfigurationError(f"sbatch refuses the script: {done.stderr.strip()}")
+        raise ConfigurationError(
+            f"sbatch refuses the script: {done.stderr.strip()}. Correct the options, or submit the "
+            "script yourself"
+        )
     return done.stdout.strip().partition(";")[0]
 
 

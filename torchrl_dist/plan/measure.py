@@ -71,8 +71,8 @@ class Measured:
     """Repeated measurements by name, in seconds.
 
     Attributes:
-        step_cpu: by number of envs, the CPU time of one step of all these envs, including policy
-            and rollout loop.
+        step_cpu: maps a number of envs to the CPU time of one step of that many envs, including
+            the policy and the rollout loop.
         figures: by name, the fields of ``Costs`` and some figures that are only shown.
         policy: by number of rows, the CPU time of a call of the policy.
     """

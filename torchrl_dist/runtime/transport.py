@@ -1,4 +1,4 @@
-"""A message transport over torch.distributed.rpc, which no other module uses.
+"""A message transport. Only this module uses torch.distributed.rpc.
 
 A message consists of a kind, bytes and tensors. The answer is a tuple that RPC can send. Exceptions
 of user code are sent inside answers, so an RPC error always means that the transport failed.

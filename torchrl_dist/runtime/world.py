@@ -314,7 +314,8 @@ def _tasks_on_node(tasks_per_node: str, place: int, world_size: int, nodes: int)
         return world_size
     raise ConfigurationError(
         f"SLURM_STEP_TASKS_PER_NODE={tasks_per_node!r} does not say how many tasks run on host "
-        f"{place} of the step; expected a list such as '4(x2),3'."
+        f"{place} of the step; expected a list such as '4(x2),3'. Do not change the variables that "
+        "Slurm sets"
     )
 
 

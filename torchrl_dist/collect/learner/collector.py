@@ -392,7 +392,8 @@ class RPCBatchedCollector(BaseCollector):
         if self.frames_per_batch > self.requested_frames_per_batch:
             warnings.warn(
                 f"frames_per_batch={asked} is not a multiple of {rollouts} rollouts x "
-                f"{first.num_envs} envs, so each batch has {self.frames_per_batch} frames",
+                f"{first.num_envs} envs, so each batch has {self.frames_per_batch} frames; pass "
+                f"frames_per_batch={self.frames_per_batch} to silence this warning",
                 stacklevel=4,
             )
 

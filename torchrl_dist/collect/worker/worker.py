@@ -244,7 +244,7 @@ def require_module(policy: Any) -> nn.Module:
     if not isinstance(policy, nn.Module):
         raise ConfigurationError(
             f"the worker's policy is a {type(policy).__name__}, which has no weights to set; "
-            "expected an nn.Module. Pass such a policy, or do not send weights"
+            "pass an nn.Module as the policy, or do not send weights"
         )
     return policy
 

@@ -61,7 +61,8 @@ def _ids_of(data: TensorDict, key: NestedKey | None) -> tuple[NestedKey, np.ndar
             )
         return each, ids.reshape(-1).numpy()
     if key is not None:
-        raise KeyError(f"trajectory_key {key!r} not found in data.")
+        found = sorted(map(str, data.keys(True, True)))
+        raise KeyError(f"trajectory_key {key!r} not found in data. Pass one of {found}")
     raise ConfigurationError(
         f"the rows have no trajectory id under {', '.join(map(str, keys))}; pass trajectory_key=. "
         "Flags at the ends of episodes do not suffice, because rows of several processes may "

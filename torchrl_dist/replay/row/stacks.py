@@ -62,7 +62,7 @@ def as_columns(stored: Sequence[np.ndarray], spec: RowSpec) -> list[Column]:
 
 
 def values(stored: Sequence[np.ndarray], spec: RowSpec) -> list[np.ndarray]:
-    """Return the values, [n, ...] per column, of rows in their stored form."""
+    """Take rows in their stored form, and return their values, one array [n, ...] per column."""
     return [column[:] for column in as_columns(stored, spec)]
 
 

@@ -413,7 +413,7 @@ def deal(
 
 
 def _without_rows(head: Head) -> Head:
-    """Return the head for a shard that was not saved, made from another shard's head."""
+    """Make the head of a shard that was not saved, from another shard's ``head``."""
     counters = dict.fromkeys(head.counters, 0)
     return replace(head, cursor=0, high=0, length=0, write_count=0, counters=counters, limiter=None)
 
