@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
             return {name}
         lines.append(line)
         append_json(options.json, "published", [line])
-        command.say(f"{label}: training {line['training']:.1f}, final {line['final']:.1f}")
+        command.say(f"{label}: training {_said(line['training'])}, final {_said(line['final'])}")
         return set()
 
     status = command.until_stopped(train_all)
@@ -225,9 +225,9 @@ def show(lines: Sequence[Line]) -> None:
         published = f"{row.mean:g}" + (f" ± {row.spread:g}" if row.spread is not None else "")
         found = verdict((low, high), row.interval) if len(runs) >= LEAST else "too few seeds"
         table.append(
-            (name, str(processes), source.figure, f"{fmean(values):.1f}",
-             f"{low:.1f} to {high:.1f}", published, found,
-             f"{fmean(run[other] for run in runs):.1f}", str(len(runs)), f"{row.frames:,}",
+            (name, str(processes), source.figure, _said(fmean(values)),
+             f"{_said(low)} to {_said(high)}", published, found,
+             _said(fmean(run[other] for run in runs)), str(len(runs)), f"{row.frames:,}",
              f"{median(run['seconds'] for run in runs):,.0f}")
         )  # fmt: skip
     columns = ("row", "processes", "figure", "ours", "95 %", "published", "result", "other figure",
@@ -273,7 +273,11 @@ _WHAT_CHANGES = (itemgetter("training"), itemgetter("final"), whole_run)
 
 def _mean(values: Sequence[float]) -> str:
     low, high = interval(values)
-    return f"{fmean(values):.1f} ({low:.1f} to {high:.1f})"
+    return f"{_said(fmean(values))} ({_said(low)} to {_said(high)})"
+
+
+def _said(value: float) -> str:
+    return f"{value:.1f}" if abs(value) >= 2 else f"{value:.3f}"
 
 
 def plot(path: Path, lines: Sequence[Line]) -> None:
