@@ -79,7 +79,8 @@ def test_data_of_another_policy_are_corrected_as_the_paper_says(ends, rho_bar, c
         network(data["observation"]),
         *(critic(x["observation"]) for x in (data, data["next"])),
     )
-    traced = vtrace(data, *outputs, gamma=GAMMA, rho_bar=rho_bar, c_bar=c_bar)
+    reward = data["next", "reward"]
+    traced = vtrace(data, *outputs, reward=reward, gamma=GAMMA, rho_bar=rho_bar, c_bar=c_bar)
     for row in range(2):
         target, advantage, ratio = by_hand(data[row], network, critic, rho_bar, c_bar)
         assert traced.value_target[row, :, 0].tolist() == pytest.approx(target, rel=1e-4)
@@ -100,3 +101,29 @@ def test_rows_of_the_present_policy_have_weight_one_with_normalized_observations
         for _ in range(3):
             assert float(learner.learn(next(batches), 64)["train/rho_mean"]) == pytest.approx(1)
         learner.close()
+
+
+def test_scaled_rewards_are_learned_from_and_their_moments_saved() -> None:
+    with session({"learner": 1}) as me:
+        config = ImpalaConfig(
+            collectors=0, envs_per_collector=4, frames_per_batch=64, max_policy_lag=0,
+            normalize_rewards=True,
+        )  # fmt: skip
+        learner = a_learner(config, me)
+        batches = iter(learner.collector)
+        for _ in range(3):
+            data = next(batches)
+            before = data["next", "reward"].clone()
+            learner.learn(data, 64)
+            assert torch.equal(data["next", "reward"], before)  # which metrics read
+        scale = learner.reward_scale.moments
+        data = next(batches)
+        scaled = learner.rewards(data)
+        assert torch.allclose(scaled, (before[:1, :1] / scale.deviation).float())  # rewards are 1
+        assert float(scale.deviation) > 2
+        later = a_learner(config, me, seed=1)
+        assert float(later.reward_scale.moments.mean) == 0
+        later.load_state_dict(learner.state_dict())
+        assert torch.equal(later.reward_scale.moments.mean, scale.mean)
+        learner.close()
+        later.close()

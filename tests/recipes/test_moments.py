@@ -16,6 +16,7 @@ from torch import Tensor
 from tests.learn.ranks import LearningRanks
 from torchrl_dist.errors import TorchRLDistError
 from torchrl_dist.learn.ranks import Ranks
+from torchrl_dist.recipes.parts import moments as moments_module
 from torchrl_dist.recipes.parts.moments import Moments, RewardScale
 
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=0)
@@ -109,6 +110,24 @@ def test_running_returns_end_with_their_trajectory_and_leave_out_padding() -> No
     assert scaled.dtype == torch.float32
     assert float(scaled[1]) == pytest.approx(40 / np.std(returns), rel=1e-4)
     assert float(scale(rows(torch.full((1, 1), -1e6), tensor([[9]])))[0]) > -10.0001
+
+
+def test_trajectories_of_alternating_collectors_continue_and_old_ones_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(moments_module, "_REMEMBERED", 3)
+    scale, returns = RewardScale(0.5, Ranks()), []
+    running = dict.fromkeys((1, 2), 0.0)
+    for step in range(40):  # the batches of two collectors, with an environment each
+        which = 1 + step % 2
+        running[which] = 1.0 + 0.5 * running[which]
+        returns.append(running[which])
+        scale(rows(torch.ones(1, 1), tensor([[which]])))
+        assert float(scale.moments.mean) == pytest.approx(np.mean(returns), rel=1e-4)
+    for ended in range(3, 9):  # these trajectories end, and do not come again
+        scale(rows(torch.ones(1, 1), tensor([[ended]])))
+        assert len(scale._last) <= 3
+    assert set(scale._last) == {6, 7, 8}
 
 
 def tensor(ids: list[list[int]]) -> Tensor:

@@ -12,8 +12,7 @@ bootstrap from the next observation. CleanRL's values do not."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from ...learn.ranks import Ranks
 from ...runtime import Session
 from ..parts.actor_critic import GaussianPPOLoss, PPOLoss
 from ..parts.environments import Task
-from ..parts.moments import RewardScale, moments_of
+from ..parts.moments import moments_of
 from ..parts.networks import PolicySpec, ValueNetwork
 from ..parts.policies import categorical_actor, gaussian_actor
 from ..training.feed import moved
@@ -53,15 +52,7 @@ _KL_MARGIN = 1.5  # as in OpenAI's Spinning Up
 
 
 class DDPPO(ActorCritic):
-    """One of the learners and its collectors.
-
-    The loss is a distributed PPOLoss.
-
-    Attributes:
-        reward_scale: if set, divides rewards by the standard deviation of the discounted return.
-    """
-
-    reward_scale: RewardScale | None = None
+    """One of the learners and its collectors. The loss is a distributed PPOLoss."""
 
     def learn(self, data: TensorDictBase, frames: int) -> dict[str, Any]:
         """Make ``epochs`` passes over all learners' rows. Stop early if the KL divergence is
@@ -92,9 +83,7 @@ class DDPPO(ActorCritic):
         config = self.config
         mask = data.get(("collector", "mask"), None)
         valid = slice(None) if mask is None else mask.reshape(-1)
-        reward = data["next", "reward"].to(torch.float32)
-        if self.reward_scale is not None:
-            reward = self.reward_scale(data)
+        reward = self.rewards(data)
         # TorchRL 0.14.1's vectorized form divides by gamma * lambda, and raises IndexError for 0.
         vectorized = config.gae_lambda > 0
         estimate = (
@@ -123,17 +112,6 @@ class DDPPO(ActorCritic):
             order = torch.randperm(len(rows), device=self.device)
             for chosen in order.tensor_split(self.config.minibatches):
                 yield rows[chosen]
-
-    def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        if self.reward_scale is not None:
-            state["extra"] = {"returns": copy.deepcopy(self.reward_scale.moments.state_dict())}
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        if self.reward_scale is not None:
-            self.reward_scale.moments.load_state_dict(state["extra"]["returns"])
 
     def _kl(self, losses: TensorDictBase, rows: TensorDictBase) -> float:
         """Return the KL divergence of the learners' ``rows``. Blocks until all ranks have
@@ -214,10 +192,10 @@ def build(
         readiness=readiness,
         seed=stream_seed(config.seed, start.resumes, session.me.index, 1),
     )
-    learner = DDPPO(config, network, critic, loss, collector, device, start, loss.ranks)
-    if config.scales_rewards(task):
-        learner.reward_scale = RewardScale(config.gamma, loss.ranks, config.env)
-    return learner
+    return DDPPO(
+        config, network, critic, loss, collector, device, start, loss.ranks,
+        config.scales_rewards(task),
+    )  # fmt: skip
 
 
 def run(config: DDPPOConfig, session: Session, *, resume: bool = False) -> dict[str, Any]:

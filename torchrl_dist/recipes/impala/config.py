@@ -20,6 +20,7 @@ class ImpalaConfig(RecipeConfig):
     fixed_on_resume: ClassVar[tuple[str, ...]] = (
         *RecipeConfig.fixed_on_resume,
         "normalize_observations",
+        "normalize_rewards",
     )
 
     total_frames: int = option(400_000, "length of the run", unit="frames", minimum=1, group=JOB)
@@ -42,5 +43,11 @@ class ImpalaConfig(RecipeConfig):
     normalize_observations: bool = option(
         False,
         "normalize flat observations by their mean and standard deviation so far",
+        group=LEARNING,
+    )
+    normalize_rewards: bool = option(
+        False,
+        "divide rewards by the standard deviation of the discounted return so far; evaluations sum "
+        "unscaled rewards",
         group=LEARNING,
     )

@@ -52,6 +52,7 @@ def vtrace(
     value: Tensor,
     next_value: Tensor,
     *,
+    reward: Tensor,
     gamma: float,
     rho_bar: float = 1.0,
     c_bar: float = 1.0,
@@ -68,6 +69,7 @@ def vtrace(
         logits: the current policy's logits, ``[N, T, actions]``.
         value, next_value: the critic's values of ``observation`` and of the next observation,
             ``[N, T, 1]``.
+        reward: float32 ``[N, T, 1]``.
     """
     log_pi = logits.log_softmax(-1).gather(-1, data["action"].unsqueeze(-1))
     log_mu = data["action_log_prob"].unsqueeze(-1)
@@ -77,7 +79,7 @@ def vtrace(
         log_mu,
         value,
         next_value,
-        data["next", "reward"].to(torch.float32),
+        reward,
         data["next", "done"],
         data["next", "terminated"],
         rho_thresh=rho_bar,
@@ -104,6 +106,7 @@ class Impala(ActorCritic):
             logits,
             value,
             next_value,
+            reward=self.rewards(data),
             gamma=config.gamma,
             rho_bar=config.rho_bar,
             c_bar=config.c_bar,
@@ -147,7 +150,10 @@ def build(
         # While a collector hangs, the others deliver its frames, and a message reports the hang.
         worker_timeout_s=config.timeout_s if len(my_collectors(session)) > 1 else None,
     )
-    return Impala(config, network, critic, loss, collector, device, start)
+    return Impala(
+        config, network, critic, loss, collector, device, start,
+        scale_rewards=config.normalize_rewards,
+    )  # fmt: skip
 
 
 def run(config: ImpalaConfig, session: Session, *, resume: bool = False) -> dict[str, Any]:

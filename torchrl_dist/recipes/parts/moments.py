@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # `play` needs none of these imports
 
 _BOUND = 10.0  # bound of scaled values, as in CleanRL's ppo_continuous_action.py
 _EPSILON = 1e-8  # added to a variance, as in gymnasium
+_REMEMBERED = 1 << 16  # most trajectories whose running return is kept
 _PRIOR = 1e-4  # gymnasium's RunningMeanStd begins with this count, mean 0 and variance 1
 
 
@@ -88,7 +89,8 @@ class RewardScale:
     ``NormalizeReward`` does, and clip them to -10 .. 10, as CleanRL does.
 
     The running return of a step is its reward plus, within a trajectory, ``gamma`` times the
-    running return of the step before. Trajectories continue in the next batch.
+    running return of the step before. Trajectories continue in the next batch that contains them,
+    because the batches of several collectors alternate.
 
     Attributes:
         moments: the moments of the running returns of all ranks.
@@ -114,12 +116,14 @@ class RewardScale:
     def _running(self, reward: Tensor, ids: Tensor) -> Tensor:
         returns = torch.empty_like(reward)
         before = ids[:, 0]
-        running = reward.new_tensor([self._last.get(id, 0.0) for id in before.tolist()])
-        self._last = {}
+        running = reward.new_tensor([self._last.pop(id, 0.0) for id in before.tolist()])
         for step, (earned, current) in enumerate(zip(reward.unbind(1), ids.unbind(1), strict=True)):
             running = earned + self._gamma * running * (current == before)
             returns[:, step], before = running, current
         last = (ids >= 0).sum(1, keepdim=True) - 1
         ends = zip(ids.gather(1, last).tolist(), returns.gather(1, last).tolist(), strict=True)
-        self._last = {id: value for (id,), (value,) in ends}
+        self._last |= {id: value for (id,), (value,) in ends}
+        # A trajectory that ended with a batch does not continue, so forget the oldest ones.
+        for _ in range(len(self._last) - _REMEMBERED):
+            del self._last[next(iter(self._last))]
         return returns

@@ -7,6 +7,7 @@ Every learner of a job runs :class:`Training`; the first one also has a :class:`
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import random
 import signal
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import TensorDictBase
-from torch import nn
+from torch import Tensor, nn
 
 from ...checkpoint import Checkpoint, load_checkpoint, rng_state, save_checkpoint, set_rng_state
 from ...collect import RPCBatchedCollector
@@ -39,7 +40,7 @@ from ...learn.ranks import Ranks
 from ...runtime import Peer, Session, current_session
 from ...runtime.session import check_session
 from ..parts.environments import Task, for_collectors, look_at
-from ..parts.moments import moments_of
+from ..parts.moments import RewardScale, moments_of
 from ..parts.networks import PolicySpec
 from ..parts.play import check_video, record
 from ..parts.plots import Evaluation
@@ -216,6 +217,10 @@ class ActorCritic(LossLearner):
     Args:
         loss: contains ``network`` and ``critic``.
         ranks: the learners of the job; None: this learner alone.
+        scale_rewards: whether to divide rewards by the standard deviation of the discounted return.
+
+    Attributes:
+        reward_scale: set if ``scale_rewards``.
     """
 
     def __init__(
@@ -228,11 +233,15 @@ class ActorCritic(LossLearner):
         device: torch.device,
         start: Start,
         ranks: Ranks | None = None,
+        scale_rewards: bool = False,
     ) -> None:
         super().__init__(loss, collector, lr=config.learning_rate, eps=1e-5)
         self.config = config
         self.network, self.critic = network, critic
         self.ranks = ranks or Ranks(timeout_s=config.timeout_s)
+        self.reward_scale = (
+            RewardScale(config.gamma, self.ranks, config.env) if scale_rewards else None
+        )
         self.device = device
         self._frames = start.frames
         self._moments = moments_of(network)
@@ -245,6 +254,23 @@ class ActorCritic(LossLearner):
         self._frames = frames
         self.set_learning_rate(share * config.learning_rate)
         return share
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        if self.reward_scale is not None:
+            state["extra"] = {"returns": copy.deepcopy(self.reward_scale.moments.state_dict())}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self.reward_scale is not None:
+            self.reward_scale.moments.load_state_dict(state["extra"]["returns"])
+
+    def rewards(self, data: TensorDictBase) -> Tensor:
+        """Return the rewards of ``data [N, T]`` to learn from, float32 ``[N, T, 1]``."""
+        if self.reward_scale is not None:
+            return self.reward_scale(data)
+        return data["next", "reward"].to(torch.float32)
 
     def descend(self, losses: TensorDictBase) -> None:
         """Take one gradient step on the sum of the losses."""
