@@ -248,7 +248,7 @@ def test_a_buffer_that_would_be_copied_to_the_workers_is_refused(fork_server: Fo
             for option, advice in (
                 (
                     {"env_processes": 2, "trajs_per_batch": 2},
-                    "pass env_processes=0 .num_envs= .* or leave trajs_per_batch= out",
+                    "Pass env_processes=0, with num_envs= .* or leave trajs_per_batch= out",
                 ),
                 ({"replace_lost": True}, "Pass replace_lost=False"),
             ):

@@ -124,7 +124,7 @@ def test_what_cannot_be_retired_is_refused(make: Make, kind: str) -> None:
     assert rb.retire_older_than(1) == 0
     with pytest.raises(refused, match="62 bits"):
         rb.retire_older_than(2**64)
-    with pytest.raises(refused, match="retired by the column 'policy_version'"):
+    with pytest.raises(refused, match="already retired by version_key='policy_version'"):
         rb.retire_older_than(1, version_key="number")
     batch = rb.sample()
     with pytest.raises(refused, match="to find or rank rows"):

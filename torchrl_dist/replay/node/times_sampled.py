@@ -115,8 +115,8 @@ def retire(directory: ReplayDirectory, column: int, oldest: int) -> int:
             assert directory.rows is not None
             key = ".".join(directory.rows.columns[before - 1].key)
             raise ConfigurationError(
-                f"another process retires the rows of {directory.path} by version_key={key!r}; "
-                "pass the same version_key in every process"
+                f"the rows of {directory.path} are already retired by version_key={key!r}; pass "
+                "the same version_key in every call and every process"
             )
         if before and oldest <= words[Word.OLDEST]:
             return 0
