@@ -15,4 +15,5 @@ def test_every_peer_takes_steps(tmp_path: Path, capsys) -> None:
     found = [(line["recipe"], line["peer"]) for line in lines]
     assert found == [(recipe, peer) for recipe in recipes for peer in learner.PEERS]
     assert all(line["ms"] > 0 for line in lines)
+    assert all(line["ranks"] == 1 + (line["recipe"] == learner.TWO_RANKS) for line in lines)
     assert "vtrace" in capsys.readouterr().out

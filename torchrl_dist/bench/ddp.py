@@ -27,7 +27,6 @@ and copying rank 0's parameters).
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import gc
 import itertools
@@ -199,22 +198,13 @@ def measure(cell: Cell, folder: str) -> Result:
     """Measure ``cell`` with this process as rank 0, and with forks of it as the other ranks."""
     import torchrl.objectives  # noqa: F401 (once, before the forks)
 
-    from torchrl_dist.bench.processes import ForkedWorker
+    from torchrl_dist.bench.processes import on_ranks
 
-    others = 0 if cell.peer in (ALONE, THREADS) else cell.ranks - 1
-    workers = [ForkedWorker(contextlib.ExitStack()) for _ in range(others)]
-    try:
-        pending = [w.submit(_learn, cell, folder, i + 1) for i, w in enumerate(workers)]
-        result = _learn(None, cell, folder, 0)
-        for other in pending:
-            other.result(cell.timeout_s)
-    finally:
-        for worker in workers:
-            worker.close()
-    return result
+    ranks = 1 if cell.peer in (ALONE, THREADS) else cell.ranks
+    return on_ranks(ranks, cell.timeout_s, _learn, cell, folder)
 
 
-def _learn(_: Any, cell: Cell, folder: str, rank: int) -> Result:
+def _learn(rank: int, cell: Cell, folder: str) -> Result:
     import torch
     import torch.distributed as dist
 

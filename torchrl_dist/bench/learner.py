@@ -22,9 +22,7 @@ advantages, average their gradients and measure the divergence; ``torchrl`` only
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
-import functools
 import statistics
 import tempfile
 import time
@@ -91,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
 def measure(recipe: str, rounds: int, seconds: float, compiled: bool) -> list[dict[str, Any]]:
     """Return one line per peer, with the median time of an update."""
     if recipe == TWO_RANKS and not dist.is_initialized():
-        return _on_two_ranks(measure, recipe, rounds, seconds, compiled)
+        return _on_two_ranks(recipe, rounds, seconds, compiled)
     torch.manual_seed(0)
     updates = RECIPES[recipe](compiled)
     for update in updates.values():
@@ -104,10 +102,12 @@ def measure(recipe: str, rounds: int, seconds: float, compiled: bool) -> list[di
         for peer in [*peers[shift:], *peers[:shift]]:
             found[peer].append(_time_of(updates[peer], seconds))
     ms = {peer: 1e3 * statistics.median(times) for peer, times in found.items()}
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
     return [
-        {"recipe": recipe, "peer": peer, "ms": ms[peer], "of_plain": ms["plain"] / ms[peer]}
+        {"recipe": recipe, "peer": peer, "ranks": ranks, "ms": ms[peer],
+         "of_plain": ms["plain"] / ms[peer]}
         for peer in updates
-    ]
+    ]  # fmt: skip
 
 
 def _time_of(update: Update, seconds: float) -> float:
@@ -120,39 +120,27 @@ def _time_of(update: Update, seconds: float) -> float:
     return (time.perf_counter() - start) / count
 
 
-def _on_two_ranks(function: Callable[..., Any], *args: Any) -> Any:
-    """Call the function on both ranks of a new process group, and return the result of rank 0."""
-    from torchrl_dist.bench.processes import Launcher
+def _on_two_ranks(*args: Any) -> list[dict[str, Any]]:
+    """Call :func:`measure` on both ranks of a new process group, and return rank 0's lines."""
+    from torchrl_dist.bench.processes import Launcher, on_ranks
 
     environment = {"GLOO_SOCKET_IFNAME": "lo", "RL_WARNINGS": "False"}
     with Launcher() as launcher, command.folder_in(Path(tempfile.gettempdir())) as folder:
-        call = functools.partial(function, *args)
         return launcher.run(
-            _ranks, call, str(folder), folder=folder, timeout_s=_TIMEOUT_S, environment=environment
-        )
+            on_ranks, 2, _TIMEOUT_S, _on_rank, str(folder), *args,
+            folder=folder, timeout_s=_TIMEOUT_S, environment=environment,
+        )  # fmt: skip
 
 
-def _ranks(call: Callable[[], Any], folder: str) -> Any:
-    from torchrl_dist.bench.processes import ForkedWorker
-
-    worker = ForkedWorker(contextlib.ExitStack())
-    try:
-        other = worker.submit(_rank, call, folder, 1)
-        result = _rank(None, call, folder, 0)
-        other.result(_TIMEOUT_S)
-    finally:
-        worker.close()
-    return result
-
-
-def _rank(_: Any, call: Callable[[], Any], folder: str, rank: int) -> Any:
+def _on_rank(rank: int, folder: str, *args: Any) -> list[dict[str, Any]]:
+    """Join a process group of two ranks, and call :func:`measure`."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2,
         timeout=timedelta(seconds=_TIMEOUT_S),
     )  # fmt: skip
     try:  # a rank that fails leaves the group, so that the other also fails instead of waiting
-        return call()
+        return measure(*args)
     finally:
         dist.destroy_process_group()
 

@@ -220,6 +220,27 @@ class ForkedWorker:
         self._pipe.close()
 
 
+def on_ranks(ranks: int, timeout_s: float, function: Callable[..., Any], *args: Any) -> Any:
+    """Call ``function(rank, *args)`` in this process as rank 0, and in forks of this process as the
+    other ranks. Return the result of rank 0."""
+    workers = [ForkedWorker(contextlib.ExitStack()) for _ in range(ranks - 1)]
+    try:
+        pending = [
+            worker.submit(_as_rank, function, rank, *args) for rank, worker in enumerate(workers, 1)
+        ]
+        result = function(0, *args)
+        for other in pending:
+            other.result(timeout_s)
+    finally:
+        for worker in workers:
+            worker.close()
+    return result
+
+
+def _as_rank(_: Any, function: Callable[..., Any], *args: Any) -> None:
+    function(*args)
+
+
 def _work(peer: Any, pipe: Connection, other_end: Connection) -> None:
     die_with_parent()
     other_end.close()

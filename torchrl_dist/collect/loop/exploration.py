@@ -164,6 +164,15 @@ class Exploring:
     def __init__(self, type: ExplorationType, what: str) -> None:
         self._type, self._what = type, what
 
+    def call_alone(self, function: Callable[..., _T], *args: Any) -> _T:
+        """Do the same as :meth:`call`, in a process in which no other thread calls a policy."""
+        outside = exploration_type()
+        try:
+            _set(self._type)
+            return function(*args)
+        finally:
+            _set(outside)
+
     def call(self, function: Callable[..., _T], *args: Any) -> _T:
         """Return ``function(*args)``, called with TorchRL's exploration type set.
 

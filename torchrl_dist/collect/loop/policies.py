@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor, is_tensor_collection
@@ -49,7 +49,6 @@ from torchrl_dist.collect.loop.spaces import Key, plain_key
 from torchrl_dist.errors import ConfigurationError
 
 Policy = Callable[[TensorDictBase], Any]
-_T = TypeVar("_T")
 Values = dict[Key, Any]  # tensors [N, ...], and non-tensor data
 
 # ---- the known classes, and their methods at the time of the import
@@ -291,8 +290,7 @@ class PolicyCalls:
     Args:
         clones: whether to clone results, because the next call of a compiled policy may overwrite
             the results of the call before.
-        alone: whether no other thread of this process calls a policy. The exploration type is then
-            set once per rollout, as in TorchRL's collectors, instead of in every call.
+        alone: whether no other thread of this process calls a policy. Calls then need no lock.
     """
 
     def __init__(
@@ -312,17 +310,10 @@ class PolicyCalls:
         """Check which classes are known. Call this method at the beginning of a rollout."""
         self._known = known_classes()
 
-    def rollout(self, run: Callable[..., _T], *args: Any) -> _T:
-        """Return ``run(*args)``, which calls only :meth:`on_values`."""
-        self.begin()
-        return self._exploring.call(run, *args) if self._alone else run(*args)
-
     def on_values(self, values: Values, n: int) -> Values:
         """Call :func:`act` under the exploration type."""
-        if self._alone:  # inside rollout()
-            out = act(self._policy, values, n, self._known)
-        else:
-            out = self._exploring.call(act, self._policy, values, n, self._known)
+        call = self._exploring.call_alone if self._alone else self._exploring.call
+        out = call(act, self._policy, values, n, self._known)
         return {key: value.clone() for key, value in out.items()} if self._clones else out
 
     def exploring(self, call: Callable[..., Any]) -> Callable[..., Any]:

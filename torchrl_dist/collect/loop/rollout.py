@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -57,8 +57,6 @@ from torchrl_dist.collect.loop.spaces import (
     refuse_stamps,
 )
 from torchrl_dist.errors import ConfigurationError
-
-_T = TypeVar("_T")
 
 _DONE_KEYS = ("done", "terminated", "truncated")
 # With next-step autoreset, envs that reset less often get ahead of the other envs. If all envs are
@@ -566,7 +564,7 @@ class GymnasiumRollout(_Loop):
         """Call the policy with zeros as observations."""
         first = [np.zeros_like(now) for now in self._current]
         values = _Given(self._leaves, first, self.num_envs, 1).values(0)
-        self._under_type(self._act, values | self._state)
+        self._act(values | self._state)
 
     def seed(self, seeds: Sequence[int]) -> None:
         """Seed the envs as TorchRL does: reset all envs with the seeds, then reset all envs again
@@ -646,8 +644,8 @@ class GymnasiumRollout(_Loop):
         self._begin()
         with torch.no_grad():
             if self.driver.valid is None:
-                return self._under_type(self._run, steps, enough)[0]
-            return self._under_type(self._run_ragged, steps, enough)
+                return self._run(steps, enough)[0]
+            return self._run_ragged(steps, enough)
 
     def steps_one_by_one(
         self, steps: int, enough: Callable[[int], bool] = never
@@ -664,10 +662,8 @@ class GymnasiumRollout(_Loop):
         if not self._started:
             self._reset(None)
             self._started = True
-
-    def _under_type(self, run: Callable[..., _T], *args: Any) -> _T:
-        """Return ``run(*args)``, in which the policy is called under its exploration type."""
-        return run(*args) if self._policy is None else self._policy.rollout(run, *args)
+        if self._policy is not None:
+            self._policy.begin()
 
     def _run(
         self, steps: int, enough: Callable[[int], bool]

@@ -267,7 +267,8 @@ class ActorCritic(LossLearner):
             self.reward_scale.moments.load_state_dict(state["extra"]["returns"])
 
     def rewards(self, data: TensorDictBase) -> Tensor:
-        """Return the rewards of ``data [N, T]`` to learn from, float32 ``[N, T, 1]``."""
+        """Return the rewards of ``data [N, T]`` to learn from, float32 ``[N, T, 1]``. Call this
+        once per batch, because it adds the batch's returns to the moments."""
         if self.reward_scale is not None:
             return self.reward_scale(data)
         return data["next", "reward"].to(torch.float32)
