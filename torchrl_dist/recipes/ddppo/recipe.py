@@ -194,7 +194,7 @@ def build(
     )
     return DDPPO(
         config, network, critic, loss, collector, device, start, loss.ranks,
-        config.scales_rewards(task),
+        scale_rewards=config.scales_rewards(task),
     )  # fmt: skip
 
 
