@@ -288,8 +288,14 @@ def test_a_process_begins_the_next_rollout_while_another_is_at_the_last(
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(worker.collect, weights=prefer(0, 2), request=1)
         second = pool.submit(worker.collect, weights=prefer(1, 3), request=2)
-        wait_for(lambda: (worker._pool.words[FIRST_PROGRESS:] - begun).max() >= 20)
-        made = worker._pool.words[FIRST_PROGRESS:] - begun
+
+        def made_so_far() -> Any:
+            return worker._pool.words[FIRST_PROGRESS:] - begun
+
+        # One process makes both rollouts. The other one, which may be slow, comes to the step at
+        # which it is held.
+        wait_for(lambda: made_so_far().max() >= 20 and made_so_far().min() >= 4)
+        made = made_so_far()
         held = int(made.argmin())
         assert made[held] == 4 and not first.done()
         if ends:
