@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
+import socket
 import tempfile
 import threading
 from pathlib import Path
@@ -16,15 +18,31 @@ from torchrl_dist.bench import command
 
 @pytest.fixture
 def interrupt() -> Any:
-    """Send SIGINT to another thread. Its handler runs in this one, no matter what this blocks."""
+    """Send SIGINT to another thread. Its handler runs in this one, no matter what this blocks.
+
+    The other thread may receive it late, so wait until it did: a later handler ends this process.
+    """
     done = threading.Event()
+    ours, its = socket.socketpair()
+    for end in (ours, its):
+        end.setblocking(False)
+    before = signal.set_wakeup_fd(its.fileno(), warn_on_full_buffer=False)
     other = threading.Thread(target=done.wait, daemon=True)
     other.start()
     ident = other.ident
     assert ident is not None
-    yield lambda: signal.pthread_kill(ident, signal.SIGINT)
+
+    def send() -> None:
+        signal.pthread_kill(ident, signal.SIGINT)
+        assert select.select([ours], [], [], 30)[0], "no thread received SIGINT"
+        ours.recv(4096)
+
+    yield send
+    signal.set_wakeup_fd(before)
     done.set()
     other.join(10)
+    for end in (ours, its):
+        end.close()
 
 
 @pytest.mark.parametrize("at", ["made", "inside", "removed", "twice"])
