@@ -164,7 +164,7 @@ def test_a_recipe_is_planned_with_its_options_and_started_by_its_command(recipe:
     assert (learning.env, learning.hidden) == (config.env, config.hidden)
     expected = {
         "apex": (config.frames_per_batch, 32, 256), "ddppo": (1024, 16, 128),
-        "impala": (320, 1, 320), "sac": (32, 32, 128),
+        "impala": (40, 1, 40), "sac": (32, 32, 128),
     }[recipe]  # fmt: skip
     updates = learning.updates_per_frame * config.frames_per_batch
     assert (config.frames_per_batch, updates, learning.batch_size) == expected

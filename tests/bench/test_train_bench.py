@@ -193,7 +193,7 @@ def assert_learn_alike(ours: Any, theirs: Any, data: Any, frames: tuple[int, ...
 def test_torchrls_impala_learns_what_ours_does(both) -> None:
     ours, theirs = both("impala", frames_per_batch=320)
     data = next(iter(theirs.collector))
-    assert data.shape == (16, 20)
+    assert data.shape == (8, 40)
     assert_learn_alike(ours, theirs, data, (320,))  # only then does the current policy make them
 
 
@@ -257,12 +257,12 @@ def test_a_run_of_torchrl_stops_at_the_threshold_or_with_its_frames(tmp_path: Pa
     run = train_peers.measure(replace(short, threshold=5.0), 0, str(tmp_path))
     (point,) = run.points
     assert run.ended == "threshold" and point.mean >= 5
-    assert 2000 <= point.frames < 2400
+    assert point.frames == 2000
     run = train_peers.measure(replace(short, threshold=1e9), 0, str(tmp_path))
-    assert run.ended == "frames" and [p.frames for p in run.points] == [2240, 4480, 4800]
+    assert run.ended == "frames" and [p.frames for p in run.points] == [2000, 4000, 4800]
     assert 0 < run.points[0].seconds < run.points[1].seconds
     run = train_peers.measure(replace(short, threshold=1e9, limit_s=1e-3), 0, str(tmp_path))
-    assert run.ended == "time" and [p.frames for p in run.points] == [320]
+    assert run.ended == "time" and [p.frames for p in run.points] == [40]
     assert run.settings["env"] == "CartPole-v1"
 
 

@@ -11,12 +11,12 @@ with one thread. Each round measures all peers of a recipe in turn, and the tabl
 - ``torchrl``: TorchRL's loss and target updater, as its own examples use them.
 - ``compiled``: ``plain`` with ``torch.compile``. This needs a C++ compiler and takes minutes.
 
-Updates: ``dqn`` and ``pixels`` (uint8 [4, 84, 84], the convolutions of Mnih et al. 2015) are
-double Q-learning with priorities. ``sac`` has two critics. One update of ``ppo`` learns from a
-whole batch: it computes advantages, and then makes one gradient step per minibatch and epoch.
-In ``ppo-2-ranks``, each rank learns from such a batch, and both ranks together normalize their
-advantages, average their gradients and measure the divergence; ``torchrl`` only averages gradients.
-``vtrace`` is IMPALA's update.
+Updates: ``dqn`` and ``pixels`` (observations uint8 [4, 84, 84], the convolutions of Mnih et al.
+2015) are double Q-learning with priorities. ``sac`` has two critics. One update of ``ppo`` learns
+from a whole batch: it computes advantages, and then makes one gradient step per minibatch and
+epoch. In ``ppo-2-ranks``, each rank learns from such a batch, and both ranks together normalize
+their advantages, average their gradients and measure the divergence; ``torchrl`` only averages
+gradients. ``vtrace`` is IMPALA's update.
 """
 
 from __future__ import annotations
@@ -426,7 +426,9 @@ def _policy_gradient(recipe: str, compiled: bool) -> dict[str, Update]:
     def plain(compiled: bool) -> Update:
         net, judge = copy.deepcopy(network), copy.deepcopy(critic)
         weights = [*net.parameters(), *judge.parameters()]
-        optimizer = torch.optim.Adam(weights, lr=config.learning_rate, eps=1e-5, fused=True)
+        optimizer = torch.optim.Adam(
+            weights, lr=config.learning_rate, eps=1e-5, betas=ours.betas, fused=True
+        )
 
         def loss_of(now: Tensor, action: Tensor, before: Tensor, advantage: Tensor, goal: Tensor
                     ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -483,7 +485,7 @@ def _policy_gradient(recipe: str, compiled: bool) -> dict[str, Update]:
                     _descend(optimizer, total, config.max_grad_norm)
             if dist.is_initialized():
                 dist.all_reduce(divergence)
-            float(divergence)  # the recipe also reports it
+            float(divergence)  # the recipe also computes this number, for its report
 
         return update
 

@@ -35,12 +35,14 @@ from torchrl_dist.recipes.apex.actor import EpsilonGreedy, actor_epsilons, n_ste
 from torchrl_dist.recipes.apex.config import ApexConfig
 from torchrl_dist.recipes.ddppo.config import DDPPOConfig
 from torchrl_dist.recipes.impala.config import ImpalaConfig
+from torchrl_dist.recipes.impala.recipe import Impala
 from torchrl_dist.recipes.parts.environments import TRANSITION, Task, make_env
 from torchrl_dist.recipes.parts.networks import PolicySpec, ValueNetwork
 from torchrl_dist.recipes.parts.policies import action_values_of, categorical_actor, critic_of
 from torchrl_dist.recipes.parts.policies import squashed_gaussian_actor as gaussian_actor
 from torchrl_dist.recipes.sac.config import SACConfig
 from torchrl_dist.recipes.sac.recipe import ActionValue, target_entropy
+from torchrl_dist.recipes.training.loop import ActorCritic
 
 
 class Alone(ABC):
@@ -189,6 +191,8 @@ class _OnPolicy(Alone):
         estimate: arguments of the advantage estimator.
     """
 
+    betas = ActorCritic.betas
+
     def __init__(
         self, config: Any, task: Task, policy: PolicySpec, make_loss: Callable, **estimate: Any
     ) -> None:
@@ -204,7 +208,9 @@ class _OnPolicy(Alone):
             critic_coeff=config.critic_coef,
             loss_critic_type="l2",
         )
-        self.optimizer = torch.optim.Adam(self.loss.parameters(), lr=config.learning_rate, eps=1e-5)
+        self.optimizer = torch.optim.Adam(
+            self.loss.parameters(), lr=config.learning_rate, eps=1e-5, betas=self.betas
+        )
         self.collector = _collector(config, actor)
         self._frames = 0
 
@@ -250,6 +256,8 @@ class PPO(_OnPolicy):
 class A2C(_OnPolicy):
     """IMPALA's algorithm for data that always come from the current policy. For such data, V-trace
     is the same as GAE with lambda = 1."""
+
+    betas = Impala.betas
 
     def __init__(self, config: ImpalaConfig, task: Task, policy: PolicySpec) -> None:
         super().__init__(config, task, policy, A2CLoss, lmbda=1.0)

@@ -23,12 +23,14 @@ class ImpalaConfig(RecipeConfig):
         "normalize_rewards",
     )
 
-    total_frames: int = option(400_000, "length of the run", unit="frames", minimum=1, group=JOB)
+    envs_per_collector: int = option(8, "environments per collector", minimum=1, group=JOB)
     frames_per_batch: int = option(
-        320, "frames of one collector's rollout, which is one batch: the number of its "
+        40, "frames of one collector's rollout, which is one batch: the number of its "
         "environments times the steps of each", minimum=1, group=JOB,
     )  # fmt: skip
-    learning_rate: float = option(2e-3, "initial step size of Adam", above=0, group=LEARNING)
+    learning_rate: float = option(
+        7e-4, "initial step size of Adam without momentum", above=0, group=LEARNING
+    )
     anneal: bool = option(True, "decay the learning rate linearly to 0", group=LEARNING)
     rho_bar: float = option(
         1.0, "maximum importance weight in value targets and policy gradient", above=0,

@@ -61,8 +61,8 @@ def vtrace(
 
     The acting policy wrote log mu as ``action_log_prob``. TorchRL's ``VTrace`` module (0.14.1)
     draws new actions and would therefore correct even data of the current policy. This function
-    calls TorchRL's ``vtrace_advantage_estimate`` instead, which draws none. With data of the
-    current policy, rho is 1, and the target is that of GAE with lambda 1. An episode that ended
+    calls TorchRL's ``vtrace_advantage_estimate`` instead, which draws no actions. With data of
+    the current policy, rho is 1, and the target is that of GAE with lambda 1. An episode that ended
     without ``terminated`` bootstraps from its true last observation.
 
     Args:
@@ -75,7 +75,7 @@ def vtrace(
     log_mu = data["action_log_prob"].unsqueeze(-1)
     advantage, target = vtrace_advantage_estimate(
         gamma,
-        log_pi,  # the function's docstring swaps log_pi and log_mu
+        log_pi,  # TorchRL's docstring swaps log_pi and log_mu
         log_mu,
         value,
         next_value,
@@ -91,6 +91,9 @@ def vtrace(
 class Impala(ActorCritic):
     """The learner and its collectors. The loss is an A2CLoss, whose gradients are those of section
     4.2 of the paper."""
+
+    # RMSProp with a correction of its bias: the paper's optimizer has no momentum either
+    betas = (0.0, 0.99)
 
     def learn(self, data: TensorDictBase, frames: int) -> dict[str, Any]:
         """Take one gradient step."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -196,7 +196,7 @@ def choose_device(config: RecipeConfig, session: Session) -> torch.device:
             return torch.device("cpu")
         # every learner raises this, so that none waits for another
         raise ConfigurationError(
-            f"--device {config.device}: {most} learners on one host need that many GPUs, but "
+            f"--device {config.device}: {most} learners on one node need that many GPUs, but "
             f"{session.me.host} has {available}; use --device cpu, or fewer learners"
         )
     index = sum(p.host == session.me.host for p in session.of_role("learner")[: session.me.index])
@@ -223,6 +223,9 @@ class ActorCritic(LossLearner):
         reward_scale: set if ``scale_rewards``.
     """
 
+    betas: ClassVar[tuple[float, float]] = (0.9, 0.999)
+    """Decay rates of Adam's moments."""
+
     def __init__(
         self,
         config: Any,
@@ -235,7 +238,7 @@ class ActorCritic(LossLearner):
         ranks: Ranks | None = None,
         scale_rewards: bool = False,
     ) -> None:
-        super().__init__(loss, collector, lr=config.learning_rate, eps=1e-5)
+        super().__init__(loss, collector, lr=config.learning_rate, eps=1e-5, betas=self.betas)
         self.config = config
         self.network, self.critic = network, critic
         self.ranks = ranks or Ranks(timeout_s=config.timeout_s)
@@ -330,7 +333,7 @@ def make_collector(
 def train(
     build: Build, config: RecipeConfig, session: Session, *, resume: bool = False
 ) -> dict[str, Any]:
-    """Train, and return the result as plain values. The first learner's process calls it. Blocks.
+    """Train, and return the result as plain values. The first learner's process calls this. Blocks.
 
     Writes ``checkpoint.pt``, ``config.yaml``, ``learning_curve.png`` and logs to the run's folder.
     After a stop signal it finishes the current batch, writes the checkpoint and returns.
@@ -338,7 +341,7 @@ def train(
     Raises:
         ConfigurationError: the environment, the nodes, the device or a logger do not suit
             ``config``, or the environment of a resumed run has changed.
-        CheckpointError: with ``resume``, if the checkpoint is missing or damaged.
+        CheckpointError: with ``resume``, the checkpoint is missing or damaged.
         DirectoryError: the replay directory cannot be used.
         PeerLostError: all collectors of a learner are lost, or a learner is lost. A checkpoint has
             been written.
@@ -373,7 +376,7 @@ def train(
                 except (DeadlineError, PeerLostError, RemoteError) as error:
                     keeper.save()
                     written = f"{config.checkpoint_path} was written; --resume continues from it"
-                    if isinstance(error, RemoteError):  # unchanged, to show its remote traceback
+                    if isinstance(error, RemoteError):  # raise it unchanged, to show its traceback
                         keeper.monitor.say(written)
                         raise
                     raise type(error)(f"{error}. {written}") from error

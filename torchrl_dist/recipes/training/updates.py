@@ -18,13 +18,20 @@ class Adam(torch.optim.Adam):
 
     A fused step takes 0.1 ms where the default's loop over tensors takes 0.5 ms."""
 
-    def __init__(self, weights: Iterable[Tensor], *, lr: float, eps: float = 1e-8) -> None:
+    def __init__(
+        self,
+        weights: Iterable[Tensor],
+        *,
+        lr: float,
+        eps: float = 1e-8,
+        betas: tuple[float, float] = (0.9, 0.999),
+    ) -> None:
         self.weights = list(weights)
         device = self.weights[0].device
         on_gpu = device.type == "cuda"
         # a CUDA graph reads a changed rate only if the rate is a tensor
         rate: Any = torch.tensor(lr, device=device) if on_gpu else lr
-        super().__init__(self.weights, lr=rate, eps=eps, fused=True, capturable=on_gpu)
+        super().__init__(self.weights, lr=rate, eps=eps, betas=betas, fused=True, capturable=on_gpu)
 
     def set_rate(self, lr: float) -> None:
         """Set the learning rate of the next steps."""
