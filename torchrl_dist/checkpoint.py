@@ -223,7 +223,8 @@ _NUMBERS_AND_TEXT: tuple[tuple[Any, Any], ...] = (
 
 
 def _plain(value: Any, where: str) -> Any:
-    """Convert ``value`` to types that ``weights_only`` accepts, and tensors to copies on the CPU.
+    """Convert ``value`` to types that ``torch.load(weights_only=True)`` accepts. Tensors become
+    copies on the CPU.
 
     Values of subclasses (such as NumPy's float64) become values of the built-in types, because
     ``torch.load`` refuses other classes.

@@ -79,7 +79,7 @@ def console() -> NoReturn:
             code = _STOPPED["SIGINT"]
         else:
             # Set these attributes as Python does, because exit functions read them, and keep the
-            # files of a process that failed.
+            # files if the process failed.
             sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()
             sys.excepthook(*sys.exc_info())
     finally:
@@ -256,9 +256,8 @@ class _Parser(argparse.ArgumentParser):
         raise SystemExit(_refuse(f"{message} (see {self.prog} --help)"))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        # The parser of a command refuses unknown arguments. Otherwise the parser of all commands
-        # would refuse unknown arguments, but that parser knows neither the command's options nor
-        # its help.
+        # The parser of a command itself refuses unknown arguments, because the parser of all
+        # commands, which would do so otherwise, knows neither the command's options nor its help.
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             names = [each.partition("=")[0] for each in unknown if each.startswith("-")]

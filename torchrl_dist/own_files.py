@@ -4,8 +4,9 @@ Several users share ``/tmp`` and ``/dev/shm``. Any user can create a folder ther
 is about to use, and put links, pipes or huge files into this folder. Therefore this module uses a
 folder only if this process made it, with mode 0700, or if the folder belongs to this user and other
 users cannot write to it. Only plain files of this user are opened. Everything else is refused with
-a reason (:class:`NotOurs`). If all users can write to a parent, the owners of this parent and of
-all folders below it are checked, too, because another user could replace one of these folders.
+a reason (:class:`NotOurs`). If all users can write to a parent of the folder, the owners of this
+parent and of all folders between them are checked, too, because another user could replace one of
+these folders.
 
 ``TORCHRL_DIST_GROUP`` names a Unix group whose members this user trusts. Folders of that group may
 belong to any member and be writable by all members.

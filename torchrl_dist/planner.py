@@ -351,7 +351,7 @@ def time_to(frames: float, prediction: Prediction, layout: Layout, costs: Costs)
 def rank(costs: Costs, layouts: Iterable[Layout], cores: int) -> list[tuple[Layout, Prediction]]:
     """Predict all layouts and sort them, fastest first.
 
-    Among layouts within 1 % of each other, the layout with fewer processes comes first.
+    Speeds are rounded to 1 %. If they are equal, the layout with fewer processes comes first.
     """
     known = [(layout, predict(costs, layout, cores)) for layout in layouts]
     return sorted(

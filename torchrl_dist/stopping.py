@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 
 class Stopped(SystemExit):
-    """Ends the main thread after a second stop signal, with a shell's exit code for that signal."""
+    """Ends the main thread after a second stop signal. The exit code is 128 + the signal's number,
+    as in a shell."""
 
 
 _asked_at = -math.inf

@@ -128,7 +128,7 @@ def _flat(weights: Mapping[Any, Any], prefix: str = "") -> dict[str, Tensor]:
 def pack(source: nn.Module | TensorDictBase | Mapping[str, Any], version: int = 0) -> PackedWeights:
     """Copy the tensors of ``source`` into one new buffer. Blocks until the tensors are on the CPU.
 
-    The result shares no memory with the source, which may be trained further.
+    The result shares no memory with the source, so the source may be trained further.
 
     Raises:
         ConfigurationError: as :func:`named_tensors`.
@@ -249,12 +249,12 @@ def completed(
 ) -> PackedWeights:
     """Return ``part``, with its gaps filled from ``before``.
 
-    Thus a worker gets complete weights even if it never received ``before``, because it was late or
-    is a replacement.
+    Thus a worker that never received ``before``, for example because it started late, still gets
+    complete weights.
 
     Args:
-        before: the weights that were packed last, or None. If they fit ``module``, they are all of
-            its weights.
+        before: the weights that were packed last, or None. If these weights fit ``module``, they
+            are all weights of ``module``.
         module: the learner's module, or None. If ``part`` fits one of its submodules, ``part`` may
             have the names of that submodule. Otherwise, a name in ``part`` means the tensor of that
             name in ``before``.

@@ -229,7 +229,7 @@ def test_all_learners_use_the_cpu_where_gpus_do_not_suffice(monkeypatch) -> None
     assert devices("auto", "a", "a", "b") == ["cuda:0", "cuda:1", "cuda:0"]
     assert devices("auto", "a", "a", "a", "b") == ["cpu"] * 4
     told = devices("cuda", "a", "a", "a", "b")  # of all learners, so that none waits for another
-    assert all("--device cuda: 3 learners on one host need that many GPUs" in text for text in told)
+    assert all("--device cuda: 3 learners on one node need that many GPUs" in text for text in told)
 
 
 MINE = """

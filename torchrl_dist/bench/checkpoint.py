@@ -2,21 +2,22 @@
 
     torchrl-dist bench checkpoint --json checkpoint.jsonl
 
-A full buffer in /dev/shm is saved to a disk: 1,000,000 rows of 45 B (S), or 50,000 of 28 KB (L).
-Each round measures all cases in turn, and the table shows medians. Each case ends when everything
-is synced to the disk.
+A full buffer in /dev/shm is saved to a disk: 1,000,000 rows of 45 B (S), or 50,000 rows of 28 KB
+(L). Each round measures all cases in turn, and the table shows medians. Each case ends when
+everything is synced to the disk.
 
 - ``cp``: ``cp -r`` of the files of a checkpoint in /dev/shm, then ``fsync`` of each.
-- ``ours``: the shared buffer of one node. ``ours, written``: meanwhile, another process extends the
-  buffer by batches of 256, at a rate that fills the ring once a minute. ``longest extend`` is the
-  longest call of that process.
+- ``ours``: the shared buffer of one node. ``ours, written``: the same, while another process
+  extends the buffer by batches of 256 rows, at a rate that fills the ring once a minute. The column
+  ``longest extend`` is the duration of that process's longest call of ``extend``.
 - ``ours by RPC``: another process has the rows, can access the disk, and writes the rows there.
   ``ours by RPC, sent``: that process cannot access the disk, and sends every row to the process
   that saves.
 - ``torchrl``: the ``dumps`` of TorchRL's buffer over a LazyMemmapStorage in /dev/shm, then
-  ``fsync`` of its files. ``dumps`` rewrites the files in place, so a crash leaves no checkpoint.
+  ``fsync`` of its files. ``dumps`` rewrites the files in place, so a crash during ``dumps`` leaves
+  no intact checkpoint.
 
-``of cp`` is the rate as a fraction of the rate of ``cp``.
+``of cp`` is the rate in bytes per second, divided by the rate of ``cp``.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def _measure_all(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Saved:
-    """One checkpoint: the bytes of its files, and its time."""
+    """One checkpoint: the size of its files, and how long it took."""
 
     bytes: int
     seconds: float
@@ -112,7 +113,7 @@ def measure(kind: str, rows: int, rounds: int, memory: Path, disk: Path) -> dict
             "torchrl": lambda to: _save_and_sync(buffers["torchrl"], to),
         }
         (peer,) = session.of_role("writer")
-        for round_ in range(rounds + 1):  # the first round warms up
+        for round_ in range(rounds + 1):  # the first round warms up, and is not recorded
             for case, saved in found.items():
                 os.sync()
                 written = case == "ours, written"
@@ -183,7 +184,7 @@ class Writer:
         buffer.extend(self._batch)
 
     def run(self) -> float:
-        """Return the longest call in ms."""
+        """Extend until :meth:`end`. Return the duration of the longest call, in ms."""
         longest, deadline = 0.0, time.monotonic() + _CALL_S
         while True:
             begin = time.perf_counter()

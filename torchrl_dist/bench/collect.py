@@ -4,10 +4,10 @@
 
 Workers step environments that sleep (``sleep``: 4, 8, 16 and 32 workers by default) or compute
 (``cartpole``, ``halfcheetah``: 2 workers). ``cartpole-native`` is gymnasium's own vector version of
-CartPole, and is measured only for ours and the floor. The policy has two layers of 64 units.
-Workers count their steps, and send the data to a learner, which ignores the data. In each round,
-each peer (a library that is compared) starts in new processes with one torch thread each, and
-measures all step durations one after the other. Each round measures all peers, so that a slow
+CartPole, and is measured only for our collector and ``floor``. The policy has two layers of 64
+units. Workers count their steps, and send the data to a learner, which ignores the data. In each
+round, each peer (a library that is compared) starts in new processes with one torch thread each,
+and measures all step durations one after the other. Each round measures all peers, so that a slow
 minute of the machine affects all of them. The table shows medians over rounds.
 
 - ``floor``: the same environments and policy in the same number of processes, which keep and send
@@ -156,7 +156,7 @@ def _told(start: tuple[Cell, ...], results: list[Result]) -> str:
 
 
 def _ask(options: argparse.Namespace) -> int:
-    """Answer ``options.question``, unless it is ``busy``."""
+    """Answer ``options.question``, which is not ``busy``."""
     from torchrl_dist.bench import collect_learner
     from torchrl_dist.bench.collect_table import plot_deadlines, print_plain
 

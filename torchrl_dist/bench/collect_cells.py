@@ -33,7 +33,7 @@ _SHAPES = {
 
 
 class _Tally:
-    """A process's number of steps, in its own file. :func:`steps_so_far` sums up all files."""
+    """Counts the steps of one process in a file. :func:`steps_so_far` adds up the files."""
 
     def __init__(self, folder: str) -> None:
         path = Path(folder, f"steps-{os.getpid()}-{threading.get_ident()}")
@@ -60,7 +60,7 @@ def tally(folder: str) -> _Tally:
 
 
 def set_step_s(folder: str, step_s: float) -> None:
-    """Set the duration of the following steps of every sleeping env of ``folder``."""
+    """Set the duration of all later steps of the sleeping envs that use ``folder``."""
     path = Path(folder, "step_s")
     if not path.exists():
         path.write_bytes(bytes(8))
@@ -109,7 +109,7 @@ class _Pace:
 
 
 class _PacedEnv(SleepEnv):
-    """An env whose step takes as long as the last :func:`set_step_s` says."""
+    """An env whose steps take as long as the last call of :func:`set_step_s` says."""
 
     def __init__(self, pace: _Pace) -> None:
         super().__init__(pace.step_s())
@@ -133,7 +133,7 @@ def _counted(env: Any, folder: str, steps: int) -> Any:
 
 
 def single_env(env: str, folder: str) -> gymnasium.Env:
-    """Make one environment. Before making one that sleeps, call :func:`set_step_s`."""
+    """Make one environment. Call :func:`set_step_s` before you make an environment that sleeps."""
     made = _PacedEnv(_Pace(folder)) if env == "sleep" else gymnasium.make(_IDS[env])
     return _counted(made, folder, 1)
 

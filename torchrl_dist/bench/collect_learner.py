@@ -1,11 +1,12 @@
-"""Further questions about a collector.
+"""Benchmarks that answer further questions about our collector.
 
 - ``ingest``: how many rows per second can one learner receive? Workers only send prepared
   rollouts, with rows of CartPole's size or with observations of 84 x 84 x 4 bytes.
-- ``deadlines``: does it pay to leave out late workers? Measures the workers per receive and the
-  time for a fixed number of frames, for several deadlines of a receive (``Quorum``). Step times are
-  normal or lognormal, or one step in ten takes ten times as long as the others. The network is
-  small or large.
+- ``deadlines``: does it pay to leave out late workers? Each receive takes one batch, from the
+  workers that have delivered by a deadline (``Quorum``). For several deadlines, this measures the
+  number of workers per receive, and the time for a fixed number of frames. Step times are normal or
+  lognormal, or one step in ten takes ten times as long as the others. The policy's network is small
+  or large (layers of 64 or 512 units).
 - ``weights``: how soon do all processes use a new policy, and how many bytes are sent?
 """
 
@@ -50,7 +51,8 @@ class Question(Cell):
     """One cell. Fields that a question does not use keep their defaults.
 
     Attributes:
-        deadline_s: deadline of a receive. If it is infinite, the learner waits for all workers.
+        deadline_s: deadline for receiving a batch. If it is infinite, the learner waits for all
+            workers.
         durations: distribution of the step times.
     """
 
@@ -84,13 +86,14 @@ def plan(options: argparse.Namespace) -> list[Question]:
         for n, envs, law, network, deadline_s in itertools.product(
             options.workers or [8], options.envs, options.durations, options.networks,
             options.deadlines)
-        # HalfCheetah's own step times vary, so it needs only one of the distributions
+        # HalfCheetah has step times of its own, so it is measured only once for all distributions
         if options.env != "halfcheetah" or law == options.durations[0]
     ]  # fmt: skip
 
 
 def measure(cell: Question, server: ForkServer | None = None) -> dict[str, Any]:
-    """Measure one cell. Blocks. ``server`` starts the workers; if it is None, a new server does."""
+    """Measure one cell. Blocks. ``server`` starts the workers. If ``server`` is None, a new fork
+    server starts them."""
     answers = {"ingest": _ingest, "deadlines": _deadlines, "weights": _weights}
     return answers[cell.question](cell, server)
 
@@ -120,7 +123,7 @@ def _collector(
     policy: Any,
     **options: Any,
 ) -> Iterator[tuple[RPCBatchedCollector, dict[str, float]]]:
-    """Yield a collector after its first batch, and the seconds until then."""
+    """Yield a collector that has delivered its first batch, and the seconds that this took."""
     begun = time.perf_counter()
     with (
         local_cluster({"learner": 1, "collector": ranks}, fork_server=server) as session,

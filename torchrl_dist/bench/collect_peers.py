@@ -1,4 +1,4 @@
-"""The collectors that are compared. Each steps the same environments with one policy."""
+"""The collectors that are compared. All of them step the same environments with the same policy."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from torchrl_dist.bench.collect_plan import AUTO, Cell, Result
 from torchrl_dist.bench.processes import ForkedWorker
 
 _GIB = 1 << 30
-_MANY = 10**12  # used instead of -1 (no limit), because some collectors take -1 as no frames
+_MANY = 10**12  # used instead of -1 (no limit), because some collectors read -1 as 0 frames
 
 
 @dataclass
 class Peer:
-    """A way to collect. It needs the modules that ``requires`` names."""
+    """A way to collect. The modules that ``requires`` names must be installed."""
 
     name: str
     requires: tuple[str, ...] = field(default=(), kw_only=True)
@@ -121,9 +121,9 @@ class Ours(Peer):
     Attributes:
         node: whether all processes belong to a single worker, which sends one message for all of
             them. Otherwise each process is a worker.
-        groups: number of groups of envs in each process, with the policy at the learner. A process
-            steps one group while the other groups wait for their actions. 0: each process runs the
-            policy itself.
+        groups: number of groups of envs in each process. The policy runs at the learner, and a
+            process steps one group while the other groups wait for their actions. If 0, each
+            process runs the policy itself.
     """
 
     node: bool = False
@@ -302,8 +302,8 @@ def _tianshou_by_ray(envs: list[Callable[[], Any]], folder: str) -> tuple[Any, C
 
 
 def _free_port() -> str:
-    """Return a free port for TorchRL's collectors. It is unlikely to be taken before they use
-    it."""
+    """Return a free port. Another process is unlikely to take the port before TorchRL's collectors
+    use it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])
@@ -354,7 +354,8 @@ def measure(start: Sequence[Cell], folder: str) -> list[Result]:
 
 
 def _take(batches: Iterator[Any], seconds: float) -> float:
-    """Take batches until ``seconds`` have passed, but at least one. Return the seconds it took."""
+    """Take batches until ``seconds`` have passed, but at least one. Return the seconds that
+    passed."""
     begun = time.perf_counter()
     while True:
         next(batches)

@@ -1,6 +1,6 @@
 """The choices of the collection benchmark.
 
-This module does not import torch, because the command line imports it."""
+This module must not import torch, because the command line imports this module."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def _plain(value: Any) -> str:
 
 
 def plot_deadlines(path: Path, cells: list[dict[str, Any]]) -> None:
-    """Plot the workers per receive and the time for 100,000 frames over the deadline.
+    """Plot the workers per receive and the time for 100,000 frames against the deadline.
 
     There is one line per distribution of step times, network and number of envs.
     """

@@ -48,7 +48,7 @@ def add_figures(
 ) -> None:
     """Add options for rounds, durations and output files.
 
-    Numbers are defaults. If one is None, its option is left out.
+    Numbers are the options' defaults. An option whose number is None is left out.
     """
     if rounds is not None:
         add_number(parser, "--rounds", int, rounds)
@@ -213,8 +213,8 @@ def in_rounds(
 ) -> int:
     """Measure each case once per round. Each time, start a process with a new folder in ``parent``.
 
-    The order within a group rotates, so that no case is always first. If a case fails, this prints
-    why, and leaves the case out of later rounds. A signal ends the measurements.
+    The order within a group rotates, so that no case is always first. If a case fails, the reason
+    is printed, and later rounds leave the case out. A signal ends the measurements.
 
     Args:
         measure: called in the new process, with the case's ``arguments`` and the folder.
@@ -263,8 +263,9 @@ class TerminatedError(BaseException):
 def until_stopped(measure: Callable[[], int]) -> int:
     """Call ``measure``. Return after a signal, too, so that the caller can show the results so far.
 
-    Both signals raise exceptions, so that processes and folders are cleaned up. By default, only
-    SIGINT raises. A process that a shell script started with ``&`` ignores even SIGINT.
+    Meanwhile, SIGINT and SIGTERM raise exceptions, so that processes and folders are cleaned up. By
+    default, only SIGINT does, and a process that a shell script started with ``&`` ignores even
+    SIGINT.
 
     Returns:
         The result of ``measure``, or 130 or 143 after SIGINT or SIGTERM.

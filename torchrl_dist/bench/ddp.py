@@ -8,16 +8,18 @@ layers of width W. All ranks are processes of this machine. The update is made i
 - ``one process``: by one process with one thread.
 - ``threads``: by one process with as many threads as there are ranks.
 - ``ours``: by ranks with B / ranks rows each. ``DistributedLoss`` averages their gradients.
-- ``torch ddp``: by such ranks with torch's DistributedDataParallel.
+- ``torch ddp``: by ranks with B / ranks rows each, with torch's DistributedDataParallel.
 
 The time of an update has four parts: ``forward`` (the loss), ``backward`` (including the copies of
 gradients to and from the buffer that is sent), ``averaging`` (the collective, including the wait
-for the slowest rank; in torch, it runs within ``backward``), and ``step`` (optimizer and target
-network). The last column says whether several ranks pay off, and if not, why. ``saved`` is the time
-that one process saves with B / ranks rows instead of B, which is the most that ranks can gain.
+for the slowest rank; ``torch ddp`` averages within ``backward``), and ``step`` (optimizer and
+target network). The last column says whether several ranks pay off, and if not, why. ``saved`` is
+the time that one process saves with B / ranks rows instead of B, which is the most that ranks can
+gain.
 
-With ``--device cuda`` each rank has a GPU of this machine, and NCCL averages. Each part then waits
-for its GPU, so that the time is attributed to the right part.
+With ``--device cuda`` each rank has a GPU of this machine, and NCCL averages the gradients. The
+ranks then wait for their GPUs at the end of each part, so that the time is attributed to the right
+part.
 
 The start has three parts: ``import`` (of TorchRL, in as many concurrent processes as there are
 ranks), ``join`` (of torch.distributed, until all ranks have joined), and ``wrap`` (comparing losses
@@ -53,7 +55,7 @@ PEERS = {"threads": THREADS, "ours": OURS, "torch": TORCH}
 PARTS = ("forward", "backward", "averaging", "step")
 _OBSERVATION, _ACTIONS = 64, 8
 _WARM_UP, _UPDATES_AT_ONCE = 3, 5
-_LITTLE = 0.1  # a saving below this fraction of an update cannot make up for any cost
+_LITTLE = 0.1  # if ranks save less than this fraction of an update, the batch is too small
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Result:
-    """The median update of rank 0, and its start, in milliseconds."""
+    """Rank 0's times in milliseconds: the median update, and the start (join and wrap)."""
 
     update_ms: float
     parts_ms: dict[str, float]
@@ -240,9 +242,9 @@ def _learn(rank: int, cell: Cell, folder: str) -> Result:
             for _ in range(_UPDATES_AT_ONCE):
                 update()
         times, wrap_s = update.times, update.wrap_s
-        # DistributedDataParallel keeps the process group alive. If it held the last reference, this
-        # thread would join the group's threads while it holds the GIL, but one of those threads may
-        # be waiting for the GIL (torch 2.13).
+        # Delete DistributedDataParallel first, because it refers to the process group. If its
+        # reference were the last one, this thread would join the group's threads while holding the
+        # GIL, for which one of those threads may be waiting (torch 2.13).
         del update
         gc.collect()
     finally:
@@ -294,7 +296,7 @@ class _Update:
 
         if peer == TORCH:
 
-            class Tensors(nn.Module):  # DistributedDataParallel does not look into a TensorDict
+            class Tensors(nn.Module):  # DistributedDataParallel finds no tensors in a TensorDict
                 def __init__(self) -> None:
                     super().__init__()
                     self.loss = loss

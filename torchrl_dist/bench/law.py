@@ -4,9 +4,9 @@
 
 The same rows are stored twice: in one buffer, and split over 4 shards. Each way of drawing batches
 of 256 is compared with the distribution of the single buffer. The measure is the total variation
-distance between this distribution and the frequencies with which the rows were drawn. It is 0 if
-both are equal, and 1 if they have no row in common. The column ``single`` is the distance for draws
-from the single buffer itself, which is due to chance alone.
+distance between this distribution and the frequencies with which the rows were drawn. The distance
+is 0 if the two are equal, and 1 if they have no row in common. The column ``single`` is the
+distance for draws from the single buffer itself, which is due to chance alone.
 
 Ways:
 
@@ -15,15 +15,15 @@ Ways:
   matter which priorities their rows have.
 - ``stale``: shards are chosen by outdated masses (sums of priority^alpha), and the draw is not
   corrected. In every second shard, the outdated mass is 10 times the present one.
-- ``sharded``: ours (``replay/law/shard_law.py``). It starts from the same outdated masses, and
-  corrects the draw.
+- ``sharded``: ours (``replay/law/shard_law.py``). It starts from the same outdated masses as
+  ``stale``, and corrects the draw.
 
 Cases:
 
 - ``alike``: every shard has the same priorities.
-- ``equal``: all shards have equally many rows. Their priorities are from one distribution.
-- ``unequal rows``: the shards' numbers of rows are in the ratio 1 : 2 : 3 : ... Their priorities
-  are from one distribution.
+- ``equal``: all shards have equally many rows. All priorities are drawn from one distribution.
+- ``unequal rows``: the shards' numbers of rows are in the ratio 1 : 2 : 3 : ... All priorities are
+  drawn from one distribution.
 - ``unequal priorities``: all shards have equally many rows. Their mean priorities are in the ratio
   1 : 3 : 9 : ...
 

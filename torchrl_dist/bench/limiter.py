@@ -9,8 +9,8 @@ rows.
 
 - ``futex``: only the wake-up of one process by another, which the limiter of one node uses.
 - ``one node``: both processes access the same rows in shared memory.
-- ``by RPC``, ``by RPC, 3 shards``: other processes keep the rows. The sampling process polls them,
-  with pauses that grow to 50 ms.
+- ``by RPC``, ``by RPC, 3 shards``: other processes keep the rows. The sampling process polls these
+  processes, with pauses that grow to 50 ms.
 
 ``CPU`` is the CPU time that the waiting process used per second of waiting.
 """
@@ -95,7 +95,8 @@ def _measure(job: Any, case: str, name: str, folder: Path, wakes: int) -> dict[s
     begun = _wake_often(wake, wakes)
     found = calls.result(limit_s)
     delays = [1e-3 * (ended - at) for (ended, _), at in zip(found, begun, strict=True)]
-    # Leave out the first, which finds cold caches, and the last, which follows a long pause.
+    # Leave out the first delay, because caches are cold, and the last, because it follows a long
+    # pause.
     ordered = sorted(delays[1:-1])
     return {
         "case": case,

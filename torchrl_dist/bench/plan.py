@@ -1,4 +1,4 @@
-"""Do the planner's predictions come true? Compares them with measurements.
+"""Do the planner's predictions come true? The benchmark compares them with measurements.
 
     torchrl-dist bench plan
 
@@ -6,11 +6,12 @@ The planner measures the costs from which it predicts. The benchmark has three p
 
 - ``grid``: settings to which the planner was not fitted. Some are measured as in ``bench collect``,
   with several numbers of workers, steps of 0 to 100 ms, and 1 to 256 steps per message. In the
-  others, the learner waits for all workers, whose step times are normal or heavy-tailed.
+  other settings, the learner waits for all workers, whose step times are normal or heavy-tailed.
 - ``verdicts``: compares one process with the processes that the planner would start, for learners
   that need more or less time per frame.
 - ``bounds``: jobs that, according to the planner, are bound by the learner, the environment or the
-  messages. Then only this part of the job is made easier, to see whether the job gets faster.
+  messages. The benchmark makes only this part of the job easier, and shows whether the job gets
+  faster.
 
 The benchmark needs a quiet machine and takes about five minutes.
 """
@@ -107,7 +108,7 @@ def verdicts() -> list[tuple[Job, list[Job]]]:
 def bounds() -> list[tuple[str, Job, Job]]:
     """Return, for each bound, its name, a job with this bound, and an easier form of this job.
 
-    Each job has exactly one bound. The easier form differs only in the work that causes it.
+    Each job has exactly one bound. The easier form differs only in the work that causes this bound.
     """
     base = Layout(1, 8, 1, 16, True, 1, False)
     single = Layout(1, 8, 1, 1, False, 1, False)
@@ -240,7 +241,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure and print. Return 0 unless a measurement raised."""
+    """Measure and print. Return 0. If a measurement fails, raise its error."""
     from torchrl_dist.bench.processes import Launcher
 
     command.check_folders(options.json)

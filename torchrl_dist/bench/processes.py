@@ -149,7 +149,7 @@ def die_with_parent() -> None:
     """Have the kernel kill this process when its parent ends."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent ended just before
+    if os.getppid() != parent:  # the parent ended before the call of prctl
         os._exit(1)
 
 

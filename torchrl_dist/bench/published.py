@@ -8,14 +8,15 @@ environment and number of frames, and measures two figures of each run:
 - training: mean return of the last 100 episodes of training, with their exploration;
 - final: mean return of greedy episodes of the last policy, not of the best one.
 
-A row is compared by the figure that its source gives. The row is "reproduced" if the 95 % interval
-of the mean over our seeds (by bootstrap) overlaps the 95 % interval of the source's mean. If the
-source gives no spread, its interval is its mean alone. With fewer than three seeds, no verdict is
-given.
+For each row, the command compares the figure that the row's source gives. The row is "reproduced"
+if the 95 % interval of the mean over our seeds (by bootstrap) overlaps the 95 % interval of the
+source's mean. If the source gives no spread, the interval is the source's mean alone. With fewer
+than three seeds, no verdict is given.
 
 Each run is one line of the --json file. Runs that are in the file are not repeated, so the command
-continues where it was stopped; a run that was stopped starts over. A run does not count if its
-row's settings have changed since. The table and --plot show all other runs of the file.
+continues where it was stopped; a run that was stopped starts over. A run does not count if the
+settings of its row were changed after the run. The table and --plot show all other runs of the
+file.
 
 With several --processes, a second table shows how the results depend on the number of processes.
 All jobs of a row have the same number of frames and, except with impala, the same number of
@@ -112,7 +113,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def read_lines(path: Path | None) -> list[Line]:
-    """Return the complete lines of earlier calls.
+    """Return the lines that earlier runs of this command wrote, if their rows' settings are
+    unchanged.
 
     Raises:
         ConfigurationError: this command did not write the file."""
@@ -256,8 +258,8 @@ def show(lines: Sequence[Line]) -> None:
 
 
 def whole_run(line: Line) -> float:
-    """Return the mean of a run's training return over all frames, by the trapezoidal rule. Before
-    the first point of the curve, the return is taken as that of the first point. The mean of a run
+    """Return the mean of a run's training return over all frames, by the trapezoidal rule. Frames
+    before the first point of the curve count with the return of the first point. The mean of a run
     without a curve is NaN."""
     if not line["curve"]:
         return math.nan

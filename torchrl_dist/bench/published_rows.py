@@ -66,11 +66,12 @@ class Published:
     """A published mean return, and our job with the same environment and number of frames.
 
     Attributes:
-        mean, spread: as published. The spread is a standard deviation; None: not published.
+        mean, spread: as published. The spread is a standard deviation, or None if it was not
+            published.
         settings: options of the recipe that differ from its defaults.
         differs: how the job differs from the source's, in words.
-        episodes: number of episodes, if the spread is over the episodes of one run. 0: the spread
-            is over runs.
+        episodes: number of episodes, if the spread is over the episodes of one run. If 0, the
+            spread is over runs.
     """
 
     source: str

@@ -3,9 +3,9 @@
     torchrl-dist bench remote --json remote.jsonl --plot remote.png
 
 The buffer has 1,000,000 rows of 45 B. Learners sample batches of 256 (alpha 0.6) and send new
-priorities back. Each measurement runs in new processes with one torch thread each. All of them run
-on this machine, but do not use the shortcut through its memory. Each round measures all cases in
-turn, and the table shows medians.
+priorities back. Each measurement runs in new processes with one torch thread each. All processes
+run on this machine, but access the rows only by RPC, not through shared memory. Each round measures
+all cases in turn, and the table shows medians.
 
 - ``ours``: one host, from which two batches are drawn ahead (the default). ``ours-4`` and
   ``ours-8`` get at least 4 and 8 batches per call.
@@ -57,8 +57,8 @@ _NODES = 32
 
 
 class Ours(TorchRLBuffer):
-    """A buffer of ``shards`` hosts, each in its own process, without the shortcut through
-    memory."""
+    """A buffer of ``shards`` hosts, each in its own process. The rows are accessed only by RPC, not
+    through shared memory."""
 
     name = "ours"
     ahead: ClassVar[tuple[int, int]] = (2, 1)
@@ -301,7 +301,8 @@ def plan(options: argparse.Namespace) -> list[Case]:
 
 
 def shard_bound_ms(one: Mapping[str, Any], shards: int) -> float:
-    """Return ``t(1) + (shards - 1) * cost`` in milliseconds per batch, as defined above."""
+    """Return ``t(1) + (shards - 1) * cost`` in milliseconds per batch, as defined at the top of
+    this module."""
     return one["batch_ms"] + (shards - 1) * one["empty_call_ms"]
 
 

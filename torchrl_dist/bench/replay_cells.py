@@ -93,7 +93,8 @@ def fill(peer: Peer, kind: str, rows: int, capacity: int, batch: int, seed: int)
     """Write at least ``rows`` rows, and prepare the batches for :func:`write`.
 
     A process is slower when it touches a page of the ring for the first time. This process
-    therefore writes ``capacity`` rows. After ``_WARM_S`` seconds, ``rows`` rows suffice.
+    therefore writes ``capacity`` rows, but stops after ``_WARM_S`` seconds if it has written
+    ``rows`` rows by then.
     """
     size = max(1, min(KINDS[kind].fill_batch, capacity // 16))
     several = peer.prepare(make_rows(kind, size, seed))
@@ -136,7 +137,8 @@ class Window:
         return cls(start, start + seconds)
 
     def count(self, call: Callable[[], Any]) -> Tally:
-        """Call ``call`` until the window closes, and time the calls in the window, at least one.
+        """Call ``call`` until the window closes. Time the calls in the window, but at least one
+        call.
 
         Raises:
             MeasurementError: counting began too late, when half of the window was already over.
@@ -253,8 +255,8 @@ def _percentiles(durations_s: Any) -> dict[str, float]:
 
 
 def _called(tally: Tally, op: str, batch: int, unit: str, per_call: int = 1) -> Result:
-    """Return the figures of the learner's calls. Each call handles ``per_call`` of what ``unit``
-    counts."""
+    """Return the figures of the learner's calls. Each call handles ``per_call`` batches or windows
+    (see ``unit``)."""
     rate = per_call * tally.calls / tally.seconds
     return Result(op, batch, 1, rate, unit, **_percentiles(tally.durations_s))
 
@@ -390,7 +392,8 @@ def _bare_lock(folder: str, seconds: float) -> Any:
 
 
 def _remote_cursors(stack: contextlib.ExitStack, batch: int) -> list[tuple[str, Callable[[], Any]]]:
-    """Start a process with a TCPStore and an RPC cursor. Return a call that advances each."""
+    """Start a process with a TCPStore and an RPC cursor. Return, for each of the two, a name and a
+    function that advances it."""
     from torchrl_dist.runtime import local_cluster
     from torchrl_dist.runtime.store import connect_store
 

@@ -319,7 +319,7 @@ class TorchRLQueue(Peer):
 
     def close(self) -> None:
         if self.workers:  # only in the learner
-            # Workers end after the owner, which fetches queued tensors from them.
+            # End the workers after the owner, because the owner fetches queued tensors from them.
             self._requests.put(None, timeout=_CALL_S)
             self._owner.join(_CALL_S)
         super().close()
@@ -597,7 +597,7 @@ class Floor(Peer):
         self._random = np.random.default_rng()
         share = self.capacity // max(1, workers)
         started: list[Worker] = []
-        for index in range(workers):  # each writes its own part of the ring
+        for index in range(workers):  # each worker writes its own part of the ring
             self._part = range(index * share, (index + 1) * share)
             self._at = self._part.start
             started.append(ForkedWorker(self))

@@ -15,7 +15,7 @@ from typing import Any
 from torchrl_dist import own_files
 from torchrl_dist.recipes.parts.plots import save_figure
 
-_PACKAGES = {  # by bench peer; under "", those that all benchmarks use
+_PACKAGES = {  # packages by bench peer; under "", the packages of all benchmarks
     "": ("torchrl-dist", "torch", "torchrl", "tensordict", "numpy"),
     "cpprb": ("cpprb",),
     "ray": ("ray",),

@@ -178,7 +178,7 @@ def _measure_all(
 
     return command.in_rounds(
         options.seeds, groups, Path(tempfile.gettempdir()), measure, results, tell,
-        arguments=lambda case: (case, len(results.get(case, []))),  # the second is the seed
+        arguments=lambda case: (case, len(results.get(case, []))),  # (case, seed)
         timeout_s=lambda case: case.limit_s + 2 * GRACE_S,
     )  # fmt: skip
 

@@ -199,7 +199,8 @@ def _sb3(case: Case, seed: int) -> Run:
     model = getattr(stable_baselines3, zoo.algorithm)(
         "MlpPolicy", envs, seed=seed, device="cpu", **arguments
     )
-    model.set_logger(Logger(folder=None, output_formats=[]))  # its default leaves a folder in /tmp
+    # The default logger would leave a folder in /tmp.
+    model.set_logger(Logger(folder=None, output_formats=[]))
 
     def act(observation: torch.Tensor) -> torch.Tensor:
         seen: Any = observation.numpy()

@@ -39,9 +39,10 @@ class Case:
     Attributes:
         algorithm: the recipe's name.
         threshold: the mean return of an evaluation at which a run stops.
-        frames: a run's length. None: the recipe's, or the zoo's.
+        frames: a run's length. None: the length that the recipe or the zoo sets.
         limit_s: the time after which a run ends.
-        threads: torch threads of the other peers. Our processes have one thread each.
+        threads: number of torch threads of ``torchrl`` and ``sb3``. Our processes have one thread
+            each.
     """
 
     algorithm: str
@@ -198,8 +199,8 @@ class Row:
             that never reaches the threshold counts as infinity.
         frames_per_s: median over the runs.
         learner_waits: median of the runs for which it is known.
-        ratios: for our peers, their seconds divided by the seconds of each of :data:`OTHERS`. At
-            0.5, ours is twice as fast. None: the other peer was not measured, or neither of the
+        ratios: for one of our peers, its seconds divided by the seconds of each of :data:`OTHERS`.
+            At 0.5, ours is twice as fast. None: the other peer was not measured, or neither of the
             two reaches the threshold. 0: only ours reaches the threshold.
     """
 
@@ -217,7 +218,8 @@ class Row:
 
 
 def rows(results: Mapping[Case, list[Run]]) -> list[Row]:
-    """Return a row for each case with runs. Ratios are within an algorithm and environment."""
+    """Return a row for each case with runs. Each ratio compares cases of the same algorithm and
+    environment."""
     found = [_row(case, runs) for case, runs in results.items() if runs]
     by_peer = {(row.algorithm, row.env, row.peer): row for row in found}
     for row in found:

@@ -30,7 +30,7 @@ def make_rows(kind: str, count: int, seed: int = 0) -> TensorDict:
     """Return ``count`` rows of a kind.
 
     A row of kind S is a CartPole transition. A row of kind L has four stacked 84 x 84 frames, an
-    action, a reward and a ``done`` flag. It shares three of its frames with the previous row.
+    action, a reward and a ``done`` flag. Three of these frames are also in the previous row.
 
     Returns:
         A TensorDict [count], in the layout of TorchRL's collectors.

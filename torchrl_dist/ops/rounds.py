@@ -20,7 +20,7 @@ _TRIES = 5
 
 @dataclass(frozen=True)
 class Rounds:
-    """What the driver measured. Ranks are numbered as in ``names``. Times are medians.
+    """What the driver measured. A rank's number is its index in ``names``. Times are medians.
 
     Attributes:
         names: each rank with its host, such as ``"rank3 on node7"``.
@@ -29,7 +29,8 @@ class Rounds:
         rpc_s: time of a call and its answer, for each pair (caller, called rank).
         skew_s: how many seconds each rank's clock is ahead of rank 0's.
         software: versions of packages on each rank.
-        elsewhere: what ``look`` returned on one rank of each other node, by host name.
+        elsewhere: by host name, what ``look`` returned on one rank of each node except the
+            driver's.
     """
 
     names: tuple[str, ...]
@@ -56,7 +57,7 @@ def measure(
     ``timeout_s``.
 
     Raises:
-        TorchRLDistError: some ranks do not join, or do not answer.
+        TorchRLDistError: some ranks do not join or answer in time.
     """
     with _job(timeout_s) as me:
         if not me.is_driver:

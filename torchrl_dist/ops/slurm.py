@@ -141,8 +141,8 @@ def seconds_of(time: str) -> float:
 
 
 def check(job: Job) -> None:
-    """Raise ConfigurationError for options that Slurm or the command would refuse only after
-    queueing."""
+    """Raise ConfigurationError for options that Slurm or the command would otherwise refuse only
+    after the job was queued."""
     limit_s = seconds_of(job.time)
     if problem := _problem(job, limit_s):
         raise ConfigurationError(problem)
@@ -242,7 +242,7 @@ def script(job: Job) -> str:
 
 def _header(job: Job) -> list[str]:
     # With torchrun, "B:" sends the signal to the batch shell. The shell remembers the signal,
-    # because torchrun's exit code does not tell that its ranks were stopped.
+    # because torchrun's exit code does not tell whether its ranks were stopped.
     shell = "B:" if job.torchrun else ""
     both = [f"--time={job.time}", f"--signal={shell}USR1@{job.signal_s}"]
     output = "%x-%A_%a.out" if job.seeds else "%x-%j.out"

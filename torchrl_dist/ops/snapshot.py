@@ -1,6 +1,6 @@
 """The state of a job at one instant, for ``torchrl-dist top``, and the rates between two states.
 
-This module only reads files of this user: the job's pulse (counts that its learner writes, see
+This module reads only files of this user: the job's pulse (counts that its learner writes, see
 ``runtime.pulse``), /proc, tables of replay directories, and the run's CSV files. The module does
 not attach to buffers, take locks, call processes or write.
 """
@@ -58,7 +58,7 @@ class Process:
 class Buffer:
     """A replay directory. ``written`` and ``sampled`` count rows.
 
-    With a limiter, ``sampled`` is exact. Without a limiter, ``sampled`` may miss a few rows if
+    With a rate limiter, ``sampled`` is exact. Without a limiter, ``sampled`` may miss a few rows if
     processes count at the same instant. Rows that are drawn for another node are counted on the
     node that stores them.
     """
@@ -89,8 +89,8 @@ class Snapshot:
         run_frames: frames of the whole run at the last point in these files, including frames
             before a restart.
         resumed_at: frames of the run when this job resumed it; None if the job began the run.
-        slurm: Slurm's state of the job, such as "PENDING (Resources)", if its learner is not on
-            this machine.
+        slurm: Slurm's state of the job, such as "PENDING (Resources)", if the job's learner is
+            not on this machine.
     """
 
     unix_time_s: float
@@ -119,7 +119,7 @@ class Rates:
             thread takes the rollouts, because the learner's own waits are then not visible.
         workers_busy: mean share of the time that workers stepped environments or wrote rows.
         cpu: cores used, by process name.
-        written, sampled: rows, by path of the buffer.
+        written, sampled: rows per second, by path of the buffer.
     """
 
     seconds: float

@@ -85,7 +85,7 @@ def _headline(now: Snapshot, per: Rates | None) -> str:
         return f"{text}: this job has no learner on this machine{slurm}"
     text += f" on {now.host}, {_duration(now.unix_time_s - figures['started_unix_s'])}"
     frames, of_run = figures["frames"], now.run_frames or 0
-    # The run's files may be newer, and they may count the frames of other learners, too.
+    # The run's files may be newer than the pulse, and may count the frames of other learners, too.
     if now.resumed_at is None:
         frames = max(frames, of_run)
     text += f": {frames:,} frames"
@@ -200,7 +200,7 @@ def _bytes(count: float) -> str:
 
 
 def stack_of(pid: int) -> str:
-    """Return what py-spy prints about a process on this machine, or why py-spy cannot."""
+    """Return what py-spy prints about a process on this machine, or why py-spy failed."""
     if shutil.which("py-spy") is None:
         return "py-spy is not installed: pip install py-spy"
     try:

@@ -270,8 +270,8 @@ def thriftiest(
     env processes.
 
     Considers only layouts of the same kind as ``best``: one process, one node or several nodes.
-    The planner recommends this layout, because more processes would bring little more speed. A
-    recommended layout of several processes has the number that :func:`processes_that_pay` returns.
+    The planner recommends the returned layout, because more processes would bring little more
+    speed. If it has several processes, their number is what :func:`processes_that_pay` returns.
     """
     kind = (best.alone, best.nodes > 1)
     alike = [each for each in ranked if (each[0].alone, each[0].nodes > 1) == kind]

@@ -220,7 +220,8 @@ def _is_idle(act: Callable[[], Any], step: Callable[[Any], Any]) -> bool:
 
 
 def _actions(env: Any) -> tuple[Callable[[], Any], Callable[[Any], bool]]:
-    """Return a function that draws an action, and a function that steps ``env``, of any kind."""
+    """Return a function that draws an action, and a function that steps ``env``, which
+    may be of any kind."""
     if isinstance(env, gymnasium.Env | gymnasium.vector.VectorEnv):
 
         def step(action: Any) -> bool:
@@ -483,8 +484,8 @@ def _measure_requests(subject: Subject, collect: Any, found: Measured, seconds: 
     """Measure requests to a policy at the learner. The envs step without delay, and each step sends
     one request.
 
-    A single process shows the latency of a request. Several env processes, whose requests the
-    learner joins, show the CPU time of a request.
+    The latency of a request is measured with a single process. The CPU time of a request is
+    measured with several env processes, whose requests the learner joins.
     """
     found.figures["request_s"] = found.figures["request_latency_s"] = [0.0]
     spaces = _spaces(subject.make_env(1))

@@ -1,1 +1,1 @@
-"""Complete programs: one folder per algorithm, and ``training`` and ``parts``, which they share."""
+"""Complete programs: one folder per algorithm, and the shared ``training`` and ``parts``."""

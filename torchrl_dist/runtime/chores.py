@@ -72,8 +72,8 @@ class Chores:
         """Run submitted chores until the latch is set.
 
         Args:
-            interrupt: called if a chore still runs some time after the latch was set. Then SIGINT
-                is sent to the main thread. ``interrupt`` must ensure that the handler of this
+            interrupt: called if a chore still runs some time after the latch was set. SIGINT is
+                then sent to the main thread, so ``interrupt`` must ensure that the handler of
                 SIGINT raises KeyboardInterrupt.
         """
         wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)

@@ -506,7 +506,7 @@ class _Fork:
             if self._code is None:
                 try:
                     self._code = self._wait(timeout)
-                # as Popen does if SIGCHLD is ignored
+                # SIGCHLD is ignored, so the exit code is lost; Popen returns 0 in this case, too
                 except (ProcessLookupError, ChildProcessError):
                     self._code = 0
             return self._code
@@ -592,8 +592,9 @@ class _Client:
     """A client of the server, with the server's ends of its connections.
 
     Attributes:
-        children: pidfd -> pid, job, rank.
-        waiting: job, rank and blob of children whose descriptors have not arrived yet.
+        children: pidfd -> pid, job number, rank.
+        waiting: job number, rank and pickled job of children whose descriptors have not arrived
+            yet.
         problem: why the server drops this client, if the client has not ended by itself.
     """
 
@@ -813,7 +814,7 @@ class _Server:
         pid, job, rank = client.children.pop(fd)
         self._poller.unregister(fd)
         os.close(fd)
-        # killed before the wait, because no other process can get this pid until then
+        # kill before waitpid(), because no other process can get this pid before waitpid()
         _kill_group(pid)
         _, status = os.waitpid(pid, 0)
         how = _how_it_ended(status)

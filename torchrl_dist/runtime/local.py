@@ -56,7 +56,7 @@ def local_cluster(
         timeout_s: deadline for start-up and default deadline of every call.
         threads_per_process: torch threads of each child; this process keeps its setting.
         process_group: as for ``session``.
-        fork_server: a running server, to save the seconds of its imports.
+        fork_server: a running server. This saves the seconds that a new server needs for imports.
 
     Raises:
         ConfigurationError: the roles are invalid, this process is in a session already, or a
@@ -183,7 +183,7 @@ class _Job:
         assert self.port is not None
         store = connect_store(_LOOPBACK, self.port, self.timeout_s)
         ready()
-        with contextlib.suppress(PeerLostError):  # the driver failed and reports it
+        with contextlib.suppress(PeerLostError):  # the driver failed, and reports its failure
             with self.joined(rank, store) as me:
                 me.serve()
         atexit._run_exitfuncs()  # the child ends by os._exit, which does not run exit functions

@@ -40,8 +40,8 @@ class Remote(Generic[T]):
     threads, 64 run at once; further calls wait in a queue. The object must do its own locking. If a
     method returns a ``concurrent.futures.Future``, the caller gets the future's result, and no
     thread waits for it. Arguments and results are copies, except within one process. Tensors are
-    read while they are sent: do not change tensors in arguments until the answer has arrived. If
-    the object changes a tensor later, a method must return a copy of that tensor. The object lives
+    read while they are sent: do not change tensors in arguments until the answer has arrived. A
+    method must return a copy of each tensor that the object may change later. The object lives
     until the session ends.
 
     Example:

@@ -221,9 +221,9 @@ class _Exchange:
 
     After a restart, torchrun's store still has the cards of the earlier ranks, and in a job of
     several nodes no environment variable distinguishes the starts. Therefore each card has a random
-    token. Rank 0 answers each card that it finds. The answer is at a key that only the owner of the
-    token reads. The owner then confirms that it is alive. When all ranks have confirmed, rank 0
-    publishes the cards.
+    token. Rank 0 answers each card that it finds. The answer is at a key that only the process with
+    this token reads. That process then confirms that it is alive. When all ranks have confirmed,
+    rank 0 publishes the cards.
     """
 
     def __init__(self, store: dist.Store, seats: list[tuple[str, int]], timeout_s: float) -> None:
@@ -311,8 +311,8 @@ def _set_interface(world: World, cards: list[dict[Any, Any]]) -> Callable[[], No
     By default, RPC and gloo listen on the address to which the node's own name resolves. This
     address is often a loopback address, with which a job of several nodes would hang. A job of
     several nodes therefore uses the interface through which this node reaches another node. In a
-    job of one node, RPC and gloo listen on loopback only. Under a launcher, variables that are
-    already set have priority.
+    job of one node, RPC and gloo listen on loopback only. Under a launcher, an interface that the
+    environment already sets (TP_SOCKET_IFNAME, GLOO_SOCKET_IFNAME) has priority.
     """
     before = {name: os.environ.get(name) for name in _INTERFACES}
     interface = "lo" if world.one_node else _interface_towards_others(world, cards)

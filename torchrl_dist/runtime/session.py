@@ -38,8 +38,8 @@ from .world import World, launched_without_us
 
 # How many calls of other processes this process runs concurrently. Further calls wait in a queue.
 _MAX_CONCURRENT_CALLS = 64
-# After a stop signal, how long the driver waits for processes that do not serve yet. torchrun and
-# SLURM send SIGKILL 30 s after SIGTERM.
+# After a stop signal, how long the driver waits for processes that do not serve yet. This must be
+# less than 30 s, because torchrun and Slurm send SIGKILL 30 s after SIGTERM.
 _STOP_GRACE_S = 10.0
 _GOODBYE_S = 3.0
 _GLANCE_S = 1.0
@@ -330,7 +330,7 @@ class Session:
         self, body: bytes, tensors: list[Any], answer: Callable[[tuple[Any, ...]], None]
     ) -> None:
         def run() -> Any:
-            # RPC delivers calls before this process has finished _open.
+            # RPC may deliver calls before this process has finished _open.
             self._opened.wait(self.timeout_s)
             return self._execute(wire.loads(body, tensors))
 
@@ -448,7 +448,7 @@ class Session:
         elif kind == "leaving":
             self._left(*args)
             # While the job ends, the process that leaves must answer calls until all have left. It
-            # closes its connections when it gets this answer.
+            # closes its connections when it gets this answer, so the answer is delayed until then.
             if self._ending and self._end_reason is None:
                 self._members.when_all_left(lambda: answer(()))
             else:
@@ -576,7 +576,7 @@ class Session:
 
         True once the driver has ended the job, torchrun's process has died, or this process has
         received SIGINT, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2. :attr:`stop_signal` is the first of
-        these signals. The driver prints a line when it receives this signal. The second SIGINT,
+        these signals. The driver prints a line when it receives its first one. The second SIGINT,
         SIGTERM or SIGHUP raises KeyboardInterrupt or SystemExit in the main thread, unless the
         process serves. SIGUSR1 and SIGUSR2 announce SIGTERM (``sbatch --signal=USR1@60``) and never
         raise. If the program has its own handler for SIGUSR1 or SIGUSR2, that signal does not
@@ -865,7 +865,7 @@ class Session:
             self._signs.join(_GOODBYE_S)
 
     def _destroy_group(self) -> None:
-        # this is the last reference to the group, which holds threads and sockets
+        # drop the last reference to the group, because the group holds threads and sockets
         self.process_group = None
         dist.destroy_process_group()
 
@@ -898,7 +898,8 @@ def session(
             group.
 
     Raises:
-        ConfigurationError: the environment or the roles are invalid, or processes disagree.
+        ConfigurationError: the environment or the roles are invalid, or two processes passed
+            different roles.
         DeadlineError: some processes did not join in time; the message names them.
 
     Example:

@@ -153,8 +153,8 @@ class StopSignals:
 def outlive_stop_signals() -> None:
     """Prevent stop signals from ending this process.
 
-    Another process also gets the signals, and ends this process. Call this function in the main
-    thread. SIGINT, SIGTERM and SIGHUP still end this process's forked children and the programs
+    Call this function in the main thread of a process that another process ends when it gets these
+    signals. SIGINT, SIGTERM and SIGHUP still end this process's forked children and the programs
     that it starts. All these children and programs ignore SIGUSR1 and SIGUSR2.
     """
     for number in _ENDS:
@@ -212,7 +212,7 @@ def _forget_in_child() -> None:
     """Remove this module's handlers in a forked child, which is not in the session.
 
     ``multiprocessing`` ends its children by SIGTERM and waits for them. A handler of this module
-    would only set the parent's latch.
+    would set the parent's latch instead of ending the child.
     """
     defaults: dict[int, _Handler] = {number: signal.SIG_DFL for number in _ENDS}
     defaults[signal.SIGINT] = signal.default_int_handler

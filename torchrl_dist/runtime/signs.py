@@ -125,7 +125,7 @@ class SignPost:
 
 
 def give_sign(card: str, rank: int, timeout_s: float) -> Any:
-    """Give the driver a sign of life and return its answer.
+    """Give the driver a sign of life, and return the driver's answer.
 
     Args:
         card: the card of the driver's ``SignPost``.

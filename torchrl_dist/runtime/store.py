@@ -47,7 +47,8 @@ class _Task:
 class AnsweringStore:
     """Operations of ``store`` that raise StoreSilent if no answer comes within about a second.
 
-    The operation may still take effect afterwards. Other errors are those of the store.
+    An operation that raised StoreSilent may still take effect later. Other errors are those of the
+    store.
 
     Args:
         until: before this time on ``awake()``, an operation may wait longer than a second for its
@@ -137,8 +138,8 @@ def keep_store(
 
     Args:
         port: 0 chooses any free port.
-        everywhere: listen on all addresses, as a plain TCPStore always does; otherwise only on the
-            address of ``host``.
+        everywhere: whether to listen on all addresses, as a plain TCPStore always does, instead of
+            only on the address of ``host``.
 
     Raises:
         ConfigurationError: this process cannot listen at that address and port.

@@ -42,7 +42,7 @@ def dumps(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
 
     Raises:
         TypeError: ``obj`` holds a tensor that is not in CPU memory.
-        Exception: a part of ``obj`` cannot be pickled; any type of error.
+        Exception: a part of ``obj`` cannot be pickled. The error may have any type.
     """
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)

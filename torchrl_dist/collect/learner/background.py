@@ -21,7 +21,7 @@ class Background:
     """Request one batch after another, until there are no more batches, a request raises an error,
     or :meth:`stop` is called.
 
-    This object has only a weak reference to the collector, and does not keep it alive.
+    This object has only a weak reference to the collector, so it does not keep the collector alive.
     """
 
     def __init__(self, collector: Collecting) -> None:
@@ -71,7 +71,8 @@ class Background:
 
     @contextlib.contextmanager
     def between_batches(self, timeout_s: float) -> Iterator[None]:
-        """Wait until the current batch is complete. Inside the block, no other batch begins.
+        """Wait until the current batch is complete. Inside the ``with`` block, no other batch
+        begins.
 
         Raises:
             DeadlineError: the current batch was not complete within ``timeout_s`` seconds.

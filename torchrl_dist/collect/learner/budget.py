@@ -27,8 +27,8 @@ def plan_shares(remaining: int | None, workers: Mapping[int, int], steps: int) -
     """Divide the remaining frames among workers, in blocks ``[N, T]``.
 
     Every worker gets ``steps`` steps while enough frames are left. After that, all workers get one
-    shorter rollout of equal length. If fewer frames than envs are left, one env per frame makes one
-    step.
+    shorter rollout of equal length. If fewer frames than envs are left, each of these frames is one
+    step of a different env.
 
     Args:
         remaining: frames that may still be collected; None means no limit.
@@ -91,8 +91,8 @@ class FrameBudget:
         else:
             round_ = max(round_, self.round)
             share = None
-            # This loop ends, because a newly planned round includes this worker unless it is the
-            # last round.
+            # This loop ends, because a newly planned round includes this worker, except for the
+            # last round, after which no frames are left.
             while share is None:
                 if round_ not in self._plans:
                     self._before[round_] = self.assigned

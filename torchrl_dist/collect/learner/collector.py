@@ -84,9 +84,9 @@ class RPCBatchedCollector(BaseCollector):
             may be a lambda. A list has one id or callable for each worker. ``create_env_fn`` is
             another name of this argument. If the only worker is in this process, an env object may
             be given instead. Every call of ``make_env`` must return a new env. A vector env of
-            torch tensors, on the CPU or a GPU, need not be a ``VectorEnv``, because the interface
-            of Isaac Lab's envs is enough. An env is made, stepped and closed in one thread. This
-            thread is the caller's thread if an env object was given, or if none of ``session``,
+            torch tensors, on the CPU or a GPU, may have the interface of Isaac Lab's envs instead
+            of being a ``VectorEnv``. An env is made, stepped and closed in one thread. This thread
+            is the caller's thread if an env object was given, or if none of ``session``,
             ``replay_buffer`` and ``env_processes`` was given. Otherwise, the thread is the main
             thread of a rank or env process, or a separate thread (see the guide). The gymnasium
             environments that are registered in this process are registered on the workers, too. An
@@ -135,7 +135,7 @@ class RPCBatchedCollector(BaseCollector):
             ahead, because it sets TorchRL's exploration type, which applies to the whole process.
         replay_buffer: a buffer that is pickled and sent to the workers, which call
             ``extend(rows.reshape(-1))``, or ``extend(rows)`` if the storage has several dimensions.
-            Unless all workers are in this process, its storage must be shared, such as a
+            If a worker is in another process, the buffer's storage must be shared, such as a
             ``SharedMemmapStorage``.
         inference: where the policy runs. With ``"worker"``, the policy runs on the workers. With
             ``"learner"``, workers send the observations of each step to the learner, and get
@@ -147,10 +147,10 @@ class RPCBatchedCollector(BaseCollector):
             other groups wait for actions.
         trajs_per_batch: each batch consists of this many complete trajectories
             ``[trajs_per_batch, longest]``, padded with zeros, with ``("collector", "mask")``, as in
-            TorchRL. At ``total_frames``, unfinished trajectories, and complete trajectories that do
-            not fill a batch, are not delivered. With ``replay_buffer``, reports still count
-            rollouts. The process that made a trajectory writes the trajectory to the buffer once it
-            is complete, separately from other trajectories and without padding.
+            TorchRL. At ``total_frames``, trajectories that are unfinished or do not fill a batch
+            are not delivered. With ``replay_buffer``, reports count rollouts, not trajectories. The
+            process that made a trajectory writes the trajectory to the buffer once it is complete,
+            separately from other trajectories and without padding.
         traj_format: with ``trajs_per_batch``, ``"padded"`` (default) pads the trajectories of a
             batch with zeros. ``"cat"`` concatenates them, so the shape of a batch is ``[steps]``,
             where ``steps`` is the sum of their lengths.
@@ -780,8 +780,8 @@ class RPCBatchedCollector(BaseCollector):
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Pause collection, so that no env is stepped inside the block. Entering the block waits
-        until the current rollouts have ended, at most ``timeout_s`` seconds.
+        """Pause collection, so that no env is stepped inside the ``with`` block. Entering the block
+        waits at most ``timeout_s`` seconds, until the current rollouts have ended.
 
         Raises:
             DeadlineError: the rollouts did not end within ``timeout_s`` seconds.
@@ -954,7 +954,7 @@ class RPCBatchedCollector(BaseCollector):
         ``max_policy_lag``) are still delivered.
 
         Args:
-            index: an index into all envs of the job, as into a tensor ``[envs]``: a number, several
+            index: selects envs of the job, as an index into a tensor ``[envs]``: a number, several
                 numbers, a slice or a mask. Only these envs begin new episodes, and only their
                 unfinished trajectories are dropped. Vector envs that reset their envs themselves
                 accept no index.
@@ -1009,8 +1009,9 @@ class RPCBatchedCollector(BaseCollector):
         )
 
     def state_dict(self) -> OrderedDict[Any, Any]:
-        """Return the progress as a small dict. The dict contains no states of envs: the envs start
-        new episodes after loading. It contains no weights: the caller must save them."""
+        """Return the progress as a small dict. The dict contains no states of envs, so the envs
+        start new episodes after loading. The dict contains no weights either, so the caller must
+        save the weights."""
         return OrderedDict(
             frames=self._frames, batches=self._iter + 1, policy_version=self._version, run=self._run
         )
@@ -1125,8 +1126,8 @@ def _place(session: Session | None) -> tuple[int, int]:
 
 
 def _close_soon(crew: Crew, inference: LearnerInference | None) -> None:
-    """Close the workers of a collector that was not shut down. The workers are closed in a thread,
-    because garbage collection may happen anywhere, even while locks are held."""
+    """Close the workers of a collector that was not shut down. A new thread closes the workers,
+    because garbage collection may call this function anywhere, even while locks are held."""
     if not crew.is_here:
         return  # the collector may still be in use in the parent
 

@@ -235,7 +235,7 @@ class Crew:
             )
             if self._replacing:
                 names += f"{', ' * bool(names)}{self._replacing} workers that are being replaced"
-            if others := held_up():  # policy calls here that make other calls wait
+            if others := held_up():  # policy calls in this process that make other calls wait
                 names += f" (held up by {others})"
             raise DeadlineError(
                 f"no batch within {timeout_s:g} s; waiting for {names or 'no worker'}. Iterate "
@@ -490,8 +490,8 @@ class Crew:
 
     @contextlib.contextmanager
     def idle(self, timeout_s: float) -> Iterator[None]:
-        """Wait until no rollout is under way. No rollout begins inside the block. Rollouts that
-        have arrived are kept.
+        """Wait until no rollout is under way. No rollout begins inside the ``with`` block. Rollouts
+        that have arrived are kept.
 
         Raises:
             DeadlineError: rollouts did not end within ``timeout_s``.

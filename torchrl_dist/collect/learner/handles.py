@@ -71,10 +71,10 @@ def make_local_handle(
 ) -> LocalHandle | CallersHandle:
     """Make a worker in this process. ``name`` is the worker's name in errors.
 
-    If the worker is the collector's only worker (``alone``), the calling thread makes and steps its
-    envs, unless the policy is at the learner. With a replay buffer, whose writes may block, the
-    calling thread steps only an env that the caller built. In all other cases, a separate thread or
-    env processes step the envs.
+    If this is the collector's only worker (``alone``), has no env processes and runs the policy
+    itself, the calling thread makes and steps the envs. With a replay buffer, whose writes may
+    block, the calling thread steps only an env that the caller built. In all other cases, a
+    separate thread or env processes step the envs.
     """
     adopt_registrations(config.registrations)
     given = isinstance(config.make_env, GivenEnv)

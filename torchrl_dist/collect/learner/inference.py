@@ -1,6 +1,6 @@
 """Run the policy at the learner: at each step, workers send observations and get actions.
 
-TorchRL's ``InferenceServer`` batches the requests of all workers over an RPC transport. Requests
+The requests of all workers arrive by RPC, and TorchRL's ``InferenceServer`` batches them. Requests
 and answers are dicts of plain tensors, because sending a TensorDict takes more time than a call of
 a small network.
 """

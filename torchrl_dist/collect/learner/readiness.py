@@ -24,7 +24,7 @@ class Readiness(ABC):
     Attributes:
         in_rounds: whether all workers begin a rollout of the same length for each batch. Otherwise,
             batches take rollouts one by one as they arrive.
-        cuts: whether ``least_part`` may return a fraction, so that rollouts are cut. If so, batches
+        cuts: whether ``least_part`` may return a fraction, so that rollouts are cut. Batches then
             have a mask.
     """
 
@@ -168,8 +168,8 @@ class Preempt(Readiness):
     next batch under a new trajectory id.
 
     Args:
-        fraction: the other workers stop early when this fraction of the batch's workers has
-            delivered, above 0 and at most 1. If it is 1, no rollout is cut.
+        fraction: a number above 0 and at most 1. When this fraction of the batch's workers has
+            delivered, the other workers stop early. With 1, no rollout is cut.
         min_part: the fraction of a rollout that a worker must make before it may stop early, above
             0 and at most 1.
 

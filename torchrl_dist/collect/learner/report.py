@@ -31,7 +31,7 @@ class CollectReport:
         episode_lengths: steps of the episodes that ended in this batch.
         episode_lengths_by_worker: ``episode_lengths`` by worker.
         policy_version: version of the newest weights given to the collector.
-        policy_lag: ``policy_version`` minus the version that made this batch's oldest transition.
+        policy_lag: ``policy_version`` minus the oldest policy version in this batch.
         messages: number of rollouts in this batch. Each rollout is sent as one message.
         data_bytes: size of this batch's rollouts, in bytes.
         wait_s: seconds for which the caller was blocked until this batch was complete.
@@ -100,8 +100,7 @@ class CollectReport:
 
 
 def summarize(rollouts: Sequence[RolloutStats], known: CollectReport) -> CollectReport:
-    """Return a copy of ``known``, the report of a batch, to which the statistics of the batch's
-    rollouts are added."""
+    """Return the report ``known`` with the statistics of these rollouts filled in."""
     frames: dict[int, int] = {}
     collect_s: dict[int, float] = {}
     write_s: dict[int, float] = {}

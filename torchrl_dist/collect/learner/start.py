@@ -85,9 +85,9 @@ def start_workers(
 
     registrations = dump_registrations()
     infos: list[WorkerInfo] = []
-    # With a session, a separate thread steps the envs, because other processes may wait for the
-    # caller's thread, and a step that hangs in the caller's thread would make them miss their
-    # deadlines. Only an env object that the caller made is stepped in the caller's thread.
+    # With a session, the caller's thread steps only an env object that the caller made. A separate
+    # thread steps all other envs, because a step that hangs in the caller's thread would make
+    # processes that wait for this thread miss their deadlines.
     first = configs[0]
     callers = len(configs) == 1 and (session is None or isinstance(first.make_env, GivenEnv))
     builds: list[Future[Worker]] = [Future() for _ in configs]
@@ -95,7 +95,7 @@ def start_workers(
         for index, building in enumerate(builds):
             run = partial(settle, building, partial(build, index))
             if callers and not first.env_processes:
-                run()  # here, because this thread may have to make and step the envs
+                run()  # in this thread, because it may have to make and step the envs
             else:
                 threading.Thread(target=run, name="torchrl_dist-build", daemon=True).start()
         wait(builds)
@@ -171,8 +171,8 @@ def _set_steps(workers: Sequence[Worker], infos: Sequence[WorkerInfo], limit_s: 
 
 
 def seconds_per_message(workers: Sequence[WorkerInfo]) -> float:
-    """Return how many seconds of steps a message may hold. If many processes share a core, a
-    message may hold more seconds of steps."""
+    """Return how many seconds of steps a message may hold: ``MESSAGE_S``, or more if more than
+    ``_PROCESSES_PER_CORE`` processes share a core."""
     crowds: defaultdict[str, float] = defaultdict(float)  # processes per core, by host
     for worker in workers:
         crowds[worker.host] += worker.processes / worker.cores

@@ -24,7 +24,8 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from torchrl_dist.collect.loop.spaces import ObservationLeaf
 from torchrl_dist.errors import ConfigurationError
 
-# The only native vector env whose envs can be seeded one by one. CartPoleDriver seeds them.
+# The only vector env except SyncVectorEnv and AsyncVectorEnv whose envs can be seeded one by one.
+# CartPoleDriver seeds them.
 _CARTPOLE = (
     CartPoleVectorEnv,
     "gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv",
@@ -208,7 +209,8 @@ def _device_of(value: Any) -> torch.device | None:
 
 
 class TensorEnv:
-    """Give an interface of NumPy arrays to a vector env whose interface has torch tensors."""
+    """A wrapper that takes and returns NumPy arrays, of a vector env that takes and returns torch
+    tensors."""
 
     def __init__(self, env: Any, device: torch.device) -> None:
         self._env, self._device = env, device
@@ -288,12 +290,13 @@ class _VectorDriver:
 
 
 class MaskedResetDriver(_VectorDriver):
-    """A driver that resets the envs whose episodes ended, by a mask, before the next step.
+    """A driver that, before the next step, resets the envs whose episodes ended, by a masked reset
+    (``options={"reset_mask": ...}``).
 
     This driver is used for vector envs with autoreset mode DISABLED, and for gymnasium's
-    SyncVectorEnv and AsyncVectorEnv in next-step mode. A SyncVectorEnv or AsyncVectorEnv must not
-    be wrapped, because a wrapper might reset all envs on a masked reset, or ignore the masked
-    reset.
+    SyncVectorEnv and AsyncVectorEnv in next-step mode. If a SyncVectorEnv or AsyncVectorEnv in
+    next-step mode is wrapped, :class:`NextStepDriver` is used, because a wrapper might reset all
+    envs on a masked reset, or ignore the masked reset.
     """
 
     def reset_some(self, envs: Sequence[int], current: Arrays) -> None:
@@ -318,7 +321,7 @@ class SameStepDriver(_VectorDriver):
     episode's last observation in ``info``."""
 
     _warned = False
-    _ended: np.ndarray | None = None  # bool [N] for the last step; None if no episode ended
+    _ended: np.ndarray | None = None  # bool [N], the last step's; None if no episode ended
 
     def step(self, actions: np.ndarray, following: Arrays, current: Arrays) -> StepResult:
         results = super().step(actions, following, current)
@@ -439,7 +442,7 @@ class EnvPoolDriver(NextStepDriver):
 
 
 class CartPoleDriver(_VectorDriver):
-    """A driver of gymnasium's native vector CartPole, which resets an env in the step that ends an
+    """A driver of gymnasium's vector CartPole. The driver resets an env in the step that ends an
     episode.
 
     Without this driver, gymnasium's vector CartPole resets an env in the step after an episode's
@@ -528,10 +531,10 @@ def is_vector_env(env: Any) -> bool:
 
 
 def require_different(envs: Iterable[Any]) -> None:
-    """Require that no two envs are the same object inside their wrappers.
+    """Require that no two envs are, or wrap, the same object.
 
     Raises:
-        ConfigurationError: two envs are the same object.
+        ConfigurationError: two envs are, or wrap, the same object.
     """
     seen: list[Any] = []
     for env in envs:

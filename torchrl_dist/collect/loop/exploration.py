@@ -100,8 +100,8 @@ class _UnderWay:
                     raise DeadlineError(
                         f"{call.what} under {call.type} has waited {_WAIT_S:g} s for calls under "
                         f"another exploration type to end: {self}. A process has only one "
-                        "exploration type of TorchRL at a time; give both collectors the same "
-                        "exploration type, or run one of the collectors in another process"
+                        "exploration type of TorchRL at a time; give all collectors of this "
+                        "process the same exploration type, or run one of them in another process"
                     )
                 self.waits.remove(call)
                 call.since = time.monotonic()
@@ -165,7 +165,8 @@ class Exploring:
         self._type, self._what = type, what
 
     def call_alone(self, function: Callable[..., _T], *args: Any) -> _T:
-        """Do the same as :meth:`call`, in a process in which no other thread calls a policy."""
+        """Do the same as :meth:`call`, but without a lock. Call this method only if no other thread
+        of the process calls a policy."""
         outside = exploration_type()
         try:
             _set(self._type)

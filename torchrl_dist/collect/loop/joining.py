@@ -1,7 +1,7 @@
 """Join rollouts ``[N, T]`` of several workers into one batch, and mark the last steps of rollouts
 as truncated.
 
-All functions of this module work on TensorDicts and keep no other state.
+All functions of this module work on TensorDicts and keep no state.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def without_next_observations(rollout: TensorDict) -> TensorDict:
 
 def _end_last(following: TensorDictBase, key: Key, *, even_if_done: bool) -> None:
     """Set the done entry ``key`` of each env's last step. Also set the truncated entry of the same
-    level, unless the step was already done and ``even_if_done`` is false."""
+    level if the step was not done before, or if ``even_if_done`` is true."""
     done, truncated = following.get(key), following.get(_beside(key, "truncated"))
     truncated[:, -1] |= even_if_done | ~done[:, -1]
     done[:, -1] = True

@@ -1,9 +1,9 @@
 """Call a collector's policy with a TensorDict or, if the result is known to be the same, with plain
 values.
 
-``TensorDictModule.__call__`` costs more than a small network. The call dispatches arguments. If
-pandas is not installed, the call also searches the disk for pandas, once for every tensor that it
-writes (``TensorDictBase.from_any``, tensordict 0.14.3). For a few known classes, :func:`act`
+``TensorDictModule.__call__`` takes more time than a small network, because it dispatches arguments.
+If pandas is not installed, the call also searches the disk for pandas, once for every tensor that
+it writes (``TensorDictBase.from_any``, tensordict 0.14.3). For a few known classes, :func:`act`
 therefore does the work of ``__call__`` itself. ``act`` does so only for exactly these classes, not
 for subclasses, and only if no method was replaced and no hook is set. The modules inside policies
 of these classes, and all other policies, are called as usual.
@@ -180,7 +180,8 @@ def _call(module: Any, values: Values, n: int, known: Collection[type]) -> Value
 
 
 def _writes_its_outputs(module: TensorDictModule) -> bool:
-    """Whether a call only reads ``in_keys``, calls the inner module and writes ``out_keys``."""
+    """Whether a call of the module only reads ``in_keys``, calls the inner module and writes
+    ``out_keys``."""
     return (
         module.inplace is True
         and module._kwargs is None

@@ -95,8 +95,8 @@ class Rollout(Protocol):
         """Seed the envs (one seed per env) and start new episodes in all envs."""
 
     def run(self, steps: int, enough: Callable[[int], bool] = never) -> TensorDict:
-        """Return ``steps`` transitions of each env, ``[N, steps]``. They continue the previous
-        rollout.
+        """Return ``steps`` transitions of each env, ``[N, steps]``. These transitions continue the
+        previous rollout.
 
         Args:
             steps: at most ``self.steps``, the usual length.
@@ -214,7 +214,7 @@ class Episodes:
         before = (np.cumsum(done) - ends).reshape(n, steps)  # episodes that ended before each step
         anew = before > before[:, :1]
         ids[anew] = numbers[before[anew] - 1]
-        self._current[env[ended]] = numbers  # of several numbers of an env, the last one stays
+        self._current[env[ended]] = numbers  # if an env got several new ids, the last one
         # Sum each part separately. If sums were differences of a running sum, an infinite or huge
         # reward in one episode would spoil the sums of all later episodes.
         with np.errstate(invalid="ignore"):
@@ -709,7 +709,7 @@ class GymnasiumRollout(_Loop):
         if IS_INIT in self._state:  # as InitTracker does, set is_init to false in "next"
             data["next", IS_INIT] = torch.zeros(n, steps, 1, dtype=torch.bool)
         data |= followed.ended()
-        if "policy_version" not in data:  # a policy at the learner has written this key
+        if "policy_version" not in data:  # a policy at the learner writes this key
             data["policy_version"] = torch.full((n, steps), self.policy_version)
         rollout = nested(data, [n, steps], names=[None, "time"])
         return (rollout if t + 1 == steps else rollout[:, : t + 1]), followed.valid

@@ -142,7 +142,7 @@ def refuse_stamps(keys: Iterable[Key], author: str) -> None:
 
 
 def observation_leaves(space: spaces.Space, categorical: bool) -> tuple[ObservationLeaf, ...]:
-    """Return the tensors that make up an observation of a single env, in the order of its space.
+    """Return the tensors that make up an observation of a single env, in the space's order.
 
     Raises:
         UnknownSpaceError: this module does not support the space.

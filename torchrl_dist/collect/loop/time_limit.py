@@ -14,7 +14,7 @@ from torchrl_dist.errors import ConfigurationError
 
 
 def make_limited(make_env: str | Callable[[], Any], steps: int) -> Any:
-    """Return the env that ``make_env`` names or makes, with episodes truncated after that many
+    """Return the env that ``make_env`` names or makes, with episodes truncated after ``steps``
     steps.
 
     Raises:

@@ -122,7 +122,7 @@ class EnvProcessJob:
     numbered: int = 0
 
     def run(self, index: int, ready: Callable[[], None], end: int) -> None:
-        """Run the env process from beginning to end, in a fresh fork of the server.
+        """Run the env process from beginning to end, in a fresh fork of the fork server.
 
         Args:
             end: file descriptor of one end of a pair of sockets. The node worker has the other end.
@@ -233,7 +233,7 @@ def _failure(error: BaseException) -> Failure:
 
 
 class _Part:
-    """The envs of the node worker that this env process steps."""
+    """The part of the node worker's envs that this env process steps."""
 
     def __init__(self, config: WorkerConfig, words: np.ndarray, index: int) -> None:
         self.worker = _Watched(config, words, FIRST_PROGRESS + index)

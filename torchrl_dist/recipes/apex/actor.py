@@ -1,6 +1,7 @@
 """The two tasks of an Ape-X actor: explore with its own epsilon, and turn rollouts into rows.
 
-Both run on the collector's workers. The formulae are from Horgan et al. 2018 (arXiv:1803.00933).
+Both tasks run on the collector's workers. The formulae are from Horgan et al. 2018
+(arXiv:1803.00933).
 """
 
 from __future__ import annotations

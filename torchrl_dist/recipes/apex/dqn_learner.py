@@ -60,7 +60,7 @@ class DQNLearner(LossTrainer):
     Args:
         loss: trains ``loss.network``, and reads ``loss.target``.
         graph: on a GPU, whether an update is one CUDA graph; see :class:`Graphed`. If so, load
-            a saved state, if there is one, before the first update.
+            any saved state before the first update.
     """
 
     def __init__(

@@ -112,7 +112,7 @@ class Apex(Learner):
 
     @staticmethod
     def actor(network: Any, epsilons: torch.Tensor | None = None) -> EpsilonGreedy:
-        """Return the policy of a collector. Without ``epsilons``, it never explores."""
+        """Return the policy of a collector. Without ``epsilons``, the policy never explores."""
         return EpsilonGreedy(network, epsilons)
 
     @staticmethod

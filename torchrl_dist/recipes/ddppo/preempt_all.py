@@ -52,7 +52,8 @@ class Tally:
 
 
 class PreemptAll(Readiness):
-    """Like :class:`~torchrl_dist.Preempt`, but the fraction is of all learners' collectors.
+    """Like :class:`~torchrl_dist.Preempt`, but the fraction counts the collectors of all
+    learners.
 
     A learner without collectors steps its environments itself and counts as a collector. This
     object reports arrivals to the tally and does not wait for answers. All learners must take the

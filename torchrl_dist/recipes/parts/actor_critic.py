@@ -21,9 +21,9 @@ class A2CLoss(LossModule):
     Losses and gradients are those of TorchRL's ``A2CLoss`` with squared errors. Computing them
     takes about half of the time that TorchRL's loss takes.
 
-    ``forward`` reads rows ``[B]``, and returns ``loss_objective``, and ``loss_critic`` and
-    ``loss_entropy`` multiplied by their coefficients. It also returns ``entropy`` in nats, detached
-    from the graph.
+    ``forward`` reads rows ``[B]``, and returns ``loss_objective``, ``loss_critic`` and
+    ``loss_entropy``. The last two are multiplied by their coefficients. It also returns
+    ``entropy`` in nats, detached from the graph.
 
     Args:
         network: maps observations to logits ``[B, actions]`` of discrete actions.

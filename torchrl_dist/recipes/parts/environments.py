@@ -130,8 +130,7 @@ def atari(env: str, **options: Any) -> gymnasium.Env:
     from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 
     with needs("atari"), warnings.catch_warnings():
-        # The import registers the ids. Register them again, in case gymnasium has looked up the id
-        # before.
+        # The import registers the ids. gymnasium would warn if they were registered already.
         warnings.filterwarnings("ignore", message=".*Overriding environment")
         import ale_py
 
@@ -224,7 +223,7 @@ _LONGEST = 10_000  # number of elements of the longest observation that is flatt
 
 def is_flattened(space: gymnasium.Space) -> bool:
     """Whether observations are flattened. Observations in a single Box are not flattened, because
-    vectors and images need no flattening, and for any other Box, the user must decide."""
+    vectors and images need no flattening. For any other Box, the user must decide."""
     from gymnasium import spaces
 
     def of_vectors(part: gymnasium.Space) -> bool:
@@ -247,7 +246,7 @@ def for_collectors(
     imports it.
 
     Args:
-        reward_clip: rewards are clipped to the range from minus this to plus this; 0: no clipping.
+        reward_clip: rewards are clipped to -reward_clip .. reward_clip; 0: no clipping.
         wrapped: see :class:`Task`.
         clip_actions: continuous actions are clipped to the environment's bounds.
     """
@@ -433,7 +432,7 @@ def _bounds(env: str, actions: gymnasium.Space, continuous: Continuous) -> tuple
     return low, high
 
 
-_MOST_COMBINATIONS = 10_000  # of actions, because a network needs one output for each
+_MOST_COMBINATIONS = 10_000  # most combined actions, because each needs an output of the network
 
 
 def _numbered(actions: gymnasium.Space) -> str:

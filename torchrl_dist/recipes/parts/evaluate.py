@@ -19,7 +19,7 @@ class GreedyEpisodes:
     """Play ``episodes`` environments in parallel, for one episode each.
 
     The same seed and number of episodes give the same episodes. If the environment has its own
-    vectorized form, this form is used (CartPole: 30 times faster).
+    vectorized form, this form is used (for CartPole, 30 times faster than separate environments).
 
     Args:
         act: the policy.

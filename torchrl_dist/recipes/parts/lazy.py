@@ -10,7 +10,7 @@ from typing import Any
 def lazily(package: str) -> Callable[[str], Any]:
     """Return ``__getattr__`` for an algorithm's package.
 
-    Its configuration needs no torch; ``build`` and ``run`` import torch."""
+    The package's configuration needs no torch; ``build`` and ``run`` import torch."""
 
     def named(name: str) -> Any:
         if name not in ("build", "run"):

@@ -21,7 +21,7 @@ _PRIOR = 1e-4  # gymnasium's RunningMeanStd begins with this count, mean 0 and v
 
 
 class Moments(nn.Module):
-    """Count, mean and sum of squared deviations (M2) of all values so far, as buffers.
+    """Count, mean and sum of squared deviations (M2) of all values so far, as the module's buffers.
 
     The buffers are saved, and sent to collectors, together with the weights. ``forward`` normalizes
     values ``[..., size]`` of any real dtype to float32, and clips them to -10 .. 10, as gymnasium's
@@ -123,7 +123,7 @@ class RewardScale:
         last = (ids >= 0).sum(1, keepdim=True) - 1
         ends = zip(ids.gather(1, last).tolist(), returns.gather(1, last).tolist(), strict=True)
         self._last |= {id: value for (id,), (value,) in ends}
-        # A trajectory that ended with a batch does not continue, so forget the oldest ones.
+        # A trajectory that ended with its batch would stay here, so forget the oldest ones.
         for _ in range(len(self._last) - _REMEMBERED):
             del self._last[next(iter(self._last))]
         return returns

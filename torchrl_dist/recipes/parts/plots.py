@@ -40,7 +40,8 @@ def draw_learning_curve(
     """Write a PNG of returns over frames, and replace ``path`` atomically.
 
     Args:
-        training: pairs of frames and the mean return of the exploring episodes that ended there.
+        training: pairs of frames and the mean return of the exploring episodes that ended at these
+            frames.
         evaluations: in the order of their frames.
         threshold: the return at which the environment counts as solved.
         best: the evaluation whose weights were kept.
@@ -123,7 +124,7 @@ def draw_band(axes: Axes, curves: Sequence[Curve], label: str) -> None:
 
 
 def save_figure(figure: AnyFigure, path: str | os.PathLike[str]) -> None:
-    """Replace ``path`` atomically with a picture. Its suffix sets the type; the default is PNG."""
+    """Replace ``path`` atomically with a picture. Its type is the path's suffix, by default PNG."""
     path = own_files.resolved(path)
     kind = path.suffix.removeprefix(".") or "png"
     own_files.atomic_write(

@@ -77,7 +77,7 @@ class Squashed(TanhNormal):
     """TorchRL's distribution, with the density of actions scaled to -1 .. 1.
 
     The bounds are moved to the device of the network's outputs. SAC adds the negative log-density
-    to every step's reward. With the density of actions in the environment's units, this would also
+    to every step's reward. With the density of actions in the environment's units, SAC would also
     add the logarithm of the unit, and would therefore favour long or short episodes.
     """
 
@@ -87,12 +87,12 @@ class Squashed(TanhNormal):
         self._of_unit = ((bounds["high"] - bounds["low"]) / 2).log().sum(-1)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Return the log-density [...] of actions [..., A] in the environment's units."""
+        """Return the log-density [...]; ``value`` [..., A] is in the environment's units."""
         return super().log_prob(value) + self._of_unit
 
     def rsample_and_log_prob(self, sample_shape: Any = ()) -> tuple[Tensor, Tensor]:
         """Like TorchRL's method, return the action in the environment's units, and its
-        log-density."""
+        log-density when scaled to -1 .. 1."""
         action, log_prob = super().rsample_and_log_prob(sample_shape)
         return action, log_prob + self._of_unit
 

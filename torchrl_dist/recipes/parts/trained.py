@@ -181,7 +181,8 @@ def _of_lstm(state: Tensor) -> Tensor:
 
 
 def load_policy(path: str | os.PathLike[str]) -> TrainedPolicy:
-    """Return the policy of a checkpoint that ``torchrl-dist train`` wrote. Runs no code from it.
+    """Return the policy of a checkpoint that ``torchrl-dist train`` wrote. Runs no code that the
+    checkpoint contains.
 
         >>> policy = load_policy("runs/apex-CartPole-v1-seed0")  # doctest: +SKIP
         >>> policy.predict([0.0, 0.1, 0.0, -0.1])  # doctest: +SKIP

@@ -110,7 +110,7 @@ class R2D2Loss(LossModule):
         Args:
             states: ``[2, B, size, H]``, the stored states before each row."""
         burn_in = self.burn_in
-        count = valid[:, :burn_in].sum(1)  # these rows are the last of the burn-in
+        count = valid[:, :burn_in].sum(1)  # the valid rows are the last ones
         first = burn_in - count
         window = torch.arange(len(valid), device=valid.device)
         stored = states[:, window, first]

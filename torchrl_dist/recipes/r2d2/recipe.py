@@ -32,7 +32,7 @@ class R2D2(apex.Apex):
     for_priorities = (
         "anchor_index", "anchor_generation", "validity_mask", "learning_mask", "td_error",
     )  # fmt: skip
-    has_graph = False  # the CPU reads the lengths of windows, which a graph does not allow
+    has_graph = False  # the CPU reads the lengths of windows, which a CUDA graph does not allow
 
     @staticmethod
     def actor(

@@ -23,8 +23,8 @@ class SoftActorCritic(LossModule):
     ``entropy``. Each loss has gradients only for its own weights.
 
     Args:
-        network: the policy. The loss trains this module itself, not a copy. If it normalizes
-            observations, the critics get normalized observations, too.
+        network: the policy. The loss trains this module itself, not a copy. If the policy
+            normalizes observations, the critics get normalized observations, too.
         critics: two networks that estimate values of actions.
         target_entropy: in nats.
     """
@@ -85,7 +85,7 @@ class SoftActorCritic(LossModule):
         """Return two expectations under the policy, ``[B]`` each: the lower of the two critics'
         values, and the entropy.
 
-        Both may be estimated from one action."""
+        Both expectations may be estimated from one action."""
 
 
 class SACLoss(SoftActorCritic):

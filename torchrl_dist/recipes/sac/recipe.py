@@ -1,9 +1,9 @@
-"""SAC: collectors write to one shared buffer, whose rate limiter keeps them and the learner in
-step.
+"""SAC: collectors write to one shared buffer, whose rate limiter keeps the collectors and the
+learner in step.
 
 The replay ratio is a hyper-parameter of SAC (Haarnoja et al. 2018, arXiv:1812.05905). It would
-drift if processes ran as fast as they can. Here, the samples per inserted row are always the batch
-size times the updates per frame, even if each node keeps a shard.
+drift if processes ran as fast as they can. Here, it is always the batch size times the updates per
+frame, even if each node keeps a shard.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ def target_entropy(task: Task) -> float:
 
     It is -1 per dimension of continuous actions (Haarnoja et al. 2018, appendix D), because the
     policy's density is that of actions scaled to -1 .. 1. For discrete actions, it is half of the
-    largest possible entropy. With 98 %, as in Christodoulou 2019, actions stay nearly random."""
+    largest possible entropy. With 98 % of the largest entropy, as in Christodoulou 2019, actions
+    stay nearly random."""
     if task.num_actions:
         return _ENTROPY_PART * math.log(task.num_actions)
     return -float(len(task.action_low))

@@ -4,8 +4,9 @@
 Calls are short, so that a job that must stop does not wait for the end of an evaluation.
 
 The evaluation itself may kill or hang its process. A failed evaluation is therefore never repeated
-elsewhere, and only the first process that is lost in this way is replaced. Otherwise an environment
-that fails in evaluation could end one collector after another, and then the learner.
+elsewhere, and if two processes are lost in this way, with no completed evaluation in between, no
+more evaluations are played. Otherwise an environment that fails in evaluation could end one
+collector after another, and then the learner.
 """
 
 from __future__ import annotations
@@ -94,10 +95,10 @@ class Evaluations:
 
     That process has the role "evaluator". If no process has this role, the last collector plays, or
     this process if there are no collectors. An evaluation fails if it raises, or if its process
-    dies or hangs. A failed evaluation is reported and counted, and never repeated. If its process
-    died or hung, a collector plays the later evaluations. This collector must not be the only one
-    of its learner. If this collector also dies or hangs before it has completed an evaluation, no
-    more evaluations are played.
+    dies or hangs. A failed evaluation is reported and counted, and never repeated. If the
+    process died or hung, a collector plays the later evaluations. This collector must not be the
+    only one of its learner. If this collector also dies or hangs before it has completed an
+    evaluation, no more evaluations are played.
 
     Args:
         session: the learner's session.

@@ -71,7 +71,7 @@ class Iteration:
     Attributes:
         frames: new frames, in which episodes with these ``returns`` ended.
         lag: policy lag of the oldest of these frames.
-        waited_s: seconds that a learner waited for them (mean over the learners).
+        waited_s: seconds that a learner waited for these frames (mean over the learners).
         busy_s: seconds of stepping and writing, summed over all workers.
         ended: whether a learner got no data; if so, no learner learns in this iteration.
         stop: whether a learner must stop after this iteration.
@@ -343,7 +343,7 @@ class Monitor:
         tensorboard, _csv, *others = self._loggers
         plain = {k: v if isinstance(v, int | float) else str(v) for k, v in values.items()}
         for summary in hparams(plain, {"eval/return": 0.0}):
-            # not by the writer's add_hparams, which would make another folder
+            # The writer's add_hparams would make another folder.
             tensorboard.experiment.file_writer.add_summary(summary)
         for wandb in others:
             wandb.log_hparams(dict(values))
@@ -377,7 +377,7 @@ class Monitor:
         }
 
     def discard(self) -> None:
-        """Close, and remove the file and the folders that the loggers made.
+        """Close the monitor, and remove the file and the folders that the loggers made.
 
         Call this before anything is logged. A folder with other contents stays."""
         self.close()

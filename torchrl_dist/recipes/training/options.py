@@ -4,7 +4,7 @@ Neither this module nor its imports import torch, so ``--help`` and errors appea
 
 It uses argparse and PyYAML, because existing libraries for this task are less convenient.
 jsonargparse 4.53 refuses ``--total-frames`` and ``--hidden 64 64``. tyro 1.0 has no groups of
-options and reads no YAML files. Neither accepts ``2e5`` as a number of frames.
+options and reads no YAML files. Neither library accepts ``2e5`` as a number of frames.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def flag(name: str) -> str:
 
 
 def check_options(config: Any) -> None:
-    """Check the type and range of every field of ``config``. Its ``__post_init__`` calls this.
+    """Check the type and range of every field of ``config``, whose ``__post_init__`` calls this.
 
     Raises:
         ConfigurationError: a value is invalid; the message names the option.

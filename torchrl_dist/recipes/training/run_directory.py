@@ -225,8 +225,8 @@ def job_of(output: Path) -> str | None:
 
 
 def _read(path: Path) -> dict[str, str]:
-    """Return the content of a JSON file. It is empty if the file cannot be read or belongs to
-    another user."""
+    """Return the content of a JSON file. The result is empty if the file cannot be read or belongs
+    to another user."""
     try:
         note = json.loads(own_files.read_ours(path))
     except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""``train --seeds N``: the same run with N seeds, one after the other, and a plot of all."""
+"""``train --seeds N``: the same run with N seeds, one after the other, and a plot of all runs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def train_seeds(
     The folder of all runs is ``--output-dir``, by default ``runs/RECIPE-ENV-seeds``. It contains a
     folder for each seed, the results as ``seeds.jsonl``, and a plot, ``seeds.png``, which shows the
     mean and the range of the evaluations over the seeds. Resumed runs keep their options. A seed
-    that has not begun gets the options of the first run, so that all seeds belong together.
+    that has not begun gets the options of the first run, so that all runs have the same options.
 
     Args:
         given: the options that the user gave.
@@ -160,8 +160,8 @@ def _write(folder: Path, done: Mapping[int, Mapping[str, Any]]) -> None:
 def _run(command: list[str]) -> tuple[int, str]:
     """Run the command, pass stop signals on to it, and return its exit code and output.
 
-    The process gets its own OS session. Otherwise a terminal's Ctrl-C would reach it twice, and the
-    second signal would end it without a checkpoint."""
+    The process gets its own OS session. Otherwise a terminal's Ctrl-C would reach the process
+    twice, and the second signal would end it without a checkpoint."""
     libc = ctypes.CDLL(None)
 
     def end_with_parent() -> None:

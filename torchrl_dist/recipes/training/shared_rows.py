@@ -29,11 +29,11 @@ def shared_buffer(
     frames: dict[str, int] | None = None,
     **windows: Any,
 ) -> SharedReplayBuffer:
-    """Return the job's buffer. A resumed run continues with its rows.
+    """Return the job's buffer. In a resumed run, the buffer still has the rows of the earlier run.
 
     If an attempt was killed before its first checkpoint, the job starts again and does not count
-    the rows of that attempt. The first learner therefore drops these rows. The other learners must
-    not collect until then.
+    the rows of that attempt. The first learner therefore drops these rows in this call. The other
+    learners must not collect before it has dropped them.
 
     On one node, the buffer is in the folder ``config.replay_path``. On several nodes, the first
     process of each node keeps a shard. If ``config.replay_dir`` is given, the shard is in that
@@ -104,7 +104,7 @@ def first_of_each_node(session: Session) -> tuple[Peer, ...]:
 
 
 def remarks_on_resume(buffer: SharedReplayBuffer) -> tuple[str, ...]:
-    """Return remarks for a resumed run, whose rows may have been lost with the nodes' memory."""
+    """Return a remark if the rows of a resumed run were lost with the nodes' memory."""
     if len(buffer):
         return ()
     return ("the replay buffer's rows are lost; the buffer starts empty",)
@@ -113,6 +113,6 @@ def remarks_on_resume(buffer: SharedReplayBuffer) -> tuple[str, ...]:
 def stale_priorities(buffer: SharedReplayBuffer) -> int:
     """Return how many priorities were dropped because their rows had been overwritten.
 
-    The count is over all processes since the buffer was created. If other nodes keep rows, this
-    blocks for one call."""
+    The count is over all processes since the buffer was created. If other nodes keep rows, the
+    function blocks for one call."""
     return buffer.storage.counters["stale_updates"]

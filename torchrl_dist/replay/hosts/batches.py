@@ -40,8 +40,8 @@ from torchrl_dist.replay.parts.slices import NoSlicesError
 from torchrl_dist.replay.parts.storage import NoRowsError
 from torchrl_dist.runtime.awake import awake
 
-# If the round trip is shorter, the fewest batches are drawn ahead, because sampling older rows
-# would do more harm than waiting.
+# If the round trip is shorter than ``_LONG_ROUND_TRIP_S``, the fewest batches are drawn ahead,
+# because sampling older rows would do more harm than waiting.
 _LONG_ROUND_TRIP_S = 2e-3
 _FEWEST_AHEAD, _MOST_AHEAD, _MOST_BYTES_AHEAD = 2, 256, 2**24
 # The learner is assumed to take at least ``_SHORTEST_USE_S`` per batch. A pause of the learner
@@ -209,7 +209,7 @@ class BatchSource:
         """Choose how many batches to draw ahead, given the learner's pace and the round trip."""
         now, before = awake(), self._returned_at
         self._returned_at = now
-        if before is None or self._client.limited:  # with a limiter: the fewest
+        if before is None or self._client.limited:  # a limiter keeps the number at the fewest
             return
         use_s = max(_SHORTEST_USE_S, now - before - self._waited_s)
         if self._uses < _USES:

@@ -69,7 +69,7 @@ class HostedReplayBuffer(SharedReplayBuffer):
             UserWarning: a process of a host's node still has the directory open.
 
         Raises:
-            DeadlineError, PeerLostError: a host did not answer. The other hosts have released the
+            DeadlineError, PeerLostError: a host did not answer. All other hosts have released the
                 buffer.
         """
         self.close()

@@ -199,8 +199,8 @@ class ReplayClient:
     def _each(
         self, step: Callable[[Link, Any], Any], given: Mapping[int, Any], trouble: Trouble
     ) -> dict[int, Any]:
-        """Return ``step(link, value)`` by shard. For a shard that does not answer, call ``trouble``
-        instead."""
+        """Return the results of ``step(link, value)`` by shard. If a shard does not answer, call
+        ``trouble``, and leave the shard out of the results."""
         found = {}
         for shard, value in given.items():
             try:
@@ -248,7 +248,7 @@ class ReplayClient:
         return [state for state in self.states_by_shard() if state is not None]
 
     def states_by_shard(self) -> list[HostState | None]:
-        """Do the same as ``states``, with None for a host that does not answer."""
+        """Return what ``states`` returns, with None for a host that does not answer."""
         self.check()
         found = self.answers(self.ask([0] * len(self.links), None))
         return [None if answer is None else answer.state for answer in found]
@@ -356,7 +356,8 @@ class ReplayClient:
         limiter.
 
         Returns:
-            The sums; None if no shard answers, or if an answering shard's counts are unknown."""
+            The sums; None if no shard's counts are known, or if the counts of a shard that answers
+            are unknown."""
         known = []
         for shard, link in enumerate(self.links):
             counts = link.counts()
@@ -371,17 +372,17 @@ class ReplayClient:
         return [link.problem for link in self.links if link.counts() is None]
 
     def call(self, shard: int, method: str, *args: Any) -> Any:
-        """At one host, call a method that changes nothing, after all operations that were queued
-        for the host. Blocks."""
+        """Call a read-only method of one host, after all operations that were queued for the host.
+        Blocks."""
         return self.call_each(method, {shard: args})[shard]
 
     def call_each(
         self, method: str, calls: Mapping[int, tuple[Any, ...]], trouble: Trouble = _raise
     ) -> dict[int, Any]:
-        """Call a method that changes nothing at several hosts. Return the results by shard.
+        """Call a read-only method of several hosts. Return the results by shard.
 
-        At each host, the call comes after all operations of this client. Blocks, in total not
-        longer than one call.
+        At each host, the call comes after all operations of this client. The calls together block
+        no longer than one call.
 
         Args:
             calls: the arguments, by shard.
@@ -490,7 +491,8 @@ class ReplayClient:
         else:
             sent = with_stacks(spec, {})
         packed = pack(columns, copy=True)
-        # NumPy arrays, because another thread fills them, and the caller may be in inference mode
+        # NumPy arrays, because another thread fills them later, which fails for tensors that the
+        # caller created in inference mode
         index, generation = np.full(count, -1, np.int64), np.full(count, -1, np.int64)
         handed = torch.from_numpy(index), torch.from_numpy(generation)
         key = handed[0].data_ptr()
@@ -531,7 +533,7 @@ class ReplayClient:
         With several hosts, this method blocks for two calls unless this process already knows the
         spec. Afterwards all hosts that answer have the same spec. If several processes write first
         rows at the same time, the first host decides, because all processes ask it first. A single
-        host decides when the rows arrive.
+        host sets the spec when the rows arrive.
 
         Raises:
             ConfigurationError: hosts have different specs, because processes that wrote first rows
@@ -627,8 +629,8 @@ class ReplayClient:
                 raise
 
     def _note_max_priority(self, seen: float, era: int) -> None:
-        """Record the largest priority of a host. New rows get this priority in all shards of this
-        era. A single host knows its largest priority itself.
+        """Record the largest priority of a host. In this era, new rows of all shards get
+        this priority. A single host knows its largest priority itself.
 
         Call this method only with a priority that a host has reported. A priority that this process
         only sent may have been dropped by the host, because its row was overwritten."""

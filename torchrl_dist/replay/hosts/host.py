@@ -229,8 +229,8 @@ class ReplayHost(Shard):
     def _sampler(self) -> SharedPrioritizedSampler:
         if self._prioritized is None:
             raise ConfigurationError(
-                "no client of this buffer samples by priority; use RPCPrioritizedSampler, or set "
-                "no priorities"
+                "no client of this buffer samples by priority; use RPCPrioritizedSampler, or do "
+                "not set priorities"
             )
         return self._prioritized
 
@@ -464,11 +464,10 @@ class ReplayHost(Shard):
         return chunk, pack(copied, copy=False)
 
     def reaches(self, folder: str) -> bool:
-        """Return whether this process can access a shard's files in that folder, and may write to
-        them.
+        """Return whether this process can access and write to a shard's files in ``folder``.
 
-        The folder cannot be confused with one on another machine's disk, because a part of its name
-        is random."""
+        Another machine's disk cannot have a folder of the same name, because a part of the name is
+        random."""
         with contextlib.ExitStack() as steps:
             try:
                 RowFiles(Path(folder), self._storage.directory.rows, steps)
@@ -509,7 +508,7 @@ class ReplayHost(Shard):
             return self.begin_restore(head)
 
     def restore_rows(self, rows: RestoredRows) -> None:
-        """Publish saved rows, which are packed."""
+        """Publish saved rows whose arrays are packed."""
         super().restore_rows(rows._replace(arrays=unpack(rows.arrays)))
 
     # --- after a restart, see ``owner`` -------------------------------------------------------
@@ -521,8 +520,8 @@ class ReplayHost(Shard):
         return int(directory.words[Word.ERA]), counts
 
     def settle(self, era: int, agreed: int, samples: int) -> None:
-        """Set the era to ``agreed``, if the present era is still ``era``, and add ``samples`` to
-        the number of samples."""
+        """Add ``samples`` to the number of samples. Set the era to ``agreed`` if the present era is
+        still ``era``."""
         directory = self._storage.directory
         with directory.lock():
             if directory.words[Word.ERA] == era:

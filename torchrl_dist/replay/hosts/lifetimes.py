@@ -102,8 +102,8 @@ _Direct = TypeVar("_Direct", bound=DirectStorage)
 def open_directly(
     path: str, job_id: str, capacity: int, timeout_s: float, kind: type[_Direct]
 ) -> _Direct:
-    """Return a storage for a host's directory, in another process of the host's node. It is closed
-    when the session ends."""
+    """Return a storage for a host's directory, in another process of the host's node. The
+    storage is closed when the session ends."""
     storage = kind(capacity, scratch_dir=path, job_id=job_id, timeout_s=timeout_s)
     session = current_session()
     key = session.session_id

@@ -76,7 +76,7 @@ class Link(Protocol):
         """The number of operations that are queued or in flight."""
 
     def submit(self, method: str, *args: Any, timeout_s: float) -> Future[Any]:
-        """Call a method that changes nothing. The host may run it before earlier operations.
+        """Call a read-only method. The host may run it before earlier operations.
 
         After a timeout, the call may still run at the host."""
 

@@ -1,8 +1,8 @@
 """Merge a client's small operations, because each operation costs the host time and adds bytes to
 the message.
 
-Only neighbouring operations are merged, so that their order stays, and only if the merged operation
-has the same effect.
+Only neighbouring operations are merged, so that their order stays. They are merged only if the
+merged operation has the same effect.
 """
 
 from __future__ import annotations

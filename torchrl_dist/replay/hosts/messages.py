@@ -71,7 +71,7 @@ class CountSamples:
 
 @dataclass(frozen=True)
 class Invoke:
-    """Call a method of the host, in order with the operations. The reply has the method's
+    """Call a method of the host, in its turn among the operations. The reply has the method's
     result."""
 
     method: str
@@ -86,7 +86,7 @@ Operation = Write | SetPriorities | SetWrittenPriorities | CountSamples | Invoke
 
 @dataclass(frozen=True)
 class SliceLaw:
-    """Which slices of trajectories are drawn; see ``SharedSliceSampler``.
+    """Defines which slices of trajectories are drawn; see ``SharedSliceSampler``.
 
     ``consecutive``: neighbouring rows of a slice must be consecutive steps, because other shards
     may have rows of the trajectory.
@@ -103,8 +103,8 @@ class SliceLaw:
 
 @dataclass(frozen=True)
 class Law:
-    """The units of a draw: rows, slices of trajectories, or windows around rows. Rows, and the
-    first rows of slices, are drawn by priority or uniformly."""
+    """Defines the units of a draw (rows, slices of trajectories, or windows around rows), and
+    whether rows, or the first rows of slices, are drawn by priority or uniformly."""
 
     prioritized: bool
     slices: SliceLaw | None = None
@@ -140,7 +140,7 @@ class HostState(NamedTuple):
     ``mass``: the sum of the masses of all units that can be drawn, 0 if there are none.
     ``minimum``: the smallest mass of a row, inf without rows. ``max_priority``: the largest
     priority, to which alpha is not applied; NaN if there is none. ``era``: a number that changes
-    with each emptying and restore of the buffer. All shards have the same number. It is -1 while
+    with each emptying and restore of the buffer. All shards have the same era. The era is -1 while
     the rows are being dropped. Clients pass the largest priority from one shard to another only if
     both are in the same era, so that a priority of an earlier era cannot come back.
     """

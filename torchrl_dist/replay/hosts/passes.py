@@ -52,7 +52,7 @@ class PassSource:
 
     @property
     def left(self) -> int:
-        """Upper bound of the number of rows that remain in the pass, over all shards."""
+        """An upper bound of the number of rows that remain in the pass, over all shards."""
         return int(self._left.sum())
 
     def drop(self) -> None:

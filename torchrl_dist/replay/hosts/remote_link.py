@@ -8,8 +8,8 @@ of the host restarts this deadline.
 
 Operations that come during a call are queued, and small operations are merged. A busy host
 therefore gets fewer and larger calls. The link limits the size of a call, so that the host needs
-only a part of the deadline for it. Threads of the transport and of the link make the calls. An
-exception that a signal handler raises in the main thread therefore leaves no call incomplete.
+only a part of the deadline for the call. Threads of the transport and of the link make the calls.
+An exception that a signal handler raises in the main thread therefore leaves no call incomplete.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ from torchrl_dist.runtime.awake import awake
 # least this often sends one message per batch instead of two.
 _COMPANY_S = 0.02
 
-# The maximum number of operations in one request. A larger operation counts as one operation per 32
-# KiB. A request is therefore limited to about 16 MiB, unless a single operation is larger. The host
-# needs about 100 us per counted operation, that is, a twentieth of a second for a full request.
+# The maximum number of operations in one request. A large operation counts once per 32 KiB. A
+# request is therefore limited to about 16 MiB, unless a single operation is larger. The host needs
+# about 100 us per counted operation, that is, a twentieth of a second for a full request.
 _MOST_OPERATIONS = 512
 _BYTES_PER_OPERATION = 2**15
 # The maximum number of operations in the first request. The first request is small, because the

@@ -378,8 +378,8 @@ class _SlicesOfOwner(_SamplerOfOwner, SharedSliceSampler):
         return batch
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Return whether a run of rows is long enough. Over hosts, this method blocks for two
-        calls."""
+        """Return whether any run of rows is long enough for a slice. Over hosts, this method blocks
+        for two calls."""
         if not super().can_sample(storage, batch_size):
             return False
         return self._source is None or self._source.can_draw(batch_size)
@@ -464,7 +464,7 @@ class RPCPrioritizedSliceSampler(
         tensor([2, 3, 2, 3])
     """
 
-    __init__ = _SamplerOfOwner.__init__  # not with the signature of RPCPrioritizedSampler
+    __init__ = _SamplerOfOwner.__init__  # else the signature would be RPCPrioritizedSampler's
 
 
 class RPCSamplerWithoutReplacement(SharedSamplerWithoutReplacement, _SamplerOfOwner):
@@ -473,10 +473,10 @@ class RPCSamplerWithoutReplacement(SharedSamplerWithoutReplacement, _SamplerOfOw
     It replaces TorchRL's ``SamplerWithoutReplacement``, and draws as
     :class:`SharedSamplerWithoutReplacement` does. During a pass over all shards, all processes
     together draw each row at most once. The next pass begins when a sample finds no rows left in
-    the shards that answer. If a shard does not answer at that moment, the ended pass omits its
-    remaining rows. Nothing is drawn ahead, so each sample waits for a call. Rows of a batch are in
-    the order of their shards. If the buffer has only one host, and this process runs on this host's
-    node, the sampler works as a :class:`SharedSamplerWithoutReplacement`.
+    the shards that answer. If a shard does not answer at that moment, the pass that ended omits
+    this shard's remaining rows. Nothing is drawn ahead, so each sample waits for a call. Rows of a
+    batch are in the order of their shards. If the buffer has only one host, and this process runs
+    on this host's node, the sampler works as a :class:`SharedSamplerWithoutReplacement`.
 
     Args:
         drop_last: omit the last batch of a pass if it is not full.

@@ -232,7 +232,7 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
         parts = self.client.by_shard(index.numpy())
         spec = self.client.agreed_spec(data)
         columns = rows.matching_columns(data, spec)
-        # as in ``append``, data may be on another device or have gradients
+        # rebuilt as in ``append``, because data may be on another device or have gradients
         data = rows.build(rows.tensors(columns, spec), spec, (index.numel(),))
         row_bytes = sum(column.nbytes for column in columns) // max(1, index.numel())
         written = self.client.order_each(

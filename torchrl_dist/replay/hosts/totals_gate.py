@@ -11,14 +11,15 @@ counts in that reply. The limiter is therefore exact for one process that sample
 writes. The process knows operations of other processes only up to the shards' last replies. The
 difference that ``law.limiter`` defines may therefore leave its range. Each other process may lower
 the difference by up to ``prefetch + batches_per_call + 1`` batches below the range, or raise it by
-one ``extend`` above the range. A waiting process asks the shards again after 2 ms, then with pauses
-of up to 50 ms, so it does not wait because of outdated counts.
+one ``extend`` above the range. A process that must wait asks the shards at once for their counts,
+and again after pauses that grow from 2 ms to 50 ms, so outdated counts do not make it wait for
+long.
 
 Each shard enforces ``max_times_sampled`` exactly. A row counts when it is drawn, so all processes
-together never return a row more often. Rows that a process has drawn ahead may still be returned,
-so this process counts them as part of the size. Unused draws (spare ones, and those of dropped
-batches) are sent back with the next message to the shard. A row is returned less often than allowed
-only if a process died or ended with unused draws. One process loses at most the draws of
+together never return a row more often than allowed. Rows that a process has drawn ahead may still
+be returned, so this process counts them as part of the size. Unused draws (spare ones, and those of
+dropped batches) are sent back with the next message to the shard. A row is returned less often than
+allowed only if a process died or ended with unused draws. One process loses at most the draws of
 ``prefetch + batches_per_call`` batches, with their spare draws.
 
 The last known counts of a lost shard stay in the totals. After a restart, and in a process that
@@ -60,8 +61,8 @@ class TotalsGate:
         self._lock = renewed(self, "_lock", threading.RLock)
 
     def counts(self) -> Counts | None:
-        """Return the counts that this process knows, or None until all shards have answered
-        once."""
+        """Return the counts that this process knows, or None until every shard that can be called
+        has answered once."""
         with self._lock:
             counts = self._client.counts()
             if counts is None:

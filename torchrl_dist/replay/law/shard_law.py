@@ -156,13 +156,14 @@ def number_rows(shards: np.ndarray, received: np.ndarray) -> tuple[np.ndarray, n
 
 
 def spare_rows(expected: np.ndarray) -> np.ndarray:
-    """Return the number of spare rows that suffices in 999 of 1,000 batches, if ``expected`` are
-    needed on average.
+    """Return the number of spare rows that suffices in 999 of 1,000 batches, if ``expected`` spare
+    rows are needed on average.
 
     A shard whose share rises from ``P`` to ``Q`` gets Binomial(n, Q - P) further draws in a batch
     of ``n``. The result is the sum of three terms, rounded up: the mean of this distribution, 3.3
-    standard deviations of the Poisson distribution with the same mean, which has heavier tails, and
-    a half, which is needed for means below 1. If the mean is 0, the result is 0.
+    standard deviations of the Poisson distribution with the same mean, and a half. The Poisson
+    distribution is used because it has heavier tails. Means below 1 need the half. If the mean is
+    0, the result is 0.
 
     Args:
         expected: float64 [shards], the means.

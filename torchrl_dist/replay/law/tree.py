@@ -32,8 +32,8 @@ _TOP_SIZE = 1024  # a level with at most this many nodes is the top level
 
 
 def level_sizes(capacity: int) -> list[int]:
-    """Return the nodes per level, leaves first. Every level except the top is padded to whole
-    blocks of 32."""
+    """Return the number of nodes per level, leaves first. Every level except the top is padded to
+    whole blocks of 32."""
     sizes = [-(-capacity // FANOUT) * FANOUT]
     while sizes[-1] > _TOP_SIZE or len(sizes) == 1:
         nodes = sizes[-1] // FANOUT
@@ -117,7 +117,7 @@ class PriorityTree:
             self._sums[level][blocks] = np.einsum("ij->i", children)  # takes half as long as sum(1)
             if level > 1:
                 children = _children(self._minima[level - 1], blocks)
-            # 0: a leaf without a row, or a padding node, whose values are never computed
+            # a value of 0 is a leaf without a row, or a padding node, which is never computed
             np.putmask(children, children <= 0, np.inf)
             self._minima[level][blocks] = children.min(1)
             parents = blocks >> _SHIFT

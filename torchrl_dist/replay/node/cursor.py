@@ -108,7 +108,7 @@ class SharedCursor:
             source: the values of the rows, [n, ...] per column.
             reserve: a method that reserves the slots, called with ``arguments`` and ``plan=``. Its
                 module must be in ``_MODULES``. The function outside these modules that called into
-                them is the writer, and its write ends at the latest when this function returns.
+                them is the writer. Its write ends at the latest when the writer returns.
 
         Returns:
             The result of ``reserve``, and the plan for the frames. The plan is None if the rows
@@ -129,7 +129,8 @@ class SharedCursor:
         and slots of a dead process are taken.
 
         Raises:
-            DeadlineError: live writers hold so many slots that no run of ``count`` is free.
+            DeadlineError: live writers hold so many slots that there are no ``count`` free
+                neighbouring slots.
         """
         directory = self._directory
         limit = max(largest_reservation(directory.capacity), self.width)
@@ -400,7 +401,7 @@ class SharedCursor:
             deadline: on ``time.monotonic``.
 
         Returns:
-            False if fewer rows are published, and no live process is writing rows.
+            Whether ``least`` rows are published. If not, no live process is writing rows.
 
         Raises:
             DeadlineError: the deadline passed; the message names the writers.
@@ -481,8 +482,8 @@ class SharedCursor:
         """Reserve the ``count`` slots from ``slot`` on, except those that have been reserved since
         the cursor was at ticket ``since``.
 
-        The excepted slots come first in the range. Returns ``None`` if no slot is left. Blocks
-        while other processes write the remaining slots.
+        The excepted slots are the first ones of the range. Returns ``None`` if no slot is left.
+        Blocks while other processes write the remaining slots.
 
         Raises:
             DeadlineError: other processes kept writing the slots.
@@ -565,8 +566,8 @@ class SharedCursor:
         """Return ``(first ticket, count)`` of each live claim, and end the claims of dead members.
 
         If ``count`` is given, only claims on the slots of the ``count`` tickets from ``first`` on
-        are considered. When a claim has ended, its slots are free, because they are unpublished.
-        Called under the lock.
+        are considered. After a claim has ended, another writer may claim its slots, because they
+        are unpublished. Called under the lock.
         """
         directory = self._directory
         claims = directory.claims[: directory.words[Word.CLAIM_ROWS]]

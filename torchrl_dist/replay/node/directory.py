@@ -22,8 +22,8 @@ Invariants, even if processes are killed:
 
 1. A slot is *published* exactly when its version is even and above 0. Except during a change (see
    2), only published slots have a leaf above 0 in the tree. Draws happen under the lock, so they
-   return only published slots. Every published slot has such a leaf, unless its row is hidden, see
-   ``times_sampled``.
+   return only published slots. Every published slot has a leaf above 0, unless its row is hidden,
+   see ``times_sampled``.
 2. Shared state changes only under the lock, and ``DIRTY`` is set before the first store and cleared
    after the last one. A process that takes the lock and finds ``DIRTY`` set repairs what the killed
    holder left (:meth:`ReplayDirectory.lock`, ``cursor.repair``).
@@ -414,7 +414,7 @@ class ReplayDirectory:
     def tensors(self) -> list[torch.Tensor]:
         """The shared rows, one tensor [capacity, ...] per column of :attr:`rows`.
 
-        A column whose frames are stored once has zeros here, which take no memory; see
+        The tensor of a column whose frames are stored once is all zeros, which take no memory; see
         :meth:`read`."""
         if self._rows is None and self.rows is None:
             return []
@@ -424,8 +424,8 @@ class ReplayDirectory:
     def arrays(self) -> list[np.ndarray]:
         """:attr:`tensors` as arrays, see :func:`array_of`.
 
-        A column whose frames are stored once has the numbers of the cells that hold its frames,
-        int32 [capacity, stack], see ``frames``."""
+        The array of a column whose frames are stored once contains the numbers of the cells that
+        hold its frames, int32 [capacity, stack], see ``frames``."""
         if self._rows is None and self.rows is None:
             return []
         return self._arrays
@@ -445,7 +445,7 @@ class ReplayDirectory:
         return columns if self._frames is None else self._frames.expand(columns, _take)
 
     def read_stored(self, slots: np.ndarray | slice) -> list[np.ndarray]:
-        """Do the same as :meth:`read`, but return the stored form of the rows, see
+        """Return what :meth:`read` returns, but in the stored form of the rows, see
         ``row.stacks``."""
         columns = self._taken(slots)
         return columns if self._frames is None else self._frames.stored(columns, _take)
@@ -547,7 +547,8 @@ class ReplayDirectory:
             shape = (self.capacity, *column.shape)
             file = self.path / files.DATA / column.file_name
             buffer = map_file(file, data_bytes(column, self.capacity))
-            with torch.inference_mode(False):  # otherwise later writes in normal mode would fail
+            # because writes outside inference mode fail for tensors created in this mode
+            with torch.inference_mode(False):
                 if column.stack:
                     tensors.append(torch.zeros((), dtype=column.dtype).expand(shape))
                     cells = np.frombuffer(buffer, np.int32).reshape(self.capacity, column.stack)

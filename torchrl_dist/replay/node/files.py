@@ -56,7 +56,7 @@ class Header:
         capacity: slots of the ring.
         job_id: the job that the directory belongs to.
         starter: ``world.process_stamp`` of the process without which the job cannot be restarted.
-            None if there is no such process, :data:`SLURM` if Slurm knows the job.
+            :data:`SLURM` if Slurm knows the job. None if no such process is known.
     """
 
     capacity: int
@@ -132,7 +132,7 @@ def check_ours(folder: Path) -> None:
     """Refuse a folder that is neither empty nor a replay directory, before any file is created.
 
     Raises:
-        FileNotFoundError: there is no such folder, or it is changing at this moment.
+        FileNotFoundError: the folder, or a file in it that was just listed, does not exist.
         DirectoryError: the path is a file, the folder holds something else, or its header is
             damaged or missing.
     """
@@ -198,7 +198,7 @@ def _data_files(folder: Path) -> list[str]:
 
 
 def clear(folder: Path) -> None:
-    """Remove this project's files except the lock file, whose lock the caller holds.
+    """Remove this project's files except the lock file. The caller holds the lock.
 
     If this function is interrupted, the next process that takes the lock calls it again, see
     :func:`is_being_removed`."""
@@ -222,9 +222,9 @@ def is_being_removed(folder: Path) -> bool:
 def retire(folder: Path) -> Path | None:
     """Take a directory out of use. The caller holds its lock, and no other process uses it.
 
-    The folder is renamed atomically. The function returns the new name, for :func:`remove`. A
-    folder that is a mount point or holds other files stays, and only this project's files in it are
-    removed.
+    The folder is renamed atomically, and the function returns the new path, for :func:`remove`. If
+    the folder cannot be renamed (a mount point) or holds other files, only this project's files in
+    it are removed, and the function returns None.
     """
     doomed = folder.with_name(f".{folder.name}.removed-{os.getpid()}")
     if holds_only_ours(folder):
@@ -246,16 +246,15 @@ def remove(doomed: Path) -> bool:
     with contextlib.suppress(OSError):
         _clear(doomed)
         (doomed / LOCK).unlink(missing_ok=True)
-        # the header comes last, because it marks the folder as ours
+        # last, because the header marks the folder as this project's
         (doomed / _BEING_REMOVED).unlink(missing_ok=True)
         doomed.rmdir()
     return not doomed.exists()
 
 
 def half_removed(folder: Path) -> Iterator[Path]:
-    """Yield folders that :func:`retire` renamed, but whose removing process was then killed.
-
-    These folders were earlier directories at this path."""
+    """Yield the folders that :func:`retire` renamed from the path ``folder``, and that still exist
+    because the process that removed them was killed."""
     name = re.compile(re.escape(f".{folder.name}.removed-") + r"\d+")
     for each in folder.parent.iterdir():
         if name.fullmatch(each.name):
@@ -268,7 +267,8 @@ def half_removed(folder: Path) -> Iterator[Path]:
 def is_half_removed(folder: Path) -> bool:
     """Return whether :func:`retire` renamed the folder.
 
-    Such a folder belongs to this user and holds only this project's files, among them a header."""
+    A folder counts as renamed only if it belongs to this user and holds only this project's files,
+    among them a header."""
     if re.fullmatch(r"\..+\.removed-\d+", folder.name) is None or not own_files.is_ours(folder):
         return False
     with contextlib.suppress(OSError, DirectoryError):

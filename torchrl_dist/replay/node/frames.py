@@ -1,8 +1,8 @@
 """Store each frame once, in a second ring of the replay directory. Rows refer to frames.
 
-If each row has a stack of four frames and also the stack of the next step, a frame would otherwise
-be stored up to eight times. For the keys that ``frames=`` names, the directory has two more kinds
-of files, and a row holds numbers that name frames, instead of the frames' bytes::
+Without this ring, a frame would be stored up to eight times if each row has a stack of four frames
+and the stack of the next step. For the keys that ``frames=`` names, the directory has two more
+kinds of files, and a row holds numbers that name frames, instead of the frames' bytes::
 
     data/frames=.bin          int64 [MAX_CLAIMS + capacity]: starts of claims, marks of slots
     data/frames=DIGEST.bin    a ring of frames, [size, ...], one per key; the key and
@@ -30,8 +30,8 @@ Invariants at every instant:
   later. A writer that needs such a ticket waits.
 
 Two alternatives were rejected. Taking frames from neighbouring slots (Dopamine) requires a single
-writer of whole episodes. Storing a stream in chunks, and each chunk until its last row is gone
-(Reverb), requires a count of references, and a killed process would leave a wrong count.
+writer of whole episodes. Storing a stream in chunks, and keeping each chunk until its last row is
+gone (Reverb), requires a count of references, and a killed process would leave a wrong count.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ from torchrl_dist.tensors import array_of
 if TYPE_CHECKING:
     from torchrl_dist.replay.node.kernel import NumpyKernel
 
-_SPARE = 0.07  # for the first stacks of episodes: extra frames, as a share of the rows
+_SPARE = 0.07  # extra frames per row, because an episode has more frames than rows
 _WINDOW = 32  # the window is the number of rows divided by this
-_FEW = 4096  # minimum size of window and ring, in frames, unless the buffer cannot need that many
+_FEW = 4096  # minimum size of window and ring, in frames, unless the buffer never needs that many
 _MOST_KNOWN = 2**17
-_DROPPED_AT_ONCE = 256  # a drop frees 1/256 of the ring in addition to what is needed
+_DROPPED_AT_ONCE = 256  # a drop frees the cells that are needed, and 1/256 of the ring
 _MOST_FRAMES = 2**31 - 1  # rows store cells as int32
 _NEVER = 2**61  # larger than any ticket
 
@@ -136,7 +136,8 @@ def with_stacks(spec: RowSpec, stacks: Mapping[tuple[str, ...], int]) -> RowSpec
     for column in spec.columns:
         stack = stacks.get(column.ring, 0)
         if column.stack and not stack:
-            column = replace(column, stack=0)  # a checkpoint's spec may have stacks
+            # a checkpoint's spec may have a stack for a key that ``stacks`` lacks
+            column = replace(column, stack=0)
         if stack:
             column = column.as_stack(stack)
             first = found.setdefault(column.ring, column)
@@ -193,8 +194,8 @@ class _NumpyFinder:
         self._known: dict[bytes, int] = {}
 
     def find(self, values: Sequence[np.ndarray], oldest: int) -> _Found:
-        """Look for the frames of values, uint8 [n, stack, bytes] each, in the ring. Ignore frames
-        with tickets below ``oldest``."""
+        """Look in the ring for the frames of each of ``values``, uint8 [n, stack, bytes]. Ignore
+        frames with tickets below ``oldest``."""
         fresh: list[np.ndarray] = []
         by_digest: dict[bytes, int] = {}
         digests: list[bytes] = []
@@ -406,7 +407,7 @@ class Frames:
         return Plan(columns, found, count, known, new, int(known.min()))
 
     def admits(self, row: int, plan: Plan | None) -> bool:
-        """Return whether the plan's frames can be reserved for a claim. Called under the lock.
+        """Return whether the plan's new frames can get tickets now. Called under the lock.
 
         The caller then calls :meth:`reserve` without releasing the lock.
 
@@ -430,14 +431,14 @@ class Frames:
         return self._oldest_start() >= cursor + plan.count - self.size
 
     def _oldest_start(self) -> int:
-        """Return the oldest ticket that a claim refers to."""
+        """Return the oldest start of a claim, or ``_NEVER`` if there is no claim."""
         used = self._words[Word.CLAIM_ROWS]
         starts = self._starts[:used][self._claims[:used, CLAIM_COUNT] != 0]
         return int(starts.min(initial=_NEVER))
 
     def reserve(self, plan: Plan | None, ranges: Sequence[tuple[int, int]]) -> None:
         """Reserve tickets for new frames, mark the slots, and drop rows whose frames will be
-        overwritten. Called under the lock, after the claim.
+        overwritten. Called under the lock, after the claim was made.
         """
         words = self._words
         first = words[Word.FRAME_CURSOR]

@@ -29,7 +29,7 @@ class Bell:
 
     To wait, check the state under its lock, call :meth:`arm`, release the lock, and call
     :meth:`wait`. To wake, change the state under the lock, release the lock, and call :meth:`ring`.
-    A ring between these steps is not missed.
+    A ring between :meth:`arm` and :meth:`wait` is not missed.
 
     Args:
         words: int64, shared, initially zero.
@@ -40,7 +40,7 @@ class Bell:
 
     def __init__(self, words: memoryview, waited: int, rung: int, address: int) -> None:
         self._words, self._waited, self._rung = words, waited, rung
-        self._address = address + 8 * rung  # the low half, little endian
+        self._address = address + 8 * rung  # a futex has 32 bits: the word's low half
 
     def arm(self) -> int:
         """Announce that the caller will wait. Return the argument of :meth:`wait`."""

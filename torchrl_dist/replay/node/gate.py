@@ -1,14 +1,14 @@
 """A replay directory's rate limiter: shared counters, and how processes wait for them.
 
-The counters are words of the directory, and change under its lock. A write is admitted and gets its
-slots without releasing the lock in between. When a write asks for admission, rows that other
-processes are writing count as inserts. Otherwise all writers that wake up together would be
-admitted. A sample, too, is admitted and counted without releasing the lock. While a thread waits
-for the limiter, it holds neither the directory's lock nor the locks of TorchRL's buffers.
+The counters are words of the directory, and change under its lock. A process holds the lock from
+the admission of a write until the write has its slots, and from the admission of a sample until the
+sample is counted. When a write asks for admission, rows that other processes are writing count as
+inserts. Otherwise all writers that wake up together would be admitted. While a thread waits for the
+limiter, it holds neither the directory's lock nor the locks of TorchRL's buffers.
 
-A process keeps a note of the rows of a sample from the sample's admission to its return. If the
+From a sample's admission to its return, the user table holds the sample's number of rows. If the
 process is killed before the return, these rows stop counting as soon as another process would have
-to wait. For ``max_times_sampled``, a row counts when it is drawn, even if it is never returned.
+to wait. For ``max_times_sampled``, a drawn row counts as sampled even if it is never returned.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class Gate:
         self.ring()
 
     def set_samples(self, rows: int) -> None:
-        """Restart the count. Samples in progress belong to the old count. Called under the lock."""
+        """Restart the count of samples at ``rows``. Samples that are in progress do not change the
+        new count. Called under the lock."""
         self._directory.words[Word.SAMPLED] = rows
         unreturned = self._directory.users[:, USER_UNRETURNED]
         unreturned[unreturned != 0] = 0
@@ -111,8 +112,8 @@ class Gate:
     def set_state(self, state: list[float] | None, rows: int) -> None:
         """Continue with these counts if they belong to an equal limiter. Called under the lock.
 
-        Otherwise the ``rows`` in the buffer count as inserts, but at most as many as the first
-        sample needs.
+        If they do not, or if ``state`` is None, the ``rows`` in the buffer count as inserts, but at
+        most as many as the first sample needs.
         """
         words = self._directory.words
         inserts, samples = min(rows, self.limiter.min_size_to_sample), 0

@@ -100,7 +100,8 @@ class NumpyKernel:
         return True
 
     def unpublish(self, start: int, stop: int) -> None:
-        """Take the slots ``start`` to ``stop`` out of the buffer, between begin and commit."""
+        """Take the slots ``start`` to ``stop`` out of the buffer. Called between begin and
+        commit."""
         words, versions = self._words, self._versions[start:stop]
         # published: even and not 0
         words[Word.LENGTH] -= int(np.count_nonzero(versions) - np.count_nonzero(versions & 1))
@@ -233,8 +234,8 @@ class CKernel(NumpyKernel):
         array = ctypes.c_int64 * len(columns)
         targets = array(*map(address, columns))
         sizes = array(*(column.nbytes // len(column) for column in columns))
-        # Two threads may map the rows at once, so one assignment stores all. It keeps a reference
-        # to the columns, because the directory may only keep those of the other thread.
+        # Two threads may map the rows at once, so one assignment stores everything. Keep a
+        # reference to the columns, because the directory may keep only the other thread's columns.
         self._columns = columns, array, targets, sizes
 
     def append(

@@ -47,8 +47,8 @@ class Found:
             directory. ``"kept"``: it was built with ``keep=True``. ``"its job may come back"``: its
             launcher still runs, Slurm knows the job, or the user gave torchrun an id.
             ``"damaged"``.
-        job_id: None if damaged.
-        rows: number of published rows; None if damaged.
+        job_id: None if damaged or half removed.
+        rows: number of published rows; None if damaged or half removed.
         bytes: size of its files.
         pids: processes that have it open.
     """
@@ -67,7 +67,7 @@ class Found:
 def find(places: Sequence[Path]) -> Iterator[Found]:
     """Yield this user's replay directories among ``places`` and the folders in ``places``.
 
-    This function changes nothing."""
+    The function also searches user folders that it finds there. It changes nothing."""
     for place in places:
         found = look(place)
         if found is not None:
@@ -123,8 +123,8 @@ def _judge(folder: Path, fd: int) -> Found:
 def _has_ended_here(header: files.Header, starter: str, folder: Path) -> bool:
     """Return whether the starter of a directory has ended.
 
-    Returns False if the folder is on a network file system and the starter may be a process of
-    another machine, which cannot be seen here."""
+    Return False if the folder is on a network file system and the starter may be a process of
+    another machine, because this machine cannot tell whether such a process has ended."""
     if starter == files.SLURM:
         # Slurm does not know a job that has ended and will not be started again
         known = _slurm_jobs(int(time.monotonic() // _SLURM_ANSWER_HOLDS_S))
@@ -176,7 +176,7 @@ def remove(found: Found) -> bool:
     except OSError:
         return False
     try:
-        # a process that opens it now waits for the lock, and then sees that the directory changed
+        # a process that opens the directory now waits for the lock, and then notices the removal
         if not lock_all(fd, MEMBER_BYTES + MAX_MEMBERS):
             return False
         now = os.stat(found.path / files.LOCK)

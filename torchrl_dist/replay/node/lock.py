@@ -352,10 +352,10 @@ class FairLock:
     def _wait_in_line(self, deadline: float | None) -> float | None:
         """Wait for the turnstile. Return None if the mutex was taken without the turnstile.
 
-        The next process in line polls the mutex. If the mutex stays free for longer than the
-        polling interval, this process considers the next one in line stopped (for example by
-        SIGSTOP), and takes the mutex directly. For up to ``_PASSING_S`` seconds, this process then
-        takes the mutex whenever it is free, without waiting in line.
+        The process that holds the turnstile polls the mutex. If the mutex nevertheless stays free
+        for longer than ``_PATIENCE_S``, the caller considers that process stopped (for example by
+        SIGSTOP), and takes the mutex directly. For up to ``_PASSING_S`` seconds, the caller's
+        process then takes the mutex whenever it is free, without waiting in line.
         """
         if deadline is None:
             deadline = time.monotonic() + self.timeout_s

@@ -1,4 +1,4 @@
-"""Files as memory that processes share: allocate and map them, and refuse unsuitable ones."""
+"""Allocate and map files that processes share as memory, and refuse network file systems."""
 
 from __future__ import annotations
 

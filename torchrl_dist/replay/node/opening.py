@@ -73,7 +73,8 @@ def open_directory(
     repair: Callable[[ReplayDirectory], None] = no_repair,
     identity: int | None = None,
 ) -> ReplayDirectory:
-    """Create the directory or join it. All storages that a process has on it share one view.
+    """Create the directory or join it. All storages of a process on it share one view, which this
+    function returns.
 
     Args:
         path: folder on a local file system, preferably in ``/dev/shm`` or on a fast local disk. It
@@ -228,7 +229,7 @@ def _starter_of(job_id: str) -> str | None:
         world = World.from_env()
         if world.launcher == "slurm" and world.job_id == job_id:
             return files.SLURM
-        # a process of another machine cannot be seen here
+        # take a local process, because a process of another machine cannot be seen here
         return world.starter if is_stamp(job_id) or world.job_id == job_id else None
     return None
 
@@ -254,7 +255,7 @@ def _joined_view(asked: _Asked) -> ReplayDirectory | None:
         return None
     if view.pid != os.getpid():
         try:
-            # a second view would be a second member
+            # use the parent's view, because a second view would be a second member
             view.join_after_fork()
         except DirectoryError:  # another directory has this path now
             return None
@@ -338,7 +339,7 @@ def _adopt(view: ReplayDirectory, header: Header, asked: _Asked) -> None:
     if other_job:
         new = Header(header.capacity, view.job_id, _starter_of(view.job_id))
         write_json(view.path / files.HEADER, new.as_json())
-    if not view.words[Word.IDENTITY]:  # made by a version that had no identities
+    if not view.words[Word.IDENTITY]:  # made by a version of torchrl_dist without identities
         view.words[Word.IDENTITY] = _new_identity()
     if not alive:
         view.words[Word.INTERRUPTED] = 0
@@ -423,11 +424,11 @@ def _create_files(folder: Path, capacity: int, job: str) -> Header:
 
     The header comes last, because a process that finds no header creates all files again."""
     try:
-        files.check_ours(folder)  # other files may have appeared in the folder since
+        files.check_ours(folder)  # other files may have appeared since the first check
     except DirectoryError:
         (folder / files.LOCK).unlink()
         raise
-    with contextlib.suppress(OSError):  # a folder that cannot be listed
+    with contextlib.suppress(OSError):  # the parent folder cannot be listed
         for doomed in list(files.half_removed(folder)):
             files.remove(doomed)
     header = Header(capacity, job, _starter_of(job))

@@ -32,7 +32,7 @@ class Patch(NamedTuple):
     """New values for rows.
 
     Attributes:
-        columns: [n, ...] by the number of the column.
+        columns: the new values [n, ...], by the number of their column.
         version: the number of a column in ``columns`` that holds one number per row. A row is
             patched only if its new number is not below the stored one. If None, every row is
             patched.

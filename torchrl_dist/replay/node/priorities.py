@@ -60,7 +60,7 @@ def leaves_of(directory: ReplayDirectory, raw: np.ndarray) -> np.ndarray:
 
 
 def check_new(directory: ReplayDirectory, raw: np.ndarray, rows: int) -> None:
-    """Raise ``ConfigurationError`` unless these are valid priorities for new rows, one per row."""
+    """Raise ``ConfigurationError`` unless ``raw`` holds one valid priority for each new row."""
     if raw.shape != (rows,):
         raise ConfigurationError(
             f"got priorities of shape {list(raw.shape)} for {rows} rows; pass one priority per row"
@@ -126,8 +126,8 @@ def set_alpha(directory: ReplayDirectory, alpha: float) -> None:
 def finish_rescaling(directory: ReplayDirectory) -> None:
     """Raise the leaves to the power that NEXT_ALPHA requires.
 
-    This also completes the conversion of a process that was killed between two stores. A converted
-    leaf has a minus sign until all leaves are converted and ALPHA is set.
+    If a process was killed during the conversion, this function completes it. A converted leaf has
+    a minus sign until all leaves are converted and ALPHA is set.
     """
     leaves = directory.tree.leaves
     directory.tree.mark_all()

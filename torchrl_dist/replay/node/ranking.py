@@ -3,9 +3,9 @@
 The rank of a row is a number that is computed from one of its columns, so no shared table of ranks
 has to be kept in step with the rows. Slots are chosen, written and published while the lock is
 held, and while no process writes a row outside the lock. The choice therefore considers all rows.
-If a process is killed or interrupted while it holds the lock, the slots' versions stay odd, as
-after an interrupted patch. Repair then drops up to ``_BYTES_AT_ONCE`` bytes of rows, and the next
-rows take their slots.
+If a process is killed or interrupted while it holds the lock, the versions of the chosen slots stay
+odd, as after an interrupted patch. Repair then drops up to ``_BYTES_AT_ONCE`` bytes of rows, and
+the next rows take their slots.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchrl_dist.replay.node.priorities import default_leaf, leaves_of_new, tra
 from torchrl_dist.replay.node.tables import Word
 
 REDUCTIONS = ("sum", "mean", "max", "min", "median")
-_BYTES_AT_ONCE = 2**18  # of rows, copied while the lock is held
+_BYTES_AT_ONCE = 2**18  # how many bytes of rows are copied before the lock is released
 _LOWEST = -np.finfo(np.float64).max
 
 
@@ -120,8 +120,8 @@ def keep_best(
         new: the ranks of the new rows, float64 [n].
         left: the rows that are not written yet, int64 [m], m > 0.
         source: the values of the rows, [n, ...] per column.
-        priority: float64 [n], valid according to ``priorities.check_new``. Default: the largest
-            priority seen.
+        priority: float64 [n], valid according to ``priorities.check_new``. If None, the rows get
+            the largest priority seen.
 
     Returns:
         Positions in ``left`` of the rows that were written, their slots and generations, int64 [k]

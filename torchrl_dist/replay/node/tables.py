@@ -49,10 +49,10 @@ class Word(enum.IntEnum):
     EPS = 8  # float64
     MAX_PRIORITY = 9  # float64, raw; NaN before the first priority
     MAX_SLOT = 10  # the slot of MAX_PRIORITY, -1 if unknown
-    JOINS = 11  # members that ever joined; keeps ids unique though rows of the table are reused
+    JOINS = 11  # members that ever joined; makes ids unique although rows of the table are reused
     KEEP = 12  # keep the directory when the last member leaves
     CLAIM_ROWS = 13  # rows of the claim table that were ever used
-    MAX_WITHIN = 14  # MAX_PRIORITY is the largest of the current rows, not of all earlier rows
+    MAX_WITHIN = 14  # 1: MAX_PRIORITY is the largest of the current rows, 0: of all rows ever
     NEXT_WRITE_COUNT = 15  # WRITE_COUNT as it will be after the publication in progress
     # counters, see ReplayDirectory.counters
     REREAD_ROWS = 16
@@ -77,19 +77,19 @@ class Word(enum.IntEnum):
     MAX_TIMES_SAMPLED = 44
     SAMPLED = 45  # rows returned by samples
     INSERT_BASE = 46  # the write count from which inserts are counted
-    AVAILABLE = 47  # published rows that may be sampled; all rows without MAX_TIMES_SAMPLED
+    AVAILABLE = 47  # published rows that may be sampled; without MAX_TIMES_SAMPLED, all of them
     BELL_WAITED = 48
     BELL_RUNG = 49
     LIMITER_WAITS = 50  # a counter
     ERA = 51  # the era of a shard, see ``host.HostState``
     HIDDEN = 52  # a bit for each column of ``spec.HIDDEN`` that rows have
     RESTORES = 53  # how often a checkpoint was restored
-    DRAWN = 54  # rows that samples drew without a limiter; see ``count``
+    DRAWN = 54  # rows that samples drew without a limiter, see ``ReplayDirectory.count``
     INTERRUPTED = 55  # a member left after a stop signal or an exception; no files are removed
     # frames that are stored once, see ``frames``
     FRAME_CURSOR = 56  # the next ticket of a frame
     FRAME_LOW = 57  # no row that is published or being written has a smaller mark
-    DROPPED_ROWS = 58  # a counter: rows that were dropped before the ring reached them
+    DROPPED_ROWS = 58  # a counter: rows dropped because new frames needed their frames' cells
     FRAMES_SET = 59  # frames.json exists
     PATCHES = 60  # grows by 1 when a patch begins and when it ends, see ``patches``
     STRUCTURE = 61  # a bit for each column by which rows are found or ranked

@@ -47,7 +47,8 @@ def set_times_sampled(
     *,
     published: bool = True,
 ) -> None:
-    """Set the counts of the rows in the slots, or of the rows that are published there next.
+    """Set the counts of the rows in the slots or, with ``published=False``, of the rows that are
+    published there next.
 
     If a slot occurs twice, the last count stays."""
     assert directory.times_sampled is not None
@@ -180,7 +181,7 @@ def give_back(
 
     Args:
         slots, generation: int64 [n], one per draw. Rows that no longer exist are skipped.
-        leaves: float64 [n].
+        leaves: float64 [n], the leaf of each row when it was drawn.
     """
     with directory.lock():
         fresh = directory.versions[slots] == 2 * generation

@@ -68,7 +68,7 @@ class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, Ten
             self.limiter.check_batch(batch_size)
 
     def cleanup(self) -> bool:
-        """Call ``close``. TorchRL uses this name."""
+        """Call ``close``. The name ``cleanup`` is TorchRL's."""
         self.close()
         return True
 
@@ -144,7 +144,8 @@ class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, Ten
             The new generations, int64 [n].
         """
         slots = as_slots(index, self.width)
-        slots = slots if slots.ndim == 1 else slots.reshape(-1)  # samplers recognise this tensor
+        # do not copy the index if it is flat, because samplers recognise this tensor
+        slots = slots if slots.ndim == 1 else slots.reshape(-1)
         check_batch(data)
         count = rows.batch_of(data)[0]
         if count != slots.numel():

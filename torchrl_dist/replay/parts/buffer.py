@@ -155,7 +155,8 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         """
         _torchrl.initialize(self)
         dim = self._dim_extend
-        rows = data.unsqueeze(dim) if isinstance(data, TensorDictBase) else data  # or _write raises
+        # ``_write`` raises for other types
+        rows = data.unsqueeze(dim) if isinstance(data, TensorDictBase) else data
         index = self._write(rows, True)
         return index[0] if index.numel() and self._storage.ndim == 1 else index
 
@@ -629,7 +630,7 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         found = value.new_zeros(len(anchors))
         found.scatter_reduce_(0, which, value, "amax", include_self=False)
         if self.eta < 1:
-            mean = found.clone()  # stays for windows without a row of the learning region
+            mean = found.clone()  # for windows without a row of the learning region
             which, value = which[learning], value[learning]
             mean.scatter_reduce_(0, which, value, "mean", include_self=False)
             found = self.eta * found + (1 - self.eta) * mean

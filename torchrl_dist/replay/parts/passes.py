@@ -123,7 +123,7 @@ class Passes:
 
 
 def draw_of_pass(directory: ReplayDirectory, passes: Passes, begin: Take) -> Draw:
-    """Return the ``draw`` for ``storage.read_rows``. All of its rows belong to one pass.
+    """Return the ``draw`` for ``storage.read_rows``. All rows that it draws belong to one pass.
 
     Args:
         begin: a function that returns slots and versions of the first rows, from the current pass
@@ -216,7 +216,7 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
 
     def _setup(self) -> None:
         super()._setup()
-        self._passes: Any = None  # the Passes of a directory, or a PassSource of its hosts
+        self._passes: Any = None  # a directory's Passes, or the hosts' PassSource
         self._pass: int | None = None  # the pass that this process drew from last
         self._batch_size = 1
         self._only_one = False
@@ -265,7 +265,7 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
         while True:
             draw = draw_of_pass(directory, passes, begin)
             found = self._read_now(storage, draw, count, stored)
-            # otherwise, rows were overwritten while they were copied, so draw again
+            # draw again if too many rows were overwritten while they were copied
             if found.units == count or (found.units and not self.drop_last):
                 return found
 

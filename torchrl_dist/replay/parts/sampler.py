@@ -72,7 +72,7 @@ class RecentGenerations:
     ``recall`` raises. In every thread except the main thread, the methods wait only a limited time
     until no other thread uses this object (``remember`` waits 0.25 s, ``recall`` 10 s). After this
     time, ``remember`` does nothing, and ``recall`` raises, because a signal handler in the main
-    thread may be waiting for a lock that the waiting thread holds.
+    thread may be waiting for a lock that the calling thread holds.
     """
 
     def __init__(self) -> None:
@@ -169,7 +169,8 @@ class RecentGenerations:
         these slots never count.
 
         Raises:
-            DirectoryError: the caller is a signal handler that interrupted a use of this object.
+            DirectoryError: the caller is a signal handler that interrupted a use of this object, or
+                another thread's use did not end within 10 s.
         """
         return self._alone(_LONG_PATIENCE_S, self._recall, index)
 
@@ -223,7 +224,8 @@ class SharedSampler(Sampler):
 
     _directory: ReplayDirectory | None
     _knows_rows = False
-    """Whether the sampler keeps data about rows, so that it cannot change to another directory."""
+    """Whether the sampler keeps data about rows. If it does, it cannot change to another
+    directory."""
     _no_counts = ""
     """The end of an error message that says why the class cannot obey ``max_times_sampled``."""
     _no_windows = ""
@@ -293,8 +295,8 @@ class SharedSampler(Sampler):
         """Prepare draws from a directory, or raise ConfigurationError."""
 
     def draw_windows(self, unit: Sequence | Window | None, storage: Storage) -> None:
-        """From now on, draw windows around rows, or rows if ``unit`` is None. A buffer calls this
-        method when it is built, and may call it again.
+        """From now on, draw windows around rows, or single rows if ``unit`` is None. A buffer calls
+        this method when it is built, and may call it again.
 
         Raises:
             ConfigurationError: the class does not draw windows, another buffer wants other windows,
@@ -524,7 +526,7 @@ class SharedRandomSampler(SharedSampler, RandomSampler):
                 todo = todo[(now & 1 == 1) | (now == 0)]
                 if not todo.size:
                     return slots, versions, np.ones(count)
-            # nearly every slot is being rewritten, so choose among the published ones
+            # nearly every slot is being rewritten, so choose among the published slots
             now = directory.versions.copy()
             published = np.flatnonzero((now & 1 == 0) & (now > 0))
             if not published.size:
@@ -605,14 +607,14 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
 
     _knows_rows = True
     _copy_of: int | None = None
-    """The directory of the sampler that this one was copied from."""
+    """The identity of the directory whose sampler was copied to make this sampler."""
 
     def _setup(self) -> None:
         super()._setup()
         self._recent = RecentGenerations()
 
     def __getstate__(self) -> dict[str, Any]:
-        # another process may have set alpha after this sampler was built, or may set it now
+        # ``self.alpha`` is the current alpha; with ``_copy_of``, a copy accepts a later change
         bound = self._directory
         copy_of = self._copy_of if bound is None else bound.identity
         return super().__getstate__() | {"_alpha": self.alpha, "_copy_of": copy_of}
@@ -637,8 +639,7 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
                 directory.commit()
             shared = directory.get_float(Word.ALPHA), directory.get_float(Word.EPS)
             within = bool(words[Word.MAX_WITHIN])
-        # when this sampler was copied, its alpha was that of the directory, which may have changed
-        # since
+        # another process may have changed alpha since this sampler was copied
         if self._copy_of == directory.identity:
             self._alpha = shared[0]
         if (*shared, within) != (self._alpha, self._eps, self._max_priority_within_buffer):
@@ -733,7 +734,7 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
 
         def draw_more(count: int) -> tuple[np.ndarray, np.ndarray]:
             slots, leaves = directory.tree.draw(self._uniforms(count))
-            while not leaves.all():  # rounding can lead to an empty leaf
+            while not leaves.all():  # rounding can lead to a leaf of 0
                 again = np.flatnonzero(leaves == 0)
                 slots[again], leaves[again] = directory.tree.draw(self._uniforms(again.size))
             return slots, leaves
@@ -746,7 +747,7 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
             if limited and not directory.words[Word.AVAILABLE]:
                 raise TooFewDrawsError(EMPTY)
             slots, leaves, minimum, total = directory.tree.sample(self._uniforms(count))
-            if np.count_nonzero(leaves) < count:  # rounding can lead to an empty leaf
+            if np.count_nonzero(leaves) < count:  # rounding can lead to a leaf of 0
                 again = np.flatnonzero(leaves == 0)
                 slots[again], leaves[again] = draw_more(again.size)
             if limited:

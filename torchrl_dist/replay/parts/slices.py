@@ -302,8 +302,8 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
     _no_windows = "draws slices, not rows"
 
     consecutive = False
-    """Whether neighbouring rows of a slice must be consecutive steps. This is needed over hosts,
-    because steps between two neighbours may be in another shard."""
+    """Whether neighbouring rows of a slice must be consecutive steps. True over hosts, because the
+    steps between two neighbours may be in another shard."""
 
     # TorchRL's class sets these attributes
     slice_len: int | None
@@ -384,7 +384,8 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
     def draw(
         self, storage: Storage, count: int, with_mass: bool = False, *, stored: bool = False
     ) -> Drawn:
-        """Draw slices with ``count`` rows in total, all of which were published at one moment."""
+        """Draw slices with ``count`` rows in total. All these rows were in the buffer at the same
+        moment."""
         directory, fresh = self.attach(storage), False
         assert isinstance(storage, SharedMemmapStorage)
         if not (self._by_end or self._by_step):
@@ -564,8 +565,9 @@ class SharedPrioritizedSliceSampler(
     the right, fewer rows suffice. With ``strict_length=False``, the first row of a run may always
     begin a slice. ``fragmented=True`` also works.
 
-    Priorities belong to rows, so a row within a slice may have a low priority. Priorities for
-    overwritten rows are dropped, as in :class:`SharedPrioritizedSampler`.
+    Only the priority of a slice's first row counts in the draw, so the other rows of the slice may
+    have low priorities. Priorities for overwritten rows are dropped, as in
+    :class:`SharedPrioritizedSampler`.
 
     Example:
         >>> sampler = SharedPrioritizedSliceSampler(

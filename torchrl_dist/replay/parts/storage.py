@@ -116,13 +116,14 @@ class SharedMemmapStorage(RowStorage):
             number of frames per value. Each frame is then stored once. Use ``{"pixels": 4}`` if the
             first dimension of ``"pixels"`` and ``("next", "pixels")`` holds 4 frames. Frames are
             also stored once if rows have n-step returns. Use ``{"pixels": 1}`` if each value is one
-            frame. Batches stay the same, bit for bit. A process recognises repeated frames by
-            comparing them, byte by byte, with frames that it wrote recently. The storage
-            has room for 1.07 new frames per row, plus a reserve of 0.03 frames per row. Rows need
-            more room if episodes are shorter than about 15 steps, or if frames do not repeat. The
-            oldest rows are then dropped early, with a warning, and counted (``"dropped_rows"``). To
-            keep more rows, pass a larger ``max_size``. Pass the same ``frames`` in every process.
-            Default: the ``frames`` that the directory already has, or none.
+            frame. Batches are the same as without ``frames``, bit for bit. A process recognises
+            repeated frames by comparing them, byte by byte, with frames that it wrote recently. The
+            storage has room for 1.07 new frames per row, plus a reserve of 0.03 frames per row.
+            Rows need more room if episodes are shorter than about 15 steps, or if frames do not
+            repeat. The oldest rows are then dropped early, with a warning, and counted
+            (``"dropped_rows"``). To keep more rows, pass a larger ``max_size``. Pass the same
+            ``frames`` in every process. Default: the ``frames`` that the directory already has, or
+            none.
         ndim: with ``ndim=2``, rows have two dimensions as in TorchRL's storages: ``extend`` takes
             ``[B, T, ...]`` (which TorchRL's buffers store as ``[T, B]``), a sample has single
             elements, and their index is a pair of coordinates. ``B`` must be the same in all
@@ -130,8 +131,8 @@ class SharedMemmapStorage(RowStorage):
             ``max_size`` must be a multiple of ``B``. The elements of one time step stay together,
             but steps of several processes alternate along the first dimension. Therefore slices,
             windows and queries are refused, and so are ``frames``, ``fill_once`` and a
-            :class:`SharedMaxValueWriter`. A checkpoint can be loaded into a storage of the same
-            capacity only. Reading by index waits for elements that are being written. A slice of
+            :class:`SharedMaxValueWriter`. A checkpoint can be loaded only into a storage of the
+            same capacity. Reading by index waits for elements that are being written. A slice of
             time steps, as in ``storage[:]``, leaves out steps whose writer was killed.
 
     Raises:
@@ -287,7 +288,7 @@ class SharedMemmapStorage(RowStorage):
         """End this process's use of the storage. The last process removes or keeps the directory.
         Idempotent.
 
-        Waits for the writes of other threads of this process. No new write can begin.
+        The call waits for the writes of other threads of this process. No new write can begin.
 
         Args:
             clean: pass ``False`` after a failure, to keep the directory for a restarted job.
@@ -374,7 +375,7 @@ class SharedMemmapStorage(RowStorage):
 
     @property
     def _mutation_revision(self) -> int:
-        # samplers that keep caches of the rows compare this number
+        # samplers compare this number to notice that their caches of rows are outdated
         words = self._directory.words
         return words[Word.CURSOR] + words[Word.BASE] + words[Word.WRITE_COUNT]
 
@@ -448,7 +449,7 @@ class SharedMemmapStorage(RowStorage):
             return None
         if directory.words[Word.RESTORES]:  # a restore shifts the numbers of new rows
             return None
-        columns = rows.plain_columns(data, spec)  # kept alive, even if data changes
+        columns = rows.plain_columns(data, spec)  # keeps the tensors alive, even if data changes
         if columns is None:
             return None
         count = data.batch_size[0]
@@ -651,7 +652,7 @@ class SharedMemmapStorage(RowStorage):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append rows, given as columns, [n, ...] per column of ``spec``.
 
-        A host calls this method. It never waits for the limiter."""
+        A host calls this method. The method never waits for the limiter."""
         if self._directory.rows is None:
             self._directory.create_rows(spec)
         source = rows.fitted(columns, spec, self._spec())
@@ -814,7 +815,7 @@ class SharedMemmapStorage(RowStorage):
         spec = self._directory.rows
         if spec is None:
             self._directory.create_rows(rows.spec_of(data))
-            return self._checked(data, numbers)  # looks at the dimensions again
+            return self._checked(data, numbers)  # checks the dimensions again
         return rows.matching_columns(data, spec, numbers)
 
     def _fill(
@@ -894,7 +895,7 @@ class SharedMemmapStorage(RowStorage):
 
     def once_rows_are_published(self, read: Callable[[], _T]) -> _T:
         """Return the result of ``read``. If ``read`` raises NoRowsError, wait for rows that are
-        being written, and call it again.
+        being written, and call ``read`` again.
 
         Raises:
             NoRowsError: ``read`` raised this error, and no process is writing a row.

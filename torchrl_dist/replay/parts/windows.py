@@ -52,7 +52,7 @@ class Window:
     def info(self, drawn: Drawn) -> dict[Any, torch.Tensor]:
         """Return the entries that TorchRL's ``Sequence`` adds to a batch, one value per row.
 
-        ``"anchor_generation"`` is an addition: the generation of the row at ``"anchor_index"``."""
+        In addition, ``"anchor_generation"`` is the generation of the row at ``"anchor_index"``."""
         step = torch.arange(self.size)
         learning = (step >= self.burn_in) & (step < self.burn_in + self.length)
         anchors = torch.empty(0, 3, dtype=torch.int64) if drawn.anchors is None else drawn.anchors
@@ -67,7 +67,7 @@ class Window:
 
 
 class Neighbours:
-    """This process's record of which row follows which. Only changed slots are read again.
+    """This process's record of which row follows which.
 
     Args:
         directory: a directory whose rows are numbered.
@@ -76,7 +76,7 @@ class Neighbours:
 
     Attributes:
         versions: int64 [capacity], the versions of the rows in this record.
-        busy: whether a use has begun and not ended. If a signal handler, or code that runs after
+        busy: true while a draw uses the record. If a signal handler, or code that runs after
             Ctrl-C, finds ``busy`` true, the record may be incomplete, and another record must be
             built.
     """
@@ -92,13 +92,13 @@ class Neighbours:
         self._gone = np.zeros(capacity, bool)
         # the slots of the next and the previous row, or the slot itself if there is no such row
         self._after, self._before = np.arange(capacity), np.arange(capacity)
-        # from the number of a row to its slot, for rows without a previous row (first) and rows
-        # without a next row (last)
+        # map the number of a row to its slot: _first has the rows without a previous row, and
+        # _last has the rows without a next row
         self._first: dict[int, int] = {}
         self._last: dict[int, int] = {}
 
     def refresh(self) -> None:
-        """Read the slots that have changed."""
+        """Read the slots that have changed since the last call."""
         now = self.directory.versions
         changed = np.flatnonzero(now != self.versions)
         if not changed.size:
@@ -158,7 +158,8 @@ class Neighbours:
         self, links: np.ndarray, slots: np.ndarray, steps: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """Follow links from each slot. Return the visited slots, int64 [steps + 1, n], and how many
-        steps were possible, int64 [n]. At the last row, the slot stays the same."""
+        steps were possible, int64 [n]. A path that has reached its last row repeats the slot of
+        this row."""
         path = np.empty((steps + 1, slots.size), np.int64)
         path[0] = slots
         for step in range(steps):
@@ -166,7 +167,7 @@ class Neighbours:
         return path, np.count_nonzero(path[1:] != path[:-1], axis=0)
 
     def windows(self, window: Window, anchors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the slots of the windows of anchors, int64 [n, size], and which rows are valid.
+        """Return the slots of the anchors' windows, int64 [n, size], and which rows are valid.
 
         The rows of each window are those that TorchRL's ``Sequence.expand`` (0.14.1) chooses."""
         shifts = window.episode_boundary == "stop"  # shift windows back to the trajectory's end

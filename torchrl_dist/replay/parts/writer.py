@@ -27,11 +27,12 @@ class SharedCursorWriter(Writer):
     """Round-robin writer whose cursor, length and generations belong to the storage's directory.
 
     It replaces ``TensorDictRoundRobinWriter``. Each process reserves its own slots for a write, and
-    readers see only whole rows. If a sampled row is overwritten, ``"index_generation"`` of the
-    sample shows that a priority computed from the sample is not for the new row.
+    readers see only whole rows. If a sampled row is overwritten, the new row has another generation
+    than ``"index_generation"`` of the sample. A priority computed from the sample can therefore be
+    told from a priority of the new row.
 
     An extend of more than ``max_size`` rows keeps the last ``max_size`` rows. The rows that are not
-    kept get the index -1. If processes write to their own shard of a :class:`RemoteStorage`, an
+    kept get the index -1. If each process writes to its own shard of a :class:`RemoteStorage`, an
     extend keeps only as many rows as this shard can hold, and warns. The batch itself is not
     changed.
 
@@ -111,7 +112,7 @@ class SharedCursorWriter(Writer):
         mark = _torchrl.value_of(data, "index")
         width = self._storage.width
         if isinstance(mark, torch.Tensor) and width and mark.shape[1:] == (2,):
-            # TorchRL's buffers set the coordinates in a different order from that of the rows
+            # sorted, because TorchRL's buffers set the coordinates in another order than the rows'
             mine = slots_at(mark.cpu(), width).sort()[0]
             same = any(torch.equal(mine, each.sort()[0]) for each in list(self._written))
             return data.exclude("index") if same else data
@@ -201,23 +202,24 @@ class SharedCursorWriter(Writer):
 class SharedMaxValueWriter(SharedCursorWriter):
     """Keep the rows with the highest ranks among the rows that all processes write.
 
-    It replaces ``TensorDictMaxValueWriter``. A new row takes a free slot, or replaces the row with
-    the lowest rank if its own rank is higher. Otherwise the new row is not kept. The rank of a row
-    is a float64: the ``reduction`` of its values under ``rank_key``. After any number of writes by
-    any processes, the buffer therefore holds the ``max_size`` best rows. If a new row has the same
-    rank as a row in the buffer, the row in the buffer stays. To keep the best trajectories, store
-    each trajectory as one row, that is, extend with ``[n, T]``.
+    It replaces ``TensorDictMaxValueWriter``. The rank of a row is a float64: the ``reduction`` of
+    its values under ``rank_key``. A new row takes a free slot. If all slots are in use, the new row
+    replaces the row with the lowest rank, but only if the new row's rank is higher. A new row with
+    the same or a lower rank is not kept. After any number of writes by any processes, the buffer
+    therefore holds the ``max_size`` best rows. To keep the best trajectories, store each trajectory
+    as one row, that is, extend with ``[n, T]``.
 
-    Pass the same arguments in the buffers of all processes. A write holds the lock of the buffer
-    while it copies the rows that are kept, up to 256 KiB at once. This writer is therefore best if
-    rows are seldom replaced. If a process is killed or interrupted during a write, the rows that it
-    was replacing at that moment are lost, and so are the new rows (``write_count`` may count them).
-    Rows that are written by ``buffer[i] = rows`` have ranks like all other rows. Do not write while
-    a process restores a checkpoint. If a checkpoint has more rows than there is room for, the rows
-    that are left out are not chosen by rank.
+    Pass the same arguments in the buffers of all processes. A write copies the kept rows in parts
+    of up to 256 KiB, and holds the lock of the buffer during each part. This writer is therefore
+    best if rows are seldom replaced. If a process is killed or interrupted during a write, the rows
+    that it was replacing at that moment are lost, and so are the new rows, although ``write_count``
+    may count the new rows. Rows that are written by ``buffer[i] = rows`` have ranks like all other
+    rows. Do not write while a process restores a checkpoint. If a checkpoint has more rows than
+    there is room for, the rows that are left out are not chosen by rank.
 
     Args:
-        rank_key: key of the numbers that rank a row. ``update_if_present`` cannot change them.
+        rank_key: key of the numbers that rank a row. ``update_if_present`` cannot change these
+            numbers.
         reduction: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"median"`` (the lower of two
             middle values) over the values of a row.
 
@@ -225,10 +227,11 @@ class SharedMaxValueWriter(SharedCursorWriter):
         ConfigurationError: the arguments differ from those of another process; the storage is not a
             :class:`SharedMemmapStorage`, because shards would each keep their own best rows; or the
             storage has a ``limiter`` or ``frames``. Writes raise this error if rows have no real
-            numbers under the key, or have NaN under it. No row is written then. Samplers and
+            numbers under the key, or have NaN under it, and then write no row. Samplers and
             ``query`` raise this error if they need rows in the order of writing, as slices without
             ``fragmented=True`` do.
-        DeadlineError: from writes, if another process is stopped while it writes.
+        DeadlineError: a write waited too long, because another process was stopped during its own
+            write.
 
     Example:
         >>> storage = SharedMemmapStorage(3, scratch_dir="/dev/shm/example")

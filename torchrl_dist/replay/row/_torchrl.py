@@ -72,7 +72,7 @@ def locks_given_back(storage: Storage) -> Iterator[None]:
     """
     given_back = []
     for buffer in buffers_over(storage):
-        with contextlib.suppress(RuntimeError):  # this thread does not hold the lock
+        with contextlib.suppress(RuntimeError):  # raised once this thread does not hold the lock
             while True:
                 buffer._replay_lock.release()
                 given_back.append(buffer._replay_lock)
@@ -84,11 +84,11 @@ def locks_given_back(storage: Storage) -> Iterator[None]:
 
 
 class EntryLock:
-    """A lock of TorchRL's buffers. It raises for a thread that holds the directory's lock.
+    """A lock of TorchRL's buffers. A thread that holds the directory's lock gets an error instead.
 
-    Other threads hold the buffer's lock while they wait for the directory's lock. If a signal
-    handler interrupts the thread that has the directory's lock, the handler would therefore wait
-    for the buffer's lock indefinitely.
+    A signal handler may interrupt a thread that holds the directory's lock. If the handler waited
+    for the buffer's lock, it could wait indefinitely, because another thread may hold the buffer's
+    lock while it waits for the directory's lock.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -108,10 +108,10 @@ class EntryLock:
 
 
 def check_prefetching(buffer: Any) -> None:
-    """Check that this thread may sample. Call it before a sample.
+    """Check that this thread may sample. Call this function before each sample.
 
     Raises:
-        DirectoryError: this is a call from a signal handler. The handler would wait for a batch
+        DirectoryError: the caller is a signal handler. The handler would wait for a batch
             that another thread fetches, while that thread waits for the code that the handler
             interrupted.
     """
@@ -175,7 +175,7 @@ def arrive_with(storage: Storage, buffers: list[Any]) -> None:
 
 
 def check_copying(storage: Storage) -> None:
-    """Check that a storage may be copied with its buffers. Call it before copying.
+    """Check that a storage may be copied with its buffers. Call this function before copying.
 
     Raises:
         ConfigurationError: ``share()`` was called on a buffer, or a buffer of TorchRL's class is
@@ -300,7 +300,7 @@ def query_rows(rows: TensorDictBase, buffer: Any, predicate: Any, trajectory_key
 def unchecked_tensordict(source: dict[str, Any], batch_size: torch.Size) -> TensorDict:
     """Return ``TensorDict(source, batch_size, "cpu")`` without checking that the values fit.
 
-    The checks would take seven times as long as everything else.
+    The checks would take seven times as long as the rest of the call.
     """
     data = TensorDict._new_unsafe(source, batch_size=batch_size)
     data._device = _CPU  # passing the device as an argument would double the time
@@ -423,7 +423,7 @@ class SparseSlots:
 
     @property
     def supports_conditional_update(self) -> bool:
-        """Read by TorchRL's ``update_if_present``, which then checks and writes in two steps.
+        """TorchRL's ``update_if_present`` reads this, and then checks and writes in two steps.
 
         Raises:
             ConfigurationError: always, because other processes may write between these steps.
@@ -590,12 +590,11 @@ Path = tuple[str, ...]
 def plain_leaves(
     data: TensorDictBase,
 ) -> tuple[dict[Path, Any], dict[Path, torch.Size]] | None:
-    """Return the tensors of a plain ``TensorDict``, and the batch sizes that do not follow from its
-    own. Return None for any other ``data``.
+    """Return two dictionaries for a plain ``TensorDict``, and None for any other ``data``.
 
-    The first dictionary has the tensors by path, as ``data.items(True, True)`` gives them, but in a
-    fifth of the time. The second dictionary has the batch sizes, by path, of nested TensorDicts
-    that are empty or whose batch size is not that of ``data``.
+    The first dictionary has the tensors by path, as ``data.items(True, True)`` gives them, but
+    takes a fifth of the time. The second dictionary has the batch sizes, by path, of nested
+    TensorDicts that are empty or whose batch size is not that of ``data``.
     """
     found: dict[Path, torch.Tensor] = {}
     nodes: dict[Path, torch.Size] = {}

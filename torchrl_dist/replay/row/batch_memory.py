@@ -1,6 +1,6 @@
 """Memory for sampled batches that is reused once the caller has dropped the batch.
 
-A new 7 MiB tensor per batch costs 1,800 page faults, more than the copy into it.
+A new tensor of 7 MiB per batch costs 1,800 page faults, which take longer than the copy into it.
 """
 
 from __future__ import annotations

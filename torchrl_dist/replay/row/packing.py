@@ -22,7 +22,7 @@ def pack(arrays: Sequence[np.ndarray], *, copy: bool) -> list[Part]:
 
     Args:
         arrays: as ``tensors.array_of`` returns them.
-        copy: whether to copy the arrays, because the caller may change them before they are sent.
+        copy: whether to copy the arrays. Needed if the caller may change them before they are sent.
     """
     found: list[Part] = []
     for array in arrays:

@@ -107,8 +107,8 @@ def _leave_out_draw(parts: _Parts) -> None:
     """If the rows come from a sample, drop the columns that describe its draw.
 
     Raises:
-        ConfigurationError: the user's rows have a column of such a name. A sample could not show
-            that column.
+        ConfigurationError: a column of the user's rows has a name in ``SAMPLING_KEYS``, so a sample
+            could not show that column.
     """
     found = {path[0] for path in (*parts.columns, *parts.nodes) if path} & SAMPLING_KEYS
     if "index" not in found or len(found) == 1:
@@ -352,7 +352,7 @@ def build(
 
     Args:
         raw: whether to leave texts undecoded and to use plain TensorDicts instead of tensorclasses.
-            This is for rows that nothing will read, or that another process may be overwriting.
+            Use ``raw`` for rows that nothing will read, or that another process may be overwriting.
 
     Raises:
         ConfigurationError: the rows have a tensorclass that this process has not imported.

@@ -22,7 +22,7 @@ _LONGEST_NAME = 251  # file systems allow 255 bytes, suffix included
 def data_file(key: Sequence[str]) -> str:
     """Return the name of the file that holds a column."""
     name = ",".join(quote(part, safe="") for part in key)
-    if len(name) > _LONGEST_NAME:  # no other name contains "="
+    if len(name) > _LONGEST_NAME:  # only shortened names contain "=", because quote() replaces "="
         digest = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
         name = f"{name[: _LONGEST_NAME - 33]}={digest}"
     return name + ".bin"
@@ -176,7 +176,7 @@ class RowSpec:
     @functools.cached_property
     def stored(self) -> dict[str, ColumnSpec]:
         """The arrays of the stored form of rows (see ``row.stacks``), by the names of their files.
-        The shapes are without the first dimension."""
+        Each shape leaves out the first dimension, which counts the rows or frames."""
         found = {}
         for column in self.columns:
             numbers = replace(column, dtype=torch.int64, shape=(column.stack,), stack=0)

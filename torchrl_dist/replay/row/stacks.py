@@ -4,7 +4,7 @@ The stored form of ``n`` rows is a list of arrays. First comes one array for eac
 spec. It holds the column's values, [n, ...]. If the values are stacks of frames, it instead holds
 the positions of their frames, int64 [n, stack]. Then comes one array of frames, [k, *frame_shape],
 for each ring (see :attr:`RowSpec.rings`); the positions refer to this array. Without stacks there
-are no rings, so the stored form is the columns.
+are no rings, so the stored form consists of the columns only.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def batch_of(data: Any) -> torch.Size:
     """Return ``[n]`` for a tree of tensors ``[n, ...]``, or ``[]`` for a single row.
 
     Raises:
-        ConfigurationError: ``data`` is not such a tree.
+        ConfigurationError: ``data`` is not a tree of tensors with equal first dimensions.
     """
     sizes = {value.shape[:1] for value in take_apart(data)[0].values()}
     if not sizes:

@@ -333,7 +333,7 @@ def read_dump(
             raise CheckpointError(
                 f"checkpoint {path} is damaged: {error!r}; use another checkpoint"
             ) from error
-        if _folder_of(path) == folder.name:  # if not, a new checkpoint has replaced it
+        if _folder_of(path) == folder.name:  # otherwise read the checkpoint that has replaced it
             break
     raise CheckpointError(f"checkpoint {path} is damaged: {missing}; use another checkpoint")
 
@@ -549,7 +549,7 @@ def _write_at(fd: int, offset: int, array: np.ndarray) -> None:
 
 @contextlib.contextmanager
 def _only_writer(path: Path) -> Iterator[None]:
-    # a lock on the folder itself, which forked children do not keep
+    # lock the folder itself; forked children do not keep this lock
     fd = open_lock_file(path, os.O_DIRECTORY, access=os.O_RDONLY)
     try:
         if not own_files.lock_folder(fd):

@@ -1,4 +1,4 @@
-"""Save and restore a buffer of one or more shards, in any processes."""
+"""Save and restore a buffer whose shards may be in several processes."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def save_to_disk(
 def _heads(
     shards: Sequence[Shard | None], lost: Lost
 ) -> tuple[dict[int, Head], list[Shard | None]]:
-    """Return the heads by the number of the shard, and the shards with None for those without one.
+    """Return the heads by shard number, and ``shards`` with None for each shard without a head.
 
     All heads are taken before any row is saved, because otherwise a shard that answers late would
     save rows that were written after the other shards had begun.

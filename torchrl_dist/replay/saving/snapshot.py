@@ -55,8 +55,8 @@ _WHOLE_NUMBERS = (
 class Head:
     """The state of a directory at one instant, without its rows.
 
-    ``max_priority`` (without alpha), ``alpha`` and ``eps`` are None if they were not set yet, and
-    ``spec`` is None before the first row. ``length`` counts published rows. ``limiter`` is
+    ``max_priority`` (before the exponent alpha), ``alpha`` and ``eps`` are None until they are set,
+    and ``spec`` is None before the first row. ``length`` counts published rows. ``limiter`` is
     ``gate.state()`` if the directory has a limiter. ``width`` is ``directory.width``.
     """
 
@@ -76,7 +76,7 @@ class Head:
 
     @property
     def max_times_sampled(self) -> int:
-        """The limit, or 0 if there is none."""
+        """The limiter's ``max_times_sampled``, or 0 if there is no such limit."""
         return int(sum((self.limiter or [])[3:4]))
 
     @classmethod
@@ -470,7 +470,7 @@ def _dealt_heads(heads: list[Head], count: int, capacity: int, quotas: list[int]
 
 def _limiter_of_all(heads: list[Head], *, first: bool) -> list[float] | None:
     """Return the limiter's state if all heads have the same limiter, otherwise None. The first
-    target gets the sums of the counts, the others get 0."""
+    target gets the sums of the counts, and the other targets get 0."""
     states = [head.limiter for head in heads if head.limiter is not None]
     if len(states) < len(heads) or any(each[:-2] != states[0][:-2] for each in states):
         return None
