@@ -10,7 +10,8 @@
     +-- CheckpointError                   a checkpoint is missing, damaged or not from this package
     +-- DriftError                        tensors that must be equal on all ranks differ
 
-Each class also derives from a built-in error, so ``except`` clauses for that error catch it, too.
+Each class also derives from a built-in error. An ``except`` clause for the built-in error therefore
+also catches errors of the class.
 """
 
 from __future__ import annotations

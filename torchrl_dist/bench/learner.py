@@ -16,7 +16,7 @@ Updates: ``dqn`` and ``pixels`` (observations uint8 [4, 84, 84], the convolution
 from a whole batch: it computes advantages, and then makes one gradient step per minibatch and
 epoch. In ``ppo-2-ranks``, each rank learns from such a batch, and both ranks together normalize
 their advantages, average their gradients and measure the divergence; ``torchrl`` only averages
-gradients. ``vtrace`` is IMPALA's update.
+gradients. ``vtrace`` is IMPALA's update, without the normalization of rewards.
 """
 
 from __future__ import annotations
@@ -400,7 +400,9 @@ def _policy_gradient(recipe: str, compiled: bool) -> dict[str, Update]:
     from torchrl_dist.recipes.parts.networks import PolicySpec, ValueNetwork
     from torchrl_dist.recipes.training.loop import Start
 
-    config: Any = DDPPOConfig(learners=1) if recipe == "ppo" else ImpalaConfig()
+    config: Any = DDPPOConfig(learners=1)
+    if recipe == "vtrace":
+        config = ImpalaConfig(normalize_rewards=False)
     task = look_at(config.env, continuous="none")
     spec = PolicySpec.of(task, config.policy_kind, config.hidden)
     network: Any = spec.network()

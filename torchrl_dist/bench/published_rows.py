@@ -189,7 +189,7 @@ ROWS: dict[str, Published] = {
         "no state-dependent exploration (gSDE), on which the source relies", 1443,
     ),
     "rllib-impala-cartpole": Published(
-        "rllib", "impala", _CARTPOLE, 2_000_000, 450.0, None, {},
+        "rllib", "impala", _CARTPOLE, 500_000, 450.0, None, {},
         f"{_OWN}; the source ends a run at 450, within 2 million frames",
     ),
     "hub-lstm-cartpole": Published(

@@ -31,12 +31,14 @@ from torchrl.modules import QValueActor
 from torchrl.objectives import A2CLoss, ClipPPOLoss, DQNLoss, SACLoss, SoftUpdate
 from torchrl.objectives.value import GAE
 
+from torchrl_dist.learn.ranks import Ranks
 from torchrl_dist.recipes.apex.actor import EpsilonGreedy, actor_epsilons, n_step
 from torchrl_dist.recipes.apex.config import ApexConfig
 from torchrl_dist.recipes.ddppo.config import DDPPOConfig
 from torchrl_dist.recipes.impala.config import ImpalaConfig
 from torchrl_dist.recipes.impala.recipe import Impala
 from torchrl_dist.recipes.parts.environments import TRANSITION, Task, make_env
+from torchrl_dist.recipes.parts.moments import RewardScale
 from torchrl_dist.recipes.parts.networks import PolicySpec, ValueNetwork
 from torchrl_dist.recipes.parts.policies import action_values_of, categorical_actor, critic_of
 from torchrl_dist.recipes.parts.policies import squashed_gaussian_actor as gaussian_actor
@@ -226,7 +228,9 @@ class _OnPolicy(Alone):
 
     def _learn_from(self, batch: TensorDictBase) -> None:
         losses = self.loss(batch)
-        total = losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]
+        total = losses["loss_objective"] + losses["loss_critic"]
+        if self.config.entropy_coef:  # else the loss has no entropy
+            total = total + losses["loss_entropy"]
         self._step(total, self.config.max_grad_norm)
 
 
@@ -261,8 +265,11 @@ class A2C(_OnPolicy):
 
     def __init__(self, config: ImpalaConfig, task: Task, policy: PolicySpec) -> None:
         super().__init__(config, task, policy, A2CLoss, lmbda=1.0)
+        self._scale = RewardScale(config.gamma, Ranks()) if config.normalize_rewards else None
 
     def learn(self, data: TensorDictBase, frames: int) -> None:
+        if self._scale is not None:
+            data["next", "reward"] = self._scale(data)
         self._prepare(data, frames)
         self._learn_from(data.reshape(-1))
 

@@ -3,7 +3,7 @@
     loss = DistributedLoss(DQNLoss(...))     # on each rank; loss(batch)["loss"].backward() as usual
 
 ``gradients.py`` averages gradients, ``ranks.py`` knows which processes take part and which are
-missing, and ``loss.py`` adds both to a TorchRL loss.
+missing, and ``loss.py`` applies these modules to a TorchRL loss.
 """
 
 from __future__ import annotations

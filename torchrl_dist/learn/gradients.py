@@ -65,7 +65,7 @@ class GradientAverage:
         self._views: list[Tensor] = []
 
     def attach(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Average exactly these parameters from now on.
+        """Average the gradients of exactly these parameters from now on.
 
         Parameters that require no gradient are left out until a later call of this method finds
         that they require a gradient.

@@ -45,9 +45,9 @@ _BLOCK = 64
 _agreed: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 # Maps each group whose ranks are on several nodes to a second group of the same ranks, for sums.
 _groups_of_sums: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-# To sum a tensor between nodes, a rank sends either the whole tensor to each other rank, in one
-# round trip, or only parts, in two. It sends the whole tensor if this has at most
-# _MOST_DIRECT_BYTES, and costs at most _DIRECT_BYTES more than sending parts.
+# To sum a tensor between nodes, each rank sends each other rank either the whole tensor (one round
+# trip) or a part of the tensor (two round trips). It sends the whole tensor if the tensor has at
+# most _MOST_DIRECT_BYTES, and if it then sends at most _DIRECT_BYTES more than with parts.
 _DIRECT_BYTES, _MOST_DIRECT_BYTES = 2**18, 2**24
 # After a failed collective, a rank waits this long for the other ranks to report that they wait,
 # too.
@@ -307,7 +307,8 @@ class Ranks:
 
     def _description(self, error: BaseException) -> list[Any]:
         if type(error) in (DeadlineError, PeerLostError):
-            # Such an error is mostly about a third rank, so this rank's traceback would not help.
+            # An error of these types is mostly about a third rank, so this rank's traceback would
+            # not help.
             return [self.index, str(error), type(error).__name__]
         message = traceback.format_exception_only(error)[-1].strip()
         return [self.index, message, "".join(traceback.format_exception(error))]

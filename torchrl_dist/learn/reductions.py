@@ -110,7 +110,7 @@ class Reduction:
 
 
 class Call:
-    """One call of a loss with gradients enabled, by code that is not the loss itself."""
+    """One call of a loss with gradients enabled, by code outside the loss."""
 
     def __init__(self, weight: Weight) -> None:
         self.reductions: list[Reduction] = []

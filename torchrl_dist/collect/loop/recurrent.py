@@ -53,8 +53,8 @@ def carried_state(policy: Any, num_envs: int) -> dict[Key, Tensor]:
 def with_state_of(policy: Any, env: EnvBase) -> EnvBase:
     """Return a TorchRL env that writes the policy's state at the start of each episode.
 
-    The returned env is ``env`` with those transforms appended, of ``InitTracker`` and the primers
-    of the policy's modules, that write a key which the policy reads and ``env`` does not write.
+    If ``env`` does not write a key that the policy reads, this function appends the transform that
+    writes the key: ``InitTracker``, or a primer of one of the policy's modules.
     """
     specs = (env.full_observation_spec, env.full_state_spec)
     has = {plain_key(key) for spec in specs for key in spec.keys(True, True)}

@@ -258,7 +258,7 @@ class _Part:
 
 class _Watched(RolloutWorker):
     """A rollout worker that shares memory with the node worker. It writes a count of its steps to
-    this memory. It finds its weights there, and also requests to cut or stop a rollout."""
+    this memory. The memory also holds its weights, and the requests to cut or stop a rollout."""
 
     _alone = True
 

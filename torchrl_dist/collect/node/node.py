@@ -1,5 +1,4 @@
-"""A worker whose envs run in several processes of its node. All processes together make one
-rollout.
+"""A worker whose envs run in several processes of its node.
 
 The env processes are forked from a server that has already imported all modules. Together they
 write one rollout into shared memory. They also read the policy's weights from shared memory. An env
@@ -92,7 +91,7 @@ class _Order:
 
 @dataclass(eq=False)
 class _Calls:
-    """Calls of a method in several processes, such as those that make one rollout.
+    """Calls of a method in several processes, such as the calls that make one rollout.
 
     Attributes:
         order: the requested rollout, if the calls make a rollout, else None.
@@ -112,9 +111,9 @@ class _Calls:
 class NodeWorker:
     """Do what a :class:`RolloutWorker` does, with ``config.env_processes`` processes.
 
-    However envs are divided into workers and env processes, env i of the job has the same seed,
-    weights and place in the batch. Call all methods in one thread, except for ``expect``, ``cut``
-    and ``stop``. In a main thread, Ctrl-C could leave a message to a process unfinished.
+    Env i of the job has the same seed, weights and place in the batch, no matter how envs are
+    divided into workers and env processes. Call all methods in one thread, except for ``expect``,
+    ``cut`` and ``stop``. In a main thread, Ctrl-C could leave a message to a process unfinished.
     :class:`PinnedWorker` therefore calls the methods in another thread, where no signal handler
     runs.
 
@@ -360,10 +359,10 @@ class NodeWorker:
         return None, replace(stats, write_s=stats.write_s + time.perf_counter() - begun)
 
     def _begin_ahead(self) -> None:
-        """Let the env processes begin the rollout after the current rollout, if that rollout was
-        requested."""
+        """Let the env processes begin the next rollout during the current rollout, if the next
+        rollout was requested."""
         self._waker.quiet()
-        # If an env process was replaced, do not begin the next rollout ahead, because the successor
+        # If an env process was replaced, do not begin the next rollout yet, because the successor
         # of that process must be added first.
         complete = all(process.ready for process in self._pool.processes)
         if complete and len(self._under_way) == 1 and not self._pool.stopped:

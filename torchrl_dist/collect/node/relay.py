@@ -40,8 +40,8 @@ QUESTION = -1  # a message has this number if it is a question, and not the answ
 _MAX_IN_FLIGHT = 2
 
 # While a question is unanswered, its env process steps its other groups of envs. A question waits
-# for other questions for at most this fraction of the time that these steps take. It waits for a
-# shorter time if its wait and the message together would take more than half of that time.
+# for other questions for at most this fraction of the time that these steps take. The wait is
+# shorter if the wait and the message together would take more than half of the steps' time.
 _WAITING_PART = 1 / 3
 _SMOOTHING = 0.1
 

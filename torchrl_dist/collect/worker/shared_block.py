@@ -233,8 +233,8 @@ class SharedWeights:
 
 @dataclass(frozen=True)
 class WeightsAddress:
-    """The data with which a process finds shared weights. ``block`` is a number that only one of
-    the creator's blocks has. It identifies the block, because a later block may have the same
+    """The data with which a process finds shared weights. The number ``block`` differs between all
+    blocks of a creator, and identifies the block, because a later block may have the same
     ``path``."""
 
     version: int

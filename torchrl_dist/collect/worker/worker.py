@@ -68,7 +68,7 @@ _MOST_MEASURED = 64
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions:
-    """The arguments of a collector that it passes to its workers unchanged.
+    """The arguments that a collector passes to its workers unchanged.
 
     Attributes:
         replay_buffer: if given, ``collect`` writes rollouts into this buffer instead of returning
@@ -193,7 +193,7 @@ class WorkerInfo:
 
 @dataclass(frozen=True)
 class RolloutStats:
-    """The statistics of one rollout, whether its rows are sent or written to a replay buffer.
+    """The statistics of one rollout whose rows are either sent or written to a replay buffer.
 
     Attributes:
         frames: number of env steps in the rollout (0 if the worker was closed during the rollout).

@@ -29,7 +29,7 @@ def shared_buffer(
     frames: dict[str, int] | None = None,
     **windows: Any,
 ) -> SharedReplayBuffer:
-    """Return the job's buffer. In a resumed run, the buffer still has the rows of the earlier run.
+    """Return the job's buffer. A resumed run continues with the buffer's rows.
 
     If an attempt was killed before its first checkpoint, the job starts again and does not count
     the rows of that attempt. The first learner therefore drops these rows in this call. The other

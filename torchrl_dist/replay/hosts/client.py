@@ -491,8 +491,8 @@ class ReplayClient:
         else:
             sent = with_stacks(spec, {})
         packed = pack(columns, copy=True)
-        # NumPy arrays, because another thread fills them later, which fails for tensors that the
-        # caller created in inference mode
+        # NumPy arrays, because another thread fills them later, which fails for tensors created in
+        # inference mode
         index, generation = np.full(count, -1, np.int64), np.full(count, -1, np.int64)
         handed = torch.from_numpy(index), torch.from_numpy(generation)
         key = handed[0].data_ptr()
