@@ -292,9 +292,10 @@ class Settings(WorkerOptions):
         given = [name for name in names if getattr(self, name) is not None]
         if given or self.readiness.cuts:
             unfit = ", ".join(f"{name}=" for name in given) or f"readiness={self.readiness}"
+            whole = "split_trajs=" if self.split_trajs else "trajs_per_batch="
             raise ConfigurationError(
-                "trajs_per_batch= and split_trajs= need whole rollouts, so neither can be "
-                f"combined with {unfit}; leave out {unfit} or trajs_per_batch= and split_trajs="
+                f"{whole} needs whole rollouts, so it cannot be combined with {unfit}; leave out "
+                f"either {whole} or {unfit}"
             )
 
     def _check_results(self) -> None:

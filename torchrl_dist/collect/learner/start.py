@@ -39,7 +39,7 @@ MESSAGE_S = 0.5
 # the number of processes per core.
 _PROCESSES_PER_CORE = 4
 MESSAGE_BYTES = 8 << 20
-_WARN_AT_CALLER = 5  # stack frames from a warning here to the code that builds the collector
+_WARN_AT_CALLER = 5  # the stacklevel at which warnings name the code that builds the collector
 
 
 def start_workers(

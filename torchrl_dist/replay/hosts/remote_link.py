@@ -104,7 +104,8 @@ class _Queued:
 
 @dataclass
 class _Call:
-    """The call in flight, with the queued operations and requests for rows that it answers."""
+    """The call in flight, with the queue entries that its reply completes: operations, and requests
+    for rows."""
 
     queued: list[_Queued]
     asks: list[_Queued]

@@ -192,9 +192,9 @@ class _SamplerOfOwner(SharedSampler):
 class RPCRandomSampler(_SamplerOfOwner, SharedRandomSampler):
     """Sample rows of other processes uniformly with replacement.
 
-    Every row of all shards has the same probability, given the shards' numbers of rows in their
-    replies for the batch. If the buffer has only one host, and this process runs on this host's
-    node, the sampler works as a :class:`SharedRandomSampler`.
+    Every row of all shards has the same probability. The number of rows of a shard is the one that
+    the shard reports in its reply for the batch. If the buffer has only one host, and this process
+    runs on this host's node, the sampler works as a :class:`SharedRandomSampler`.
 
     Args:
         owner: the storage's owner.

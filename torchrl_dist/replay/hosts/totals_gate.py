@@ -16,8 +16,9 @@ and again after pauses that grow from 2 ms to 50 ms, so outdated counts do not m
 long.
 
 Each shard enforces ``max_times_sampled`` exactly. A row counts when it is drawn, so all processes
-together never return a row more often than allowed. Rows that a process has drawn ahead may still
-be returned, so this process counts them as part of the size. Unused draws (spare ones, and those of
+together never return a row more often than allowed. A shard's size leaves out rows whose draws are
+used up, even if a process drew them ahead and has not returned them to its caller yet. This process
+therefore adds the rows that it has drawn ahead to the size. Unused draws (spare ones, and those of
 dropped batches) are sent back with the next message to the shard. A row is returned less often than
 allowed only if a process died or ended with unused draws. One process loses at most the draws of
 ``prefetch + batches_per_call`` batches, with their spare draws.

@@ -80,8 +80,8 @@ def coordinates_of(slots: torch.Tensor, width: int) -> tuple[torch.Tensor, torch
 
 
 def whole_lines(claims: list[tuple[int, int]], width: int) -> list[tuple[int, int]]:
-    """Extend each claim so that it begins and ends at a multiple of ``width``. A reservation that
-    begins where a claim ends then begins at such a multiple, too."""
+    """Extend each claim so that it begins and ends at a multiple of ``width``. As a
+    result, every reservation that begins at the end of a claim also begins at a multiple."""
     return [
         (first - first % width, rows + first % width + -(first + rows) % width)
         for first, rows in claims

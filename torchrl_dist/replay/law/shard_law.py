@@ -191,7 +191,8 @@ class ShardRequest:
     rows: np.ndarray
 
     def correct(self, new_masses: np.ndarray, uniforms: Uniforms) -> np.ndarray:
-        """Return the shard of each draw by the masses in the replies, int64 [batch_size].
+        """Return a shard for each draw, int64 [batch_size]. The shards are chosen by the masses in
+        the replies instead of those that were known before the request.
 
         Raises:
             ConfigurationError: all masses are 0, because every shard was lost or emptied meanwhile.

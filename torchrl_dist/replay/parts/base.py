@@ -186,8 +186,9 @@ class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, Ten
         if self.ndim > 1 and not isinstance(index, tuple) and torch.as_tensor(index).ndim < 2:
             # TorchRL's method and ``writer.generations_of`` take an index [n] as n whole lines
             raise IndexError(
-                "expected both coordinates of each row, [n, 2], got an index of shape "
-                f"{list(torch.as_tensor(index).shape)}; pass the index of a sample"
+                f"the storage has ndim={self.ndim}, so the index must have both coordinates of "
+                "each row, [n, 2], got an index of shape "
+                f"{list(torch.as_tensor(index).shape)}; pass the entry 'index' of a sampled batch"
             )
         slots = as_slots(index, self.width).reshape(-1)
         stamps = torch.as_tensor(generation).detach().cpu().long().reshape(-1)

@@ -265,7 +265,8 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
         while True:
             draw = draw_of_pass(directory, passes, begin)
             found = self._read_now(storage, draw, count, stored)
-            # draw again if too many rows were overwritten while they were copied
+            # Too few rows were found if others were overwritten while they were copied. Then draw
+            # again.
             if found.units == count or (found.units and not self.drop_last):
                 return found
 
