@@ -29,7 +29,7 @@ class ImpalaConfig(RecipeConfig):
         "environments times the steps of each", minimum=1, group=JOB,
     )  # fmt: skip
     learning_rate: float = option(
-        4e-3, "initial step size of Adam without momentum", above=0, group=LEARNING
+        2e-3, "initial step size of Adam without momentum", above=0, group=LEARNING
     )
     anneal: bool = option(True, "decay the learning rate linearly to 0", group=LEARNING)
     rho_bar: float = option(
@@ -37,7 +37,7 @@ class ImpalaConfig(RecipeConfig):
         group=LEARNING,
     )  # fmt: skip
     c_bar: float = option(1.0, "maximum importance weight along a trace", above=0, group=LEARNING)
-    entropy_coef: float = option(0.0, "weight of the entropy bonus", minimum=0, group=LEARNING)
+    entropy_coef: float = option(1e-3, "weight of the entropy bonus", minimum=0, group=LEARNING)
     critic_coef: float = option(0.5, "weight of the critic's loss", minimum=0, group=LEARNING)
     max_grad_norm: float = option(
         0.5, "maximum norm of the gradients of the mean losses", above=0, group=LEARNING
