@@ -62,8 +62,8 @@ class Costs:
         frame_bytes: bytes of one frame in a message.
         message_worker_s, message_learner_s: CPU time per message, independent of its size.
         byte_worker_s, byte_learner_s: additional CPU time per byte.
-        process_s: if a node worker sends the messages of its node, the additional CPU time of the
-            node for a message, divided by the number of env processes.
+        process_s: CPU time that each env process adds to a message, if a node worker sends the
+            messages of its node.
         latency_s: time from the end of a rollout on the worker until the learner has the batch,
             plus the time from the learner back to the worker.
         broadcast_s: the learner's CPU time to send new weights, per worker.

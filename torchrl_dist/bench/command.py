@@ -48,7 +48,8 @@ def add_figures(
 ) -> None:
     """Add options for rounds, durations and output files.
 
-    Numbers are the options' defaults. An option whose number is None is left out.
+    ``rounds``, ``seconds`` and ``timeout_s`` are the defaults of their options. An option whose
+    default is None is left out.
     """
     if rounds is not None:
         add_number(parser, "--rounds", int, rounds)

@@ -29,9 +29,8 @@ _WAIT_S = 60.0
 
 
 def _setter(kind: ExplorationType | None) -> Callable[..., None]:
-    """Return a function that sets the exploration type to ``kind``. The function is the
-    ``__exit__`` of a prepared context manager, because restoring an earlier type is the cheapest
-    way to set a type."""
+    """Return a function that sets the exploration type to ``kind``: the ``__exit__`` of a context
+    manager that restores ``kind``. No other way to set a type takes less time."""
     setting = set_exploration_type(kind)
     setting.prev = kind
     return setting.__exit__

@@ -295,8 +295,8 @@ class ProcessPool:
         process.deaths += 1
         if process.deaths >= _MAX_DEATHS_IN_A_ROW:
             raise PeerLostError(
-                f"{what}; {process.deaths} env processes with this index have ended in a row "
-                "before they delivered a rollout. Find the cause in their output"
+                f"{what}; {process.deaths} consecutive env processes with this index ended without "
+                "delivering a rollout. Find the cause in their output"
             )
         process.generation += 1
         process.forked_at = awake()

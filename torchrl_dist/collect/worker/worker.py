@@ -681,8 +681,8 @@ class RolloutWorker:
         return enough
 
     def cut(self, request: int, least: int) -> None:
-        """Let the rollouts of all requests up to number ``request`` end once each env has made
-        ``least`` steps. Such a rollout may be running, may have ended, or may begin later."""
+        """End a rollout once each env has made ``least`` steps, if the number of its request is at
+        most ``request``. Such a rollout may be running, may have ended, or may begin later."""
         self._cut = (request, least)
 
     def _stamp(self, rollout: TensorDict, kept: int) -> tuple[list[float], list[int]]:

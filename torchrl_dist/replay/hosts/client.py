@@ -610,8 +610,8 @@ class ReplayClient:
             self._put(shard, SetPriorities(slots, stamp, priority[part]), priority.nbytes)
 
     def _find_pending(self, index: torch.Tensor) -> _PendingWrite | None:
-        """Return the pending write to which this index belongs. The index may be a view of all
-        entries, as in TorchRL's ``add``."""
+        """Return the pending write to which this index belongs. The index may be the tensor that
+        the write returned, or a view of this whole tensor, as in TorchRL's ``add``."""
         # no other tensor has this memory while the index is pending
         pending = self._pending.get(index.data_ptr())
         same = pending is not None and pending.index.numel() == index.numel()

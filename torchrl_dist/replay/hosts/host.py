@@ -383,7 +383,7 @@ class ReplayHost(Shard):
             "anchors": anchors,
         }
 
-    # --- reading and replacing; clients make changes by an ``Invoke`` ------------------------
+    # --- reading and replacing rows; clients call the methods that change rows by ``Invoke`` --
 
     def read(self, slots: torch.Tensor) -> tuple[str, list[Part]]:
         """Return the rows in slots, int64 [n]: their spec as text, and their packed columns.

@@ -64,7 +64,7 @@ class SetWrittenPriorities:
 
 @dataclass(frozen=True)
 class CountSamples:
-    """Count rows of this host that samples have returned, for the rate limiter."""
+    """Tell the rate limiter how many rows of this host were returned by samples."""
 
     rows: int
 

@@ -38,8 +38,8 @@ from torchrl_dist.replay.row.spec import RowSpec
 
 
 class _SamplerOfOwner(SharedSampler):
-    """The base of the samplers for rows in other processes. A sampler is bound either to a
-    directory, like its base class, or to a client."""
+    """The base of the samplers for rows in other processes. Such a sampler is bound either
+    to a directory, as every SharedSampler is, or to a client."""
 
     _prioritized = False
 
@@ -93,9 +93,9 @@ class _SamplerOfOwner(SharedSampler):
             return self._storage
         if getattr(storage, "owner", None) != self.owner:
             raise ConfigurationError(
-                f"{type(self).__name__} can sample only from a RemoteStorage that has the "
-                f"sampler's own owner, got a {type(storage).__name__} that does not have this "
-                "owner; pass the same owner to the sampler and to the storage"
+                f"{type(self).__name__} can sample only from a RemoteStorage with the same owner= "
+                f"as the sampler, got a {type(storage).__name__} without this owner; pass the same "
+                "owner to the sampler and to the storage"
             )
         if not isinstance(storage, RemoteStorage):  # on the node of a single host
             return super().attach(storage)

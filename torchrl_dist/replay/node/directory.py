@@ -796,8 +796,9 @@ def once(lock: threading.RLock) -> threading.RLock:
     """
     if lock._is_owned():  # type: ignore[attr-defined]  # not in typeshed
         raise DirectoryError(
-            "a signal handler cannot open, close or look for a replay directory while the thread "
-            "that it interrupted does so. Have the handler set a flag, and act on it afterwards"
+            "a signal handler cannot open, close or look for a replay directory if it interrupted "
+            "a thread that was doing one of these. Have the handler set a flag, and act on it "
+            "afterwards"
         )
     return lock
 

@@ -49,8 +49,8 @@ class BatchMemory:
             return np.empty(shape, dtype)
         # the most recently used sizes come last
         blocks = self._blocks[size] = self._blocks.pop(size, [])
-        for oldest in list(self._blocks)[:-_SIZES]:  # blocks in use live on, through their arrays
-            self._blocks.pop(oldest, None)
+        for oldest in list(self._blocks)[:-_SIZES]:
+            self._blocks.pop(oldest, None)  # arrays keep the blocks that are in use
         block = _first_with(_UNUSED, blocks)
         if block is None:
             block = np.empty(size, dtype=np.uint8)
