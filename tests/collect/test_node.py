@@ -428,7 +428,7 @@ def test_a_process_that_dies_three_times_in_a_row_is_an_error(build: Any) -> Non
         def step(self, action: Any) -> Any:
             die()
 
-    with pytest.raises(PeerLostError, match="env process 0 .*SIGKILL; 3 env processes"):
+    with pytest.raises(PeerLostError, match="env process 0 .*SIGKILL; 3 consecutive env processes"):
         build(Mortal, env_processes=1).collect(request=0)
 
 
