@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import pytest
 import torch
 import torchrl.collectors
@@ -231,6 +233,20 @@ def test_a_trainer_trains_logs_saves_and_resumes(
         assert points[-1] == f"{frames},{frames:.1f}"
 
 
+class Waits(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """CartPole that makes no more than 100 steps before a file exists."""
+
+    def __init__(self, go: Path) -> None:
+        super().__init__(gymnasium.make("CartPole-v1"))
+        self.go, self.steps = go, 0
+
+    def step(self, action: Any) -> Any:
+        while self.steps == 100 and not self.go.exists():
+            time.sleep(0.01)
+        self.steps += 1
+        return super().step(action)
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("make_buffer", [shared, hosted])
 def test_a_trainer_learns_while_workers_collect(
@@ -238,8 +254,9 @@ def test_a_trainer_learns_while_workers_collect(
 ) -> None:
     policy, loss, optimizer = parts()
     buffer = make_buffer(job, tmp_path)
+    learned = tmp_path / "learned"
     collector = RPCBatchedCollector(
-        "CartPole-v1", policy, session=job, frames_per_batch=32, replay_buffer=buffer,
+        lambda: Waits(learned), policy, session=job, frames_per_batch=32, replay_buffer=buffer,
         categorical_action_encoding=True,
     )  # fmt: skip
     trainer = DQNTrainer(
@@ -249,6 +266,9 @@ def test_a_trainer_learns_while_workers_collect(
         greedy_module=policy[1], logger=CSVLogger("log", log_dir=tmp_path), log_interval=1,
         log_rewards=False,
     )  # fmt: skip
+    # TorchRL's trainer looks at the buffer every 0.1 s before its first round, and fast workers
+    # could write all frames in this time.
+    trainer.register_op("post_optim", learned.touch)
     trainer.train()
     # the trainer counts at the start of a round, the workers write until its end
     assert 0 < trainer.collected_frames <= buffer.write_count and trainer._optim_count > 0
