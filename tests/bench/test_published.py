@@ -102,6 +102,14 @@ def test_a_row_is_trained_shown_and_not_trained_again(
     said = capsys.readouterr()
     assert "2 runs do not count" in said.err and "seed 0, one process: failed" in said.err
     assert "│" not in said.out  # no table of them
+    monkeypatch.setitem(ROWS, "tiny", dataclasses.replace(TINY, frames=2 * TINY.frames))
+    assert main(command) == 1
+    assert "2 runs do not count" in capsys.readouterr().err
+
+
+def test_a_batch_is_so_small_that_a_run_of_any_row_counts() -> None:
+    for name, row in ROWS.items():
+        assert published.config_of(name, 0, 4).frames_per_batch < row.frames / 20, name
 
 
 def test_what_distribution_changes_is_shown_for_rows_with_several_layouts(capsys) -> None:

@@ -190,8 +190,9 @@ def assert_learn_alike(ours: Any, theirs: Any, data: Any, frames: tuple[int, ...
     assert any(changed)
 
 
-def test_torchrls_impala_learns_what_ours_does(both) -> None:
-    ours, theirs = both("impala", frames_per_batch=320)
+@pytest.mark.parametrize("entropy", [0.001, 0.0])
+def test_torchrls_impala_learns_what_ours_does(both, entropy: float) -> None:
+    ours, theirs = both("impala", frames_per_batch=320, entropy_coef=entropy)
     data = next(iter(theirs.collector))
     assert data.shape == (8, 40)
     assert_learn_alike(ours, theirs, data, (320,))  # only then does the current policy make them

@@ -12,6 +12,7 @@ from torchrl_dist import session
 from torchrl_dist.recipes.impala import ImpalaConfig
 from torchrl_dist.recipes.impala.recipe import vtrace
 from torchrl_dist.recipes.parts.networks import CategoricalNetwork, ValueNetwork
+from torchrl_dist.recipes.training.updates import Adam
 
 GAMMA = 0.9
 
@@ -127,3 +128,19 @@ def test_scaled_rewards_are_learned_from_and_their_moments_saved() -> None:
         assert torch.equal(later.reward_scale.moments.mean, scale.mean)
         learner.close()
         later.close()
+
+
+def test_steps_have_no_momentum() -> None:
+    """As in the paper, a step follows the present gradient only."""
+    with session({"learner": 1}) as me:
+        config = ImpalaConfig(
+            collectors=0, envs_per_collector=4, frames_per_batch=64, max_policy_lag=0
+        )
+        learner = a_learner(config, me)
+        learner.learn(next(iter(learner.collector)), 64)
+        (optimizer,) = {id(x): x for x in vars(learner).values() if isinstance(x, Adam)}.values()
+        before = [weight.clone() for weight in optimizer.weights]
+        assert any(weight.grad.any() for weight in optimizer.weights)
+        optimizer.descend(sum(weight.sum() for weight in optimizer.weights) * 0.0)
+        assert all(map(torch.equal, optimizer.weights, before))
+        learner.close()

@@ -15,8 +15,8 @@ than three seeds, no verdict is given.
 
 Each run is one line of the --json file. Runs that are in the file are not repeated, so the command
 continues where it was stopped; a run that was stopped starts over. A run does not count if the
-settings of its row were changed after the run. The table and --plot show all other runs of the
-file.
+settings or the number of frames of its row were changed after the run. The table and --plot show
+all other runs of the file.
 
 With several --processes, a second table shows how the results depend on the number of processes.
 All jobs of a row have the same number of frames and, except with impala, the same number of
@@ -113,8 +113,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def read_lines(path: Path | None) -> list[Line]:
-    """Return the lines that earlier runs of this command wrote, if their rows' settings are
-    unchanged.
+    """Return the lines that earlier runs of this command wrote, if the settings and the number of
+    frames of their rows are unchanged.
 
     Raises:
         ConfigurationError: this command did not write the file."""
@@ -129,11 +129,11 @@ def read_lines(path: Path | None) -> list[Line]:
         lines = [json.loads(line) for line in text.splitlines()]
         if all(line["bench"] == "published" for line in lines):
             known = [line for line in lines if line["row"] in ROWS]
-            fit = [line for line in known if line["settings"] == _settings(line["row"])]
+            fit = [line for line in known if _fits(line)]
             if len(fit) < len(known):
                 command.say(
-                    f"{path}: {len(known) - len(fit)} runs do not count, because the settings of "
-                    "their rows have changed"
+                    f"{path}: {len(known) - len(fit)} runs do not count, because the settings or "
+                    "frames of their rows have changed"
                 )
             return fit
     except (ValueError, KeyError, TypeError) as error:
@@ -141,6 +141,13 @@ def read_lines(path: Path | None) -> list[Line]:
             f"{path} has a line that this command did not write ({error!r}); choose another file"
         ) from error
     raise ConfigurationError(f"{path} holds results of another benchmark; choose another file")
+
+
+def _fits(line: Line) -> bool:
+    """Say if a run was made with its row's present settings and number of frames. A run ends with
+    its batch, so it may have somewhat more frames."""
+    wanted = ROWS[line["row"]].frames
+    return line["settings"] == _settings(line["row"]) and wanted <= line["frames"] < 1.05 * wanted
 
 
 def _settings(name: str) -> Any:
