@@ -172,7 +172,7 @@ def untied(packed: PackedWeights, target: nn.Module) -> dict[str, str]:
 
     Each of these names is mapped to the name of the entry that holds the value.
     """
-    have = every_name(target)
+    have = every_name(target) if packed.aliases else {}
     return {
         alias: name
         for alias, name in packed.aliases

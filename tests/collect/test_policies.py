@@ -11,6 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 from tensordict.nn import (
+    CompositeDistribution,
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
     TensorDictModule,
@@ -20,7 +21,7 @@ from tensordict.nn import (
     set_skip_existing,
 )
 from torch import Tensor, nn
-from torch.distributions import OneHotCategorical
+from torch.distributions import Categorical, OneHotCategorical
 from torchrl.data import Bounded, OneHot
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules import (
@@ -29,7 +30,9 @@ from torchrl.modules import (
     ProbabilisticActor,
     QValueActor,
     SafeModule,
+    SafeProbabilisticModule,
     SafeSequential,
+    TanhNormal,
 )
 
 from torchrl_dist.collect.loop.policies import act, known_classes, on_tensordicts
@@ -172,13 +175,12 @@ def q_actor(net: Any, **kwargs: Any) -> QValueActor:
     return QValueActor(net, in_keys=["observation"], spec=OneHot(2), **kwargs)
 
 
-def probabilistic(net: Any, **kwargs: Any) -> ProbabilisticActor:
+def probabilistic(net: Any, kind: Any = OneHotCategorical, **kwargs: Any) -> ProbabilisticActor:
     return ProbabilisticActor(
         plain(net, "logits"),
         in_keys=["logits"],
-        distribution_class=OneHotCategorical,
-        return_log_prob=True,
-        **kwargs,
+        distribution_class=kind,
+        **{"return_log_prob": True, **kwargs},
     )
 
 
@@ -187,6 +189,65 @@ def sampling(net: Any, **kwargs: Any) -> ProbabilisticTensorDictSequential:
         ["logits"], ["action"], distribution_class=OneHotCategorical
     )
     return ProbabilisticTensorDictSequential(plain(net, "logits"), sampler, **kwargs)
+
+
+def gaussian(net: Any, **kwargs: Any) -> ProbabilisticActor:
+    return ProbabilisticActor(
+        TensorDictModule(lambda x: (net(x), net(x).exp()), ["observation"], ["loc", "scale"]),
+        in_keys=["loc", "scale"],
+        distribution_class=TanhNormal,
+        **kwargs,
+    )
+
+
+def composite(net: Any, log: Log) -> Any:
+    """Its sample is a TensorDict."""
+    nested = TensorDictModule(
+        lambda x: (net(x), net(-x)), ["observation"], [("params", k, "logits") for k in "ab"]
+    )
+    return ProbabilisticActor(
+        nested,
+        in_keys=["params"],
+        out_keys=["a", "b"],
+        distribution_class=CompositeDistribution,
+        distribution_kwargs={"distribution_map": {"a": OneHotCategorical, "b": Categorical}},
+        return_log_prob=True,
+    )
+
+
+class OwnCategorical(Categorical):
+    """It draws and scores in one step."""
+
+    def sample_and_log_prob(self, sample_shape: Any = ()) -> Any:
+        action = self.sample(sample_shape)
+        return action, self.log_prob(action) + 1
+
+
+class ByKey(Categorical):
+    """Its sample is a TensorDict, which need not have the actor's keys."""
+
+    def sample(self, sample_shape: Any = ()) -> Any:
+        action = super().sample(sample_shape)
+        return TensorDict({"action": action, "as": {"float": action.float()}}, action.shape)
+
+
+class OwnSampler(ProbabilisticTensorDictModule):
+    def get_dist(self, tensordict: TensorDictBase) -> Any:
+        return OneHotCategorical(logits=-tensordict["logits"])
+
+
+def instance_dist(net: Any, log: Log) -> Any:
+    actor = sampling(net)
+    actor.module[1].get_dist = lambda td: OneHotCategorical(logits=-td["logits"])
+    return actor
+
+
+def sampler_hooked(net: Any, log: Log) -> Any:
+    actor = probabilistic(net)
+    actor.module[1].register_forward_hook(
+        lambda m, a, out: log.append("s") or out.set("h", out["action"])
+    )
+    return actor
 
 
 def swapped(net: Any, log: Log) -> Any:
@@ -260,6 +321,36 @@ OUTER: dict[str, Callable[[Any, Log], Any]] = {
     ),
     "ProbabilisticActor": lambda net, log: probabilistic(net),
     "ProbabilisticActor, part exchanged": swapped,
+    "ProbabilisticActor, without scores": lambda net, log: gaussian(net),
+    "ProbabilisticActor, Gaussian": lambda net, log: gaussian(net, return_log_prob=True),
+    "ProbabilisticActor, own key": lambda net, log: gaussian(
+        net, return_log_prob=True, log_prob_key="score"
+    ),
+    "ProbabilisticActor, nested key": lambda net, log: gaussian(
+        net, return_log_prob=True, out_keys=[("agent", "action")]
+    ),
+    "ProbabilisticActor, composite": composite,
+    "ProbabilisticActor, scores with the sample": lambda net, log: probabilistic(
+        net, kind=OwnCategorical
+    ),
+    "ProbabilisticActor, own generator": lambda net, log: probabilistic(
+        net, generator=torch.Generator().manual_seed(3)
+    ),
+    "ProbabilisticActor, samples by key": lambda net, log: probabilistic(
+        net, kind=ByKey, return_log_prob=False
+    ),
+    "ProbabilisticActor, hook at the end": sampler_hooked,
+    "probabilistic sequence, own distribution": lambda net, log: TensorDictSequential(
+        plain(net, "logits"), OwnSampler(["logits"], ["action"])
+    ),
+    "probabilistic sequence, other distribution": instance_dist,
+    "probabilistic module in a chain": lambda net, log: TensorDictSequential(
+        plain(net, "logits"),
+        SafeProbabilisticModule(
+            ["logits"], ["action"], spec=None, distribution_class=Categorical, return_log_prob=True
+        ),
+        TensorDictModule(torch.neg, ["action"], ["last"]),
+    ),
     "probabilistic sequence": lambda net, log: sampling(net),
     "probabilistic sequence, composite": lambda net, log: sampling(net, return_composite=True),
     "wrapper": lambda net, log: TensorDictModuleWrapper(plain(net)),
@@ -423,10 +514,12 @@ def test_outputs_that_do_not_fit_are_refused_as_by_tensordict() -> None:
         left_by_act(TensorDictModule(torch.neg, ["absent"], ["action"]))
 
 
+@set_exploration_type(ExplorationType.RANDOM)
 def test_the_usual_actors_are_called_past_tensordict(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(TensorDict, "from_any", classmethod(lambda cls, x: calls.append(x) or x))
-    for policy in (plain(mlp()), q_actor(mlp()), TensorDictSequential(plain(mlp()))):
+    chain = TensorDictSequential(plain(mlp()))
+    for policy in (plain(mlp()), q_actor(mlp()), chain, probabilistic(mlp()), sampling(mlp())):
         expected = left_by_the_plain_call(policy)
         assert calls
         calls.clear()

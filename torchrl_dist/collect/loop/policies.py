@@ -60,7 +60,6 @@ _PROBABILISTIC = (
     SafeProbabilisticTensorDictSequential,
     ProbabilisticActor,
 )
-# classes that may be the last part of a chain; modules of these classes are called as usual
 _SAMPLERS = (ProbabilisticTensorDictModule, SafeProbabilisticModule)
 _METHODS = (
     "__call__",
@@ -73,8 +72,14 @@ _METHODS = (
     "_run_module",
     "get_dist_params",
     "det_part",
+    "get_dist",
+    "_dist_sample",
+    "_resolve_generator",
+    "_update_td_lp",
 )
 _q_values = inspect.unwrap(QValueModule.forward)
+_sample = inspect.unwrap(ProbabilisticTensorDictModule.forward)
+_sample_and_log_prob = inspect.unwrap(SafeProbabilisticModule.forward)
 
 
 def _methods(kind: type) -> tuple[Any, ...]:
@@ -82,14 +87,16 @@ def _methods(kind: type) -> tuple[Any, ...]:
 
 
 _AS_IMPORTED = {
-    kind: _methods(kind) for kind in (*_WRITERS, *_CHAINS, *_PROBABILISTIC, QValueModule)
+    kind: _methods(kind)
+    for kind in (*_WRITERS, *_CHAINS, *_PROBABILISTIC, *_SAMPLERS, QValueModule)
 }
 
 
 def known_classes() -> frozenset[type]:
     """Return the known classes whose methods have not been replaced. If modules skip existing
     keys (``skip_existing``), return an empty set. Call once per rollout."""
-    if skip_existing() or not inspect.isfunction(_q_values):
+    called = (_q_values, _sample, _sample_and_log_prob)
+    if skip_existing() or not all(map(inspect.isfunction, called)):
         return frozenset()
     return frozenset(kind for kind, methods in _AS_IMPORTED.items() if methods == _methods(kind))
 
@@ -111,6 +118,10 @@ def _is_plain(module: nn.Module) -> bool:
         or "_module_iter" in own
         or "_run_module" in own
         or "get_dist_params" in own
+        or "get_dist" in own
+        or "_dist_sample" in own
+        or "_resolve_generator" in own
+        or "_update_td_lp" in own
     )
 
 
@@ -168,6 +179,9 @@ def _call(module: Any, values: Values, n: int, known: Collection[type]) -> Value
         elif kind is QValueModule:
             if all(type(key) is str for key in (*module.in_keys, *module.out_keys)):
                 return _q_values(module, values)
+        elif kind in _SAMPLERS:
+            if _only_samples(module, values):
+                return _draw(module, kind, values, n)
         elif (parts := _parts(module, kind)) is not None:
             out = values
             for part in parts:
@@ -214,6 +228,53 @@ def _parts(module: TensorDictSequential, kind: type) -> Iterable[nn.Module] | No
     return module._det_part, module._last_module
 
 
+def _only_samples(module: ProbabilisticTensorDictModule, values: Values) -> bool:
+    """Whether a call of the module only draws one sample from a distribution whose parameters are
+    among ``values``, by torch's global generator."""
+    return (
+        module.num_samples is None
+        and module._generator is None
+        and module._generator_key is None
+        and all(type(key) is str and key in values for key in module.in_keys)
+        and all(type(key) is str for key in module.out_keys)
+    )
+
+
+class _Entries:
+    """Stands in for the TensorDict with which a sampling module is called. The module reads its
+    inputs from ``values``, and its outputs are kept in ``made``."""
+
+    def __init__(self, values: Values) -> None:
+        self._values = values
+        self.made: Values = {}
+
+    def get(self, key: Key, default: Any = None) -> Any:
+        return self._values.get(key, default)
+
+    def keys(self) -> Collection[Key]:
+        return self._values.keys()
+
+    def set(self, key: Key, value: Any) -> None:
+        self.made[key] = value
+
+    def update(self, other: TensorDictBase | dict[Key, Any]) -> None:
+        self.made.update(other if isinstance(other, dict) else flat(other))
+
+
+def _draw(module: ProbabilisticTensorDictModule, kind: type, values: Values, n: int) -> Values:
+    entries = _Entries(values)
+    random = (exploration_type() or module.default_interaction_type) is ExplorationType.RANDOM
+    # Only here does TorchRL's class differ from its base class: it scores the sample as it draws it.
+    scores = kind is SafeProbabilisticModule and module.return_log_prob and random
+    (_sample_and_log_prob if scores else _sample)(module, entries)
+    for key, value in entries.made.items():
+        if type(value) is Tensor and value.ndim and value.size(0) == n:
+            values[plain_key(key)] = value
+        else:  # let TensorDict convert or refuse the value
+            values.update(flat(TensorDict(batch_size=[n]).set(key, value)))
+    return values
+
+
 def _write(keys: Iterable[Key], made: Any, values: Values, n: int) -> None:
     """Write the result of a module to ``values``, as ``TensorDictModule`` does."""
     keys = list(keys)
@@ -246,7 +307,7 @@ def _call_with_tensordict(policy: Policy, values: Values, n: int) -> Values:
             raise UnfitPolicyError(f"{_EXPECTED}; this policy raised {error!r}") from error
         raise
     values.clear()
-    values.update(flat(td))  # even if ``out`` is another TensorDict, because TorchRL reads both
+    values.update(flat(td))  # TorchRL reads ``td``, too, if ``out`` is another TensorDict
     if out is td or out is None:
         return values
     if isinstance(out, dict):
@@ -318,7 +379,7 @@ class PolicyCalls:
         return {key: value.clone() for key, value in out.items()} if self._clones else out
 
     def exploring(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a call that contains policies, so that these policies use the exploration type."""
+        """Wrap a function that calls policies, so that these policies use the exploration type."""
         return partial(self._exploring.call, call)
 
     def on_tensordict(self, td: TensorDictBase) -> TensorDictBase:

@@ -28,7 +28,12 @@ class _Categorical(Categorical):
 
     def __init__(self, logits: Tensor, env: str) -> None:
         check_outputs(logits, env)
-        super().__init__(logits=logits)
+        super().__init__(logits=logits, validate_args=False)
+
+    def sample_and_log_prob(self, sample_shape: Any = ()) -> tuple[Tensor, Tensor]:
+        """Return actions and their log-probabilities, without the checks of ``log_prob``."""
+        action = self.sample(sample_shape)
+        return action, self.logits.gather(-1, action.unsqueeze(-1)).squeeze(-1)
 
 
 def _actor(
@@ -74,7 +79,7 @@ def critic_of(network: nn.Module) -> ValueOperator:
 
 
 class Squashed(TanhNormal):
-    """TorchRL's distribution, with the density of actions scaled to -1 .. 1.
+    """TorchRL's ``TanhNormal``, but with the density of actions scaled to -1 .. 1.
 
     The bounds are moved to the device of the network's outputs. SAC adds the negative log-density
     to every step's reward. With the density of actions in the environment's units, SAC would also
