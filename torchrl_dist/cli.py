@@ -78,8 +78,8 @@ def console() -> NoReturn:
         elif isinstance(error, KeyboardInterrupt):
             code = _STOPPED["SIGINT"]
         else:
-            # Set these attributes as Python does, because exit functions read them, and keep the
-            # files if the process failed.
+            # Set these attributes as Python does, because exit functions read them in order to keep
+            # the files of a process that failed.
             sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()
             sys.excepthook(*sys.exc_info())
     finally:
@@ -218,7 +218,7 @@ def _interrupt_behind(error: BaseException | None) -> KeyboardInterrupt | Stoppe
     The signal may interrupt any line, and the clean-up of a half-done step may then raise another
     error. Therefore ``error`` need not be the exception of the signal.
     """
-    seen: set[int] = set()  # because a program may make two errors each other's context
+    seen: set[int] = set()  # a program may make two errors each other's context
     while error is not None and id(error) not in seen:
         if isinstance(error, (KeyboardInterrupt, Stopped)):
             return error
@@ -398,7 +398,7 @@ def _train(options: argparse.Namespace) -> int:
         return _train_seeds(options, config, given)
     # Without a launcher, a server forked from this process starts the job's processes. The imports
     # below must therefore leave this process safe to fork. Under a launcher, nothing is forked, so
-    # the user's settings of the imported libraries stay as they are.
+    # the imported libraries keep the user's settings.
     forks = _is_fresh and not {"RANK", "SLURM_PROCID"} & os.environ.keys()
     unset = not options.resume and not {"learners", "collectors"} & given.keys()
     if forks and options.resume:

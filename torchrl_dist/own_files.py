@@ -5,8 +5,8 @@ is about to use, and put links, pipes or huge files into this folder. Therefore 
 folder only if this process made it, with mode 0700, or if the folder belongs to this user and other
 users cannot write to it. Only plain files of this user are opened. Everything else is refused with
 a reason (:class:`NotOurs`). If all users can write to a parent of the folder, the owners of this
-parent and of all folders between them are checked, too, because another user could replace one of
-these folders.
+parent and of all folders between the parent and the folder are checked, too, because another user
+could replace one of these folders.
 
 ``TORCHRL_DIST_GROUP`` names a Unix group whose members this user trusts. Folders of that group may
 belong to any member and be writable by all members.
@@ -120,8 +120,7 @@ def check_folder(path: str | os.PathLike[str]) -> None:
 
 
 def lock_folder(fd: int) -> bool:
-    """Lock the folder that ``fd`` is open on; return False if another process had locked the
-    folder.
+    """Lock the folder that ``fd`` refers to; return False if another process holds the lock.
 
     The lock lasts until all copies of ``fd`` are closed. On network file systems that cannot lock
     folders, the result is always True.

@@ -14,7 +14,7 @@ minute of the machine affects all of them. The table shows medians over rounds.
   no data.
 - ``ideal_sps``: workers / step_s for environments that sleep. For other environments, this is the
   rate of ``floor``.
-- ``efficiency``: sps / ideal_sps.
+- ``efficiency``: sps (steps per second) / ideal_sps.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def _told(start: tuple[Cell, ...], results: list[Result]) -> str:
 
 
 def _ask(options: argparse.Namespace) -> int:
-    """Answer ``options.question``, which is not ``busy``."""
+    """Answer a question (``options.question``) other than ``busy``."""
     from torchrl_dist.bench import collect_learner
     from torchrl_dist.bench.collect_table import plot_deadlines, print_plain
 
@@ -206,7 +206,7 @@ def plan(options: argparse.Namespace, peers: list[str]) -> list[list[tuple[Cell,
 
     A start is a tuple of cells that a peer measures without a restart. The cells differ only in
     ``step_s``, which increases. A collector that chooses the length of its messages does so once
-    per start, so such a start has only one cell.
+    per start, so each of its starts has only one cell.
     """
     from torchrl_dist.bench.collect_peers import PEERS
 

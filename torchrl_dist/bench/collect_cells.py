@@ -41,7 +41,7 @@ class _Tally:
         self._count = np.memmap(path, np.int64, "r+")
         self._folder = folder
 
-    def __reduce__(self) -> Any:  # tianshou sends an env to an actor, which counts its own steps
+    def __reduce__(self) -> Any:  # tianshou sends envs to other processes, which count separately
         return tally, (self._folder,)
 
     def add(self, n: int) -> None:
@@ -101,7 +101,7 @@ class _Pace:
         self._folder = folder
         self._step_s = np.memmap(Path(folder, "step_s"), np.float64, "r")
 
-    def __reduce__(self) -> Any:  # a copy would not see later changes
+    def __reduce__(self) -> Any:  # a copied array would not see later changes
         return _Pace, (self._folder,)
 
     def step_s(self) -> float:

@@ -3,10 +3,10 @@
 - ``ingest``: how many rows per second can one learner receive? Workers only send prepared
   rollouts, with rows of CartPole's size or with observations of 84 x 84 x 4 bytes.
 - ``deadlines``: does it pay to leave out late workers? Each receive takes one batch, from the
-  workers that have delivered by a deadline (``Quorum``). For several deadlines, this measures the
-  number of workers per receive, and the time for a fixed number of frames. Step times are normal or
-  lognormal, or one step in ten takes ten times as long as the others. The policy's network is small
-  or large (layers of 64 or 512 units).
+  workers that have delivered by a deadline (``Quorum``). For several deadlines, the benchmark
+  measures the number of workers per receive, and the time for a fixed number of frames. Step times
+  are normal or lognormal, or one step in ten takes ten times as long as the others. The policy's
+  network is small or large (layers of 64 or 512 units).
 - ``weights``: how soon do all processes use a new policy, and how many bytes are sent?
 """
 
@@ -99,7 +99,7 @@ def measure(cell: Question, server: ForkServer | None = None) -> dict[str, Any]:
 
 
 def measure_alone(cell: Question, folder: str) -> dict[str, Any]:
-    """Call ``measure`` with one torch thread. The caller runs this in a process of its own."""
+    """Set this process to one torch thread, and call ``measure``. Use a separate process."""
     torch.set_num_threads(1)
     return measure(cell)
 

@@ -34,7 +34,7 @@ _MANY = 10**12  # used instead of -1 (no limit), because some collectors read -1
 
 @dataclass
 class Peer:
-    """A way to collect. The modules that ``requires`` names must be installed."""
+    """A way to collect. The modules in ``requires`` must be installed."""
 
     name: str
     requires: tuple[str, ...] = field(default=(), kw_only=True)
@@ -222,7 +222,8 @@ def _by_ray(cell: Cell, folder: str) -> dict[str, Any]:
     return _asynchronous(
         cell,
         ray_init_config=DEFAULT_RAY_INIT_CONFIG | _ray_options(folder),
-        # If all actors together request more cores than exist, most actors wait indefinitely.
+        # Request nothing, because most actors would wait indefinitely if all actors together
+        # requested more cores than exist.
         remote_configs={"num_cpus": 0, "num_gpus": 0, "memory": 0},
         num_collectors=cell.workers,
     )

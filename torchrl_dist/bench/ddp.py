@@ -296,7 +296,7 @@ class _Update:
 
         if peer == TORCH:
 
-            class Tensors(nn.Module):  # DistributedDataParallel finds no tensors in a TensorDict
+            class Tensors(nn.Module):  # torch's DDP finds no tensors in the loss's TensorDict
                 def __init__(self) -> None:
                     super().__init__()
                     self.loss = loss

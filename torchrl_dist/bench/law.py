@@ -28,7 +28,7 @@ Cases:
   1 : 3 : 9 : ...
 
 Each case is measured with prioritized (alpha 0.6) and with uniform sampling (alpha 0). ``exact`` is
-the distance of ``per worker``, computed without drawing.
+the distance of ``per worker``, computed from the probabilities instead of draws.
 """
 
 from __future__ import annotations

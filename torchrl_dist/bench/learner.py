@@ -46,7 +46,7 @@ PEERS = ("ours", "plain", "torchrl")
 COMPILED = "compiled"
 TWO_RANKS = "ppo-2-ranks"
 _WARM_UP = 3
-_TIMEOUT_S = 600.0  # of the processes that average their gradients
+_TIMEOUT_S = 600.0  # limit for the processes that average their gradients
 
 Update = Callable[[], Any]
 

@@ -10,8 +10,8 @@ The planner measures the costs from which it predicts. The benchmark has three p
 - ``verdicts``: compares one process with the processes that the planner would start, for learners
   that need more or less time per frame.
 - ``bounds``: jobs that, according to the planner, are bound by the learner, the environment or the
-  messages. The benchmark makes only this part of the job easier, and shows whether the job gets
-  faster.
+  messages. The benchmark reduces only the work that bounds the job, and shows whether the job
+  gets faster.
 
 The benchmark needs a quiet machine and takes about five minutes.
 """
@@ -154,7 +154,7 @@ def predicted(job: Job, seconds: float) -> float:
     """Return the frames per second that the model predicts."""
     costs = _costs(job.env, job.step_s, seconds)
     costs = replace(costs, update_s=job.learn_s, updates_per_frame=1.0)
-    if job.durations is not None:  # _costs() measured an env whose steps take equally long
+    if job.durations is not None:  # the env of _costs() has steps of equal duration
         spreads = {"normal": 0.1, "lognormal": 1.31, "slow": 1.42}
         costs = replace(costs, spread=spreads[job.durations])
     return predict(costs, job.layout, os.cpu_count() or 1).frames_per_s

@@ -157,7 +157,7 @@ def die_with_parent() -> None:
 
 
 class Pending(Protocol):
-    """A call that runs elsewhere."""
+    """A call that runs in another process."""
 
     def result(self, timeout: float | None = None) -> Any: ...
 

@@ -121,7 +121,7 @@ def read_lines(path: Path | None) -> list[Line]:
     if path is None or not path.is_file():
         return []
     text = own_files.read_plain(path, _MOST)
-    if text and not text.endswith("\n"):  # a killed process wrote only a part
+    if text and not text.endswith("\n"):  # a process was killed while it wrote this line
         raise ConfigurationError(
             f"{path}: the last line is incomplete; remove it, and run the command again"
         )

@@ -127,7 +127,7 @@ def plan(options: argparse.Namespace, peers: list[str]) -> list[list[Cell]]:
 
 
 def _can(peer: str, cell: Cell) -> bool:
-    if cell.op in ("lock", "cursor"):  # these measure our own lock and cursor; kind S is enough
+    if cell.op in ("lock", "cursor"):  # our own lock and cursor; the kind of rows does not matter
         return peer in ("ours-numpy", "ours-c") and cell.kind == "S"
     if cell.op in ("sequences", "patch"):
         return cell.op in PEERS[peer].extra_ops

@@ -21,7 +21,7 @@ from torchrl_dist.bench.replay_peers import PEERS, SAMPLE_BATCH, WINDOWS, Peer
 from torchrl_dist.bench.workloads import KINDS, make_rows
 
 _PREPARED_BATCHES = 4
-_LEAD_S = 0.5  # between starting the loops and starting to count, so that all loops are running
+_LEAD_S = 0.5  # from starting the loops to the first count, so that all loops are running by then
 _LATE_S = 0.5
 _WARM_S = 2.0
 _WARM_LAPS = 8  # draws per row; drawing with replacement then misses one row in 3,000

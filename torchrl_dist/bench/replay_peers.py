@@ -21,7 +21,7 @@ from torchrl_dist.bench.workloads import make_rows
 
 ALPHA, BETA = 0.6, 0.4
 SAMPLE_BATCH = 256
-WINDOWS, WINDOW, BURN_IN = 32, 80, 40  # windows per batch, rows of each without burn-in
+WINDOWS, WINDOW, BURN_IN = 32, 80, 40  # windows per batch, rows per window, earlier rows of burn-in
 _CALL_S = 60.0
 _QUEUED_CALLS = 16
 

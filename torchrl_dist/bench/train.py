@@ -70,8 +70,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure, and print tables. Blocks for minutes.
 
-    After Ctrl-C, this drops the current run and prints the results so far. Each line of the
-    ``--json`` file is written when its run ends.
+    After Ctrl-C, drops the current run and prints the results so far. Each line of the ``--json``
+    file is written when its run ends.
 
     Returns:
         0; 1 if a run failed; 130 or 143 after SIGINT or SIGTERM.
@@ -264,7 +264,7 @@ def _plot(path: Path, results: Mapping[Case, list[Run]]) -> None:
             axis.axhline(cases[0].threshold, color="black", linewidth=0.8, linestyle=":")
             axis.set(xlabel="frames" if over == "frames" else "training, s")
             axis.set(ylabel=f"return, greedy mean of {train_plan.EPISODES} episodes")
-            axis.xaxis.set_major_formatter(EngFormatter(sep=""))  # 150k, to keep labels apart
+            axis.xaxis.set_major_formatter(EngFormatter(sep=""))  # short (150k), so that labels fit
             axis.set_title(f"{algorithm} on {env}", fontsize=10)
             axis.grid(alpha=0.3)
         if pair[0].lines:

@@ -1,4 +1,4 @@
-"""Runs a peer in its own process, up to the threshold."""
+"""Trains one peer in its own process until it reaches the threshold or a limit."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def _collector(config: Any, policy: Callable[..., Any], **options: Any) -> Colle
     # Categorical, because the recipes' policies write discrete actions as numbers, not one-hot.
     wrapped: EnvBase = GymWrapper(envs, categorical_action_encoding=True)
     if envs.single_observation_space.dtype == np.float64:
-        wrapped = TransformedEnv(wrapped, DoubleToFloat())  # as the recipes' networks do
+        wrapped = TransformedEnv(wrapped, DoubleToFloat())  # recipes' networks convert, too
     wrapped.set_seed(config.seed)
     return Collector(
         wrapped,
@@ -238,7 +238,7 @@ class PPO(_OnPolicy):
     """DD-PPO's algorithm with one learner."""
 
     def __init__(self, config: DDPPOConfig, task: Task, policy: PolicySpec) -> None:
-        # GAE normalizes the advantages, over the whole batch.
+        # The loss must not normalize advantages, because GAE already does, over the whole batch.
         make_loss = partial(ClipPPOLoss, clip_epsilon=config.clip, normalize_advantage=False)
         estimate = {"lmbda": config.gae_lambda, "average_gae": True}
         super().__init__(config, task, policy, make_loss, **estimate)

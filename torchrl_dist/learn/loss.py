@@ -109,7 +109,7 @@ class DistributedLoss(_Loss):
     _weight: Weight
     _call: Call | None
     _likeness: str | None
-    _keepers: list[nn.Module]  # must not be in training mode, see _statistics_in
+    _keepers: list[nn.Module]  # modules with statistics, which must stay in eval mode
     _is_closed: bool
 
     def __new__(
@@ -422,7 +422,7 @@ def _observed(method: Callable[..., Any], loss_class: type[LossModule]) -> Calla
             raise
         finally:
             self.__dict__["_call"] = None
-        _refuse_training(self)  # again, because CrossQLoss's methods call train()
+        _refuse_training(self)  # check again, because CrossQLoss's methods call train()
         if name == "forward" and not args and isinstance(result, tuple):
             keys = getattr(self, "out_keys", ())
             # The arguments were passed by keyword, so the tuple has the order of out_keys.

@@ -46,8 +46,8 @@ _agreed: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 # Maps each group whose ranks are on several nodes to a second group of the same ranks, for sums.
 _groups_of_sums: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 # To sum a tensor between nodes, each rank sends each other rank either the whole tensor (one round
-# trip) or a part of the tensor (two round trips). It sends the whole tensor if the tensor has at
-# most _MOST_DIRECT_BYTES, and if it then sends at most _DIRECT_BYTES more than with parts.
+# trip) or a part of the tensor (two round trips). A rank sends a whole tensor of at most
+# _MOST_DIRECT_BYTES if sending parts would save at most _DIRECT_BYTES.
 _DIRECT_BYTES, _MOST_DIRECT_BYTES = 2**18, 2**24
 # After a failed collective, a rank waits this long for the other ranks to report that they wait,
 # too.

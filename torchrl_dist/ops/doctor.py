@@ -42,7 +42,9 @@ tested."""
 _MIB, _GIB = 1 << 20, 1 << 30
 _CONTAINERS_SHM = 64 * _MIB  # Docker's default without --shm-size
 _FEW_FILES, _MANY_FILES = 256, 4096
-_FEW_PROCESSES = 1024  # the limit also counts threads, of which torch starts one per core
+# Warn if the limit of processes is lower. The limit also counts threads, and torch starts one per
+# core.
+_FEW_PROCESSES = 1024
 _SLOW_S = {"store": 0.02, "rpc": 0.05, "all-reduce": 0.05}
 _SLOWEST_PAIR = 10  # a call is slow if it takes this many times the median of all pairs of ranks
 _SKEW_S, _BAD_SKEW_S = 1.0, 60.0

@@ -29,8 +29,8 @@ class Rounds:
         rpc_s: time of a call and its answer, for each pair (caller, called rank).
         skew_s: how many seconds each rank's clock is ahead of rank 0's.
         software: versions of packages on each rank.
-        elsewhere: the result of ``look`` on one rank of each node, by host name, without the
-            driver's node.
+        elsewhere: by host name, the result of ``look`` on one rank of each node except the
+            driver's.
     """
 
     names: tuple[str, ...]

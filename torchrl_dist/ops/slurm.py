@@ -70,8 +70,7 @@ class Job:
 
     Attributes:
         command: the command of each rank. ``train ...`` stands for ``torchrl-dist train ...``.
-        first: the nodes of rank 0, which is the learner. Without ``collectors``, the nodes of all
-            ranks.
+        first: the nodes of rank 0, which is the learner, or of all ranks if ``collectors`` is None.
         collectors: the nodes of the other ranks, if these nodes are of another kind (a
             heterogeneous job).
         time: the time limit in one of Slurm's forms.

@@ -271,7 +271,7 @@ def thriftiest(
 
     Considers only layouts of the same kind as ``best``: one process, one node or several nodes.
     The planner recommends the returned layout, because more processes would bring little more
-    speed. If it has several processes, their number is what :func:`processes_that_pay` returns.
+    speed. If this layout has several processes, :func:`processes_that_pay` returns their number.
     """
     kind = (best.alone, best.nodes > 1)
     alike = [each for each in ranked if (each[0].alone, each[0].nodes > 1) == kind]

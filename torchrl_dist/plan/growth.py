@@ -66,8 +66,8 @@ def sleeping(costs: Costs, step_s: float) -> Costs:
 
 
 def layout_of(nodes: int, step_s: float, node_workers: bool) -> Layout:
-    """Return a layout with one process per core, messages of half a second and no waiting for slow
-    workers."""
+    """Return a layout with one process per core, messages with half a second of steps, and no
+    waiting for slow workers."""
     steps = max(1, int(_MESSAGE_S / step_s))
     return Layout(nodes, CORES, 1, steps, node_workers, lag=1, wait_all=False)
 

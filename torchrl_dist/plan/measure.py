@@ -113,7 +113,7 @@ def measure(
     """Measure all costs of ``subject``. Blocks until the processes that it starts have ended.
 
     Args:
-        seconds: time for each of about ten figures.
+        seconds: how long to measure each of about ten figures.
         timeout_s: the longest wait for processes to start and to answer.
         fork_server: the server that starts the processes (default: a new one).
 

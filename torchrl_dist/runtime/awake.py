@@ -83,7 +83,8 @@ class _Clock:
 
     def _run(self) -> None:
         while True:
-            self._next_look = self.now() + _TICK_S  # set before _due is read; see call_at
+            # set before _due is read, so that no concurrent call_at is missed
+            self._next_look = self.now() + _TICK_S
             soonest = min((due for due, _ in list(self._due.values())), default=self._next_look)
             self._next_look = min(self._next_look, soonest)
             self._sooner.wait(max(0.0, self._next_look - self.now()))

@@ -61,7 +61,7 @@ _PRELOAD = (
 )
 _MAX_REPORT_BYTES = 64 * 1024
 _PR_SET_PDEATHSIG = 1
-# This limit is long, because many children that share few cores start slowly.
+# This limit is long, because imports are slow if many servers start on few cores.
 _BOOT_TIMEOUT_S = 120.0
 _KILL_TIMEOUT_S = 5.0
 _JOIN_S = 1.0  # how long a new connection may take to send its descriptors
@@ -244,7 +244,7 @@ class ForkServer:
     def _start_process(self, fds: tuple[int, int]) -> subprocess.Popen[bytes]:
         numbers = [int(number) for number in STOP_SIGNALS]
         code = (
-            # imports leave no garbage, but garbage collection takes a quarter of their time
+            # no garbage collection: it would take a quarter of the imports' time and find nothing
             "import gc, signal, sys; gc.disable(); "
             f"[signal.signal(n, signal.SIG_IGN) for n in {numbers}]; "
             f"signal.pthread_sigmask(signal.SIG_UNBLOCK, {numbers}); "
@@ -649,7 +649,7 @@ class _Server:
                 events = [fd for fd, _ in self._poller.poll()]
                 door = self._door.fileno()  # served last, because existing clients do not need it
                 # Handle one event at a time, because handling an event may close the descriptors of
-                # others.
+                # other events.
                 self._serve(next((fd for fd in events if fd != door), door))
         finally:
             for client in self._clients + self._ended:

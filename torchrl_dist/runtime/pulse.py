@@ -42,10 +42,10 @@ _log = logging.getLogger("torchrl_dist")
 
 
 class Progress:
-    """Find out which processes make no progress. This class is pure, because counts and times are
-    passed in.
+    """Find out which processes make no progress. This class reads no clock, because counts and
+    times are passed in.
 
-    A name is reported once, and again only if it has made progress since.
+    A process is reported once, and again only if it has made progress since.
     """
 
     def __init__(self, patience_s: float = PATIENCE_S) -> None:

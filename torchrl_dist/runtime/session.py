@@ -447,8 +447,8 @@ class Session:
             self._members.arrive(number, rank, lambda: answer(()))
         elif kind == "leaving":
             self._left(*args)
-            # While the job ends, the process that leaves must answer calls until all have left. It
-            # closes its connections when it gets this answer, so the answer is delayed until then.
+            # A process that leaves closes its connections when it gets this answer. While the job
+            # ends, the answer waits until all have left, because they may still call that process.
             if self._ending and self._end_reason is None:
                 self._members.when_all_left(lambda: answer(()))
             else:
@@ -565,7 +565,7 @@ class Session:
             # keep the first reason, because connections also break after the job has ended cleanly
             return
         self._end_reason = reason
-        self._stop.set()  # set first, so that it is true when serve() returns
+        self._stop.set()  # first, so that stop_requested is true when serve() returns
         self._end.set()
 
     # ---- waiting
@@ -576,10 +576,10 @@ class Session:
 
         True once the driver has ended the job, torchrun's process has died, or this process has
         received SIGINT, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2. :attr:`stop_signal` is the first of
-        these signals. The driver prints a line when it receives its first one. The second SIGINT,
-        SIGTERM or SIGHUP raises KeyboardInterrupt or SystemExit in the main thread, unless the
-        process serves. SIGUSR1 and SIGUSR2 announce SIGTERM (``sbatch --signal=USR1@60``) and never
-        raise. If the program has its own handler for SIGUSR1 or SIGUSR2, that signal does not
+        these signals. The driver prints a line when it receives its first stop signal. The second
+        SIGINT, SIGTERM or SIGHUP raises KeyboardInterrupt or SystemExit in the main thread, unless
+        the process serves. SIGUSR1 and SIGUSR2 announce SIGTERM (``sbatch --signal=USR1@60``) and
+        never raise. If the program has its own handler for SIGUSR1 or SIGUSR2, that signal does not
         request a stop.
         """
         return self._stop.is_set()

@@ -47,7 +47,7 @@ class Latch:
         if not self._is_set:
             self._is_set = True
             if self._write_fd >= 0:
-                os.write(self._write_fd, b"!")  # never read, so that it stays readable
+                os.write(self._write_fd, b"!")  # never read, so that the pipe stays readable
 
     def wait(self, timeout_s: float) -> bool:
         """Block until the latch is set, at most ``timeout_s``; return whether it is set."""
@@ -78,7 +78,7 @@ def wait_any(latches: tuple[Latch, ...], timeout_s: float | None) -> bool:
 
 
 class StopSignals:
-    """While installed, SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 set ``latch``.
+    """Handlers with which SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 set ``latch``.
 
     A second SIGINT, SIGTERM or SIGHUP raises KeyboardInterrupt or SystemExit in the main thread,
     unless ``patient`` is set. SIGUSR1 and SIGUSR2 never raise, because launchers send them some
@@ -100,7 +100,7 @@ class StopSignals:
         self._is_over = False
         self.patient = False
         self.interrupts = False  # if true, the next signal raises KeyboardInterrupt
-        self.received: signal.Signals | None = None  # the first one
+        self.received: signal.Signals | None = None  # the first stop signal
 
     def install(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -153,9 +153,10 @@ class StopSignals:
 def outlive_stop_signals() -> None:
     """Prevent stop signals from ending this process.
 
-    Call this function in the main thread of a process that another process ends when it gets these
-    signals. SIGINT, SIGTERM and SIGHUP still end this process's forked children and the programs
-    that it starts. All these children and programs ignore SIGUSR1 and SIGUSR2.
+    Call this function in the main thread of a process that another process ends, because that
+    other process handles these signals. SIGINT, SIGTERM and SIGHUP still end this process's forked
+    children and the programs that it starts. All these children and programs ignore SIGUSR1 and
+    SIGUSR2.
     """
     for number in _ENDS:
         # not SIG_IGN, because an ignored signal would stay ignored across exec
@@ -171,7 +172,7 @@ def _outlive(number: int, frame: FrameType | None) -> None:
 
 def say(line: str) -> None:
     """Print a line to stderr from a signal handler, even one that interrupted another print."""
-    with contextlib.suppress(Exception):  # it interrupted a print, or stderr is closed
+    with contextlib.suppress(Exception):  # the handler interrupted a print, or stderr is closed
         start = "\n" if sys.stderr.isatty() else ""  # after ^C or a progress bar
         print(start + line, file=sys.stderr, flush=True)
 

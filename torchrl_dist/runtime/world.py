@@ -293,8 +293,8 @@ def _first_component_first(env: Mapping[str, str], hosts: list[str]) -> list[str
     """Sort ``hosts`` by their component of a heterogeneous job, because rank 0 is in an early
     component.
 
-    In Slurm (at least up to 22.05), the variable's name contains PACK in a step, and HET in a batch
-    script. With ``--distribution=arbitrary`` rank 0 may be on any node.
+    The variable with a component's hosts has PACK in its name in a step, and HET in a batch script
+    (in Slurm, at least up to 22.05). With ``--distribution=arbitrary`` rank 0 may be on any node.
     """
     ordered: list[str] = []
     for group in range(_integer(env, "SLURM_HET_SIZE", default=0)):

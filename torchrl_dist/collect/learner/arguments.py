@@ -26,13 +26,13 @@ from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.runtime import Peer, Session, current_session
 from torchrl_dist.runtime.session import check_session
 
-_ONE_STEP = 1e-9  # a fraction of a rollout that is smaller than one step, in every rollout
+_ONE_STEP = 1e-9  # a fraction of a rollout; less than one step, however long the rollout is
 
 PolicyFactory = Callable[[int, int], Any]
 
 
 def choose_peers(session: Session | None, workers: Sequence[Peer] | None) -> tuple[Peer, ...]:
-    """Return the peers that will have the workers. An empty tuple means one worker in this process.
+    """Return the peers that will run the workers. An empty tuple means one worker in this process.
     Warn if the caller probably wanted workers in other processes.
 
     Raises:

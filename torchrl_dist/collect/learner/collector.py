@@ -105,7 +105,7 @@ class RPCBatchedCollector(BaseCollector):
             duration determines T. A rollout then lasts about half a second (longer if more than
             four processes share a core) and has at most 8 MiB, but at least one step. Each rollout
             is sent as one message, which takes one millisecond of the learner's time and two of the
-            worker's time. The attribute ``frames_per_batch`` then says how many frames a batch has.
+            worker's time. The collector's ``frames_per_batch`` is the resulting number of frames.
         total_frames: iteration ends after exactly this many frames, so the last batches may be
             shorter. With -1, iteration never ends.
         policy_factory: ``(worker_index, num_workers) -> policy``, called on each worker instead of
@@ -123,7 +123,7 @@ class RPCBatchedCollector(BaseCollector):
             raises an error. A server process forks the env processes.
         step_timeout_s: an env process that makes no step for this many seconds, because it hangs or
             is paused, is killed and replaced. By default, there is no limit.
-        workers: the peers that have the workers. The default is ``session.of_role("collector")``,
+        workers: the peers that run the workers. The default is ``session.of_role("collector")``,
             or this process if there are no such peers.
         readiness: the rule for when a batch is complete, ``WaitAll()``, ``FirstReady()``,
             ``Quorum(...)`` or ``Preempt(...)``.

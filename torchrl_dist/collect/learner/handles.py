@@ -71,7 +71,7 @@ def make_local_handle(
 ) -> LocalHandle | CallersHandle:
     """Make a worker in this process. ``name`` is the worker's name in errors.
 
-    If this is the collector's only worker (``alone``), has no env processes and runs the policy
+    If the worker is the collector's only one (``alone``), has no env processes and runs the policy
     itself, the calling thread makes and steps the envs. With a replay buffer, whose writes may
     block, the calling thread steps only an env that the caller built. In all other cases, a
     separate thread or env processes step the envs.

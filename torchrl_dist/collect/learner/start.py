@@ -95,7 +95,7 @@ def start_workers(
         for index, building in enumerate(builds):
             run = partial(settle, building, partial(build, index))
             if callers and not first.env_processes:
-                run()  # in this thread, because it may have to make and step the envs
+                run()  # in this thread, which may have to make and step the envs
             else:
                 threading.Thread(target=run, name="torchrl_dist-build", daemon=True).start()
         wait(builds)

@@ -3,8 +3,8 @@
 A driver's ``step`` writes two observations per env. The first observation is the true next
 observation, even at the end of an episode. The second observation is the policy's next input, which
 after a reset is the first observation of the new episode. Each call of ``step`` makes one
-transition per env. With next-step autoreset, however, a call may only reset an env: ``valid`` is
-then false for this env, and the rollout drops the step.
+transition per env. With next-step autoreset, however, a call may reset an env instead of stepping
+it: ``valid`` is then false for this env, and the rollout drops the step.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class EnvListDriver:
                 self._reward[i] = 0.0 if reward is None else reward
                 self._terminated[i] = terminated
                 self._truncated[i] = truncated
-            except (TypeError, ValueError):  # arrays of one element, as in GymWrapper
+            except (TypeError, ValueError):  # accept arrays of one element, as GymWrapper does
                 self._reward[i] = np.asarray(reward).item()
                 self._terminated[i] = np.asarray(terminated).item()
                 self._truncated[i] = np.asarray(truncated).item()
@@ -209,8 +209,7 @@ def _device_of(value: Any) -> torch.device | None:
 
 
 class TensorEnv:
-    """A wrapper that takes and returns NumPy arrays, of a vector env that takes and returns torch
-    tensors."""
+    """A vector env that uses torch tensors, with an interface of NumPy arrays."""
 
     def __init__(self, env: Any, device: torch.device) -> None:
         self._env, self._device = env, device
@@ -321,7 +320,7 @@ class SameStepDriver(_VectorDriver):
     episode's last observation in ``info``."""
 
     _warned = False
-    _ended: np.ndarray | None = None  # bool [N], the last step's; None if no episode ended
+    _ended: np.ndarray | None = None  # bool [N], for the last step; None if it ended no episode
 
     def step(self, actions: np.ndarray, following: Arrays, current: Arrays) -> StepResult:
         results = super().step(actions, following, current)

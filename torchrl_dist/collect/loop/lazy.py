@@ -35,7 +35,8 @@ def initialize(
     if not names:
         return
     try:
-        called = copy.deepcopy(policy).to("cpu").eval()  # raises for lazy buffers (torch 2.13)
+        # deepcopy raises for lazy buffers (torch 2.13)
+        called = copy.deepcopy(policy).to("cpu").eval()
         rollout = make_rollout(make_env, called, **options)
         try:
             with torch.no_grad():

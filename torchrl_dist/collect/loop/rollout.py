@@ -214,7 +214,7 @@ class Episodes:
         before = (np.cumsum(done) - ends).reshape(n, steps)  # episodes that ended before each step
         anew = before > before[:, :1]
         ids[anew] = numbers[before[anew] - 1]
-        self._current[env[ended]] = numbers  # if an env got several new ids, the last one
+        self._current[env[ended]] = numbers  # if an env got several new ids, keep the last one
         # Sum each part separately. If sums were differences of a running sum, an infinite or huge
         # reward in one episode would spoil the sums of all later episodes.
         with np.errstate(invalid="ignore"):
@@ -937,7 +937,9 @@ def make_rollout(
     driver = make_driver(first, make_env, num_envs)
     try:
         if isinstance(driver, EnvListDriver) and _has_reward_space(driver.envs[0]):
-            raise UnknownSpaceError(f"{driver.envs[0]} has an unsupported reward space")
+            raise UnknownSpaceError(
+                f"{driver.envs[0]} has a reward_space; expected an env without this attribute"
+            )
         categorical = categorical_action_encoding
         return GymnasiumRollout(
             driver, policy, frames, categorical_action_encoding=categorical, alone=alone, **acting

@@ -260,7 +260,7 @@ class NodeWorker:
                     f"answer within {self.config.call_timeout_s:g} s. If their envs do not hang, "
                     "raise timeout_s= of the collector"
                 )
-            # A process is not ready here only if this worker is being closed.
+            # All processes are ready here, unless this worker is being closed.
             if all(process.ready for process in missing):
                 answers |= self._ask(missing, until, method, *args)
         _raise_first(answers)
@@ -409,7 +409,7 @@ class NodeWorker:
         Return at the latest when the clock ``awake()`` reaches ``until``."""
         limit_s, relay = self.config.step_timeout_s, self._relay
         if calls.order is None:
-            limit_s = None  # processes count steps only in rollouts
+            limit_s = None  # not a rollout, and processes count steps only in rollouts
         elif limit_s is not None and self.config.replay_buffer is not None:
             limit_s = max(limit_s, _LEAST_LIMIT_S)
         glance_s = _GLANCE_S if limit_s is None else min(_GLANCE_S, limit_s / 4)

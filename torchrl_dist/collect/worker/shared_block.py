@@ -233,9 +233,8 @@ class SharedWeights:
 
 @dataclass(frozen=True)
 class WeightsAddress:
-    """The data with which a process finds shared weights. The number ``block`` differs between all
-    blocks of a creator, and identifies the block, because a later block may have the same
-    ``path``."""
+    """The data with which a process finds shared weights. Each block of a creator has a number
+    ``block`` of its own, because a later block may have the same ``path``."""
 
     version: int
     entries: tuple

@@ -681,8 +681,8 @@ class RolloutWorker:
         return enough
 
     def cut(self, request: int, least: int) -> None:
-        """End a rollout once each env has made ``least`` steps, if the number of its request is at
-        most ``request``. Such a rollout may be running, may have ended, or may begin later."""
+        """End a rollout whose request number is at most ``request`` once each env has made
+        ``least`` steps. Such a rollout may be running, may have ended, or may begin later."""
         self._cut = (request, least)
 
     def _stamp(self, rollout: TensorDict, kept: int) -> tuple[list[float], list[int]]:

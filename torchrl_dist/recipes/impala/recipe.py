@@ -92,7 +92,7 @@ class Impala(ActorCritic):
     """The learner and its collectors. The loss is an A2CLoss, whose gradients are those of section
     4.2 of the paper."""
 
-    # RMSProp with a correction of its bias: the paper's optimizer has no momentum either
+    # Adam without momentum is RMSProp with bias correction; the paper's RMSProp has no momentum
     betas = (0.0, 0.99)
 
     def learn(self, data: TensorDictBase, frames: int) -> dict[str, Any]:

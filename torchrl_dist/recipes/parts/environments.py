@@ -222,8 +222,8 @@ _LONGEST = 10_000  # number of elements of the longest observation that is flatt
 
 
 def is_flattened(space: gymnasium.Space) -> bool:
-    """Whether observations are flattened. Observations in a single Box are not flattened, because
-    vectors and images need no flattening. For any other Box, the user must decide."""
+    """Whether observations are flattened. If the space is a Box, they are not: vectors and images
+    need no flattening, and for a Box of any other shape, the user must decide."""
     from gymnasium import spaces
 
     def of_vectors(part: gymnasium.Space) -> bool:
@@ -432,7 +432,7 @@ def _bounds(env: str, actions: gymnasium.Space, continuous: Continuous) -> tuple
     return low, high
 
 
-_MOST_COMBINATIONS = 10_000  # most combined actions, because each needs an output of the network
+_MOST_COMBINATIONS = 10_000  # limit of combined actions: each needs an output of the network
 
 
 def _numbered(actions: gymnasium.Space) -> str:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # `play` needs none of these imports
 
 _BOUND = 10.0  # bound of scaled values, as in CleanRL's ppo_continuous_action.py
 _EPSILON = 1e-8  # added to a variance, as in gymnasium
-_REMEMBERED = 1 << 16  # most trajectories whose running return is kept
+_REMEMBERED = 1 << 16  # maximum number of trajectories whose running return is kept
 _PRIOR = 1e-4  # gymnasium's RunningMeanStd begins with this count, mean 0 and variance 1
 
 
@@ -89,7 +89,7 @@ class RewardScale:
     ``NormalizeReward`` does, and clip them to -10 .. 10, as CleanRL does.
 
     The running return of a step is its reward plus, within a trajectory, ``gamma`` times the
-    running return of the step before. Trajectories continue in the next batch that contains them,
+    running return of the step before. A trajectory may continue in a later batch than the next one,
     because the batches of several collectors alternate.
 
     Attributes:

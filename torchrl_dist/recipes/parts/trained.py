@@ -44,7 +44,8 @@ class TrainedPolicy(TensorDictModule):
             ["observation", *states],
             ["action", *(("next", state) for state in states)],
         )
-        self._episodes: tuple[torch.Size, State] | None = None  # of a policy with a memory
+        # the batch dimensions and the state of the current episodes, if the policy has a memory
+        self._episodes: tuple[torch.Size, State] | None = None
         self.env = policy.env
         self.observation_shape = shape
         self.eval().requires_grad_(False)

@@ -70,7 +70,7 @@ class R2D2Loss(LossModule):
         observation, after = column("observation"), column(("next", "observation"))
         reward = column(("next", "reward")).reshape(valid.shape)[:, burn_in:]
         terminated = column(("next", "terminated")).reshape(valid.shape)[:, burn_in:]
-        there = valid[:, burn_in:].sum(1)  # the episode's rows, without the burn-in
+        there = valid[:, burn_in:].sum(1)  # number of the episode's rows after the burn-in
 
         # one more observation, after the last row of the episode
         seen = torch.cat([observation[:, burn_in:], after[:, -1:]], 1)
@@ -110,7 +110,7 @@ class R2D2Loss(LossModule):
         Args:
             states: ``[2, B, size, H]``, the stored states before each row."""
         burn_in = self.burn_in
-        count = valid[:, :burn_in].sum(1)  # the valid rows are the last ones
+        count = valid[:, :burn_in].sum(1)  # the valid rows are at the end of the burn-in
         first = burn_in - count
         window = torch.arange(len(valid), device=valid.device)
         stored = states[:, window, first]

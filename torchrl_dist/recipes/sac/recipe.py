@@ -162,7 +162,7 @@ class SAC(LossLearner):
             self._feed.prepare()
         if losses is None:
             return {}
-        if self._moments is not None:  # from the last batch, which is a uniform sample of all rows
+        if self._moments is not None:  # the last batch suffices: a uniform sample of all rows
             self._moments.update(observations, self.ranks, f"observations of {self.config.env}")
         self.collector.update_policy_weights_()
         return {

@@ -3,10 +3,10 @@
 :class:`Evaluator` is a plain local object, and :class:`Evaluations` is the learner's handle to one.
 Calls are short, so that a job that must stop does not wait for the end of an evaluation.
 
-The evaluation itself may kill or hang its process. A failed evaluation is therefore never repeated
-elsewhere, and if two processes are lost in this way, with no completed evaluation in between, no
-more evaluations are played. Otherwise an environment that fails in evaluation could end one
-collector after another, and then the learner.
+An evaluation may kill or hang its process. A failed evaluation is therefore never repeated
+elsewhere. If two processes are lost in this way, and no evaluation was completed in between, no
+more evaluations are played. Without these rules, an environment that fails in evaluation could end
+one collector after another, and then the learner.
 """
 
 from __future__ import annotations
@@ -95,10 +95,10 @@ class Evaluations:
 
     That process has the role "evaluator". If no process has this role, the last collector plays, or
     this process if there are no collectors. An evaluation fails if it raises, or if its process
-    dies or hangs. A failed evaluation is reported and counted, and never repeated. If the
-    process died or hung, a collector plays the later evaluations. This collector must not be the
-    only one of its learner. If this collector also dies or hangs before it has completed an
-    evaluation, no more evaluations are played.
+    dies or hangs. A failed evaluation is reported and counted, and never repeated. If the process
+    died or hung, the later evaluations are played by a collector whose learner has another one. If
+    this collector also dies or hangs before it has completed an evaluation, no more evaluations
+    are played.
 
     Args:
         session: the learner's session.
@@ -148,7 +148,7 @@ class Evaluations:
         try:
             if not wait([self._answer], wait_s).done:
                 if time.monotonic() - self._asked_at > self.session.timeout_s + _LATE_S:
-                    # calls to this process itself have no deadline
+                    # checked here, because a call to this process itself has no deadline
                     raise DeadlineError(
                         f"{self._candidates[0]} did not answer a call of the evaluation within "
                         f"{self.session.timeout_s:g} s"

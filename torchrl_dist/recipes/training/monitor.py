@@ -412,7 +412,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def _naming_the_folder(self) -> Iterator[None]:
-        """Name the run's folder in errors of writes, which name no file."""
+        """Add the run's folder to errors of writes, because these errors name no file."""
         try:
             yield
         except OSError as error:

@@ -29,8 +29,8 @@ _KEY = "torchrl_dist.option"
 @dataclasses.dataclass(frozen=True)
 class Option:
     """The meaning of a field and its valid values. ``minimum`` and ``maximum`` themselves are
-    valid, but ``above`` is not. ``otherwise`` is the default that ``--help`` shows, if it is not
-    the field's default."""
+    valid, but ``above`` is not. ``otherwise``, if given, is the default that ``--help`` shows
+    instead of the field's default."""
 
     help: str
     unit: str = ""

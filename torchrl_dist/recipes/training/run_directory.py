@@ -33,7 +33,7 @@ def claim(
     """Claim the folders for this job, and return whether to continue from ``checkpoint``.
 
     After a restart by the launcher (``restart_count > 0``), the job continues its own run even
-    without ``resume``. If the run has no checkpoint yet, the job starts again.
+    without ``resume``. If the run has no checkpoint yet, it starts from the beginning.
 
     Args:
         output: the folder; created if it does not exist.

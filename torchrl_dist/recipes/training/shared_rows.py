@@ -44,7 +44,7 @@ def shared_buffer(
         batch_size: rows per sample of this process.
         exponents: alpha and beta of prioritized sampling; None: uniform.
         limiter: the rate limiter of the whole buffer.
-        frames, windows: ``frames``, ``sample_unit`` and ``eta``, see
+        frames, windows: the arguments ``frames``, ``sample_unit`` and ``eta`` of
             :func:`~torchrl_dist.replay_buffer`.
 
     Raises:

@@ -1,7 +1,7 @@
 """Draw batches of rows from other nodes before they are needed.
 
-With one shard, the law is that of the plain sampler. With several shards, each batch is drawn
-exactly by the masses in the shards' replies for that batch (``shard_law``).
+With one shard, the law is that of the plain sampler. With several shards, each batch is drawn in
+exact proportion to the masses in the shards' replies for that batch (``shard_law``).
 
 A shard is chosen by the masses in the first replies. If one of the shard's rows must be redrawn,
 the new row comes from a later state of the shard. The weight of a redrawn row corrects for this
@@ -40,8 +40,8 @@ from torchrl_dist.replay.parts.slices import NoSlicesError
 from torchrl_dist.replay.parts.storage import NoRowsError
 from torchrl_dist.runtime.awake import awake
 
-# If the round trip is shorter than ``_LONG_ROUND_TRIP_S``, the fewest batches are drawn ahead,
-# because sampling older rows would do more harm than waiting.
+# If the round trip is shorter than ``_LONG_ROUND_TRIP_S``, the number of batches drawn ahead stays
+# at its minimum, because sampling older rows would do more harm than waiting.
 _LONG_ROUND_TRIP_S = 2e-3
 _FEWEST_AHEAD, _MOST_AHEAD, _MOST_BYTES_AHEAD = 2, 256, 2**24
 # The learner is assumed to take at least ``_SHORTEST_USE_S`` per batch. A pause of the learner
@@ -114,7 +114,8 @@ class BatchSource:
     def next(self, batch_size: int) -> Drawn:
         """Return the next batch. Blocks until it arrives.
 
-        Each exchange of messages takes at most the client's deadline. A second exchange is rare.
+        Each exchange of messages takes at most the client's deadline. A batch rarely needs a second
+        exchange.
 
         Raises:
             RuntimeError: no row is published.
@@ -209,7 +210,7 @@ class BatchSource:
         """Choose how many batches to draw ahead, given the learner's pace and the round trip."""
         now, before = awake(), self._returned_at
         self._returned_at = now
-        if before is None or self._client.limited:  # a limiter keeps the number at the fewest
+        if before is None or self._client.limited:  # with a limiter, the number does not grow
             return
         use_s = max(_SHORTEST_USE_S, now - before - self._waited_s)
         if self._uses < _USES:
@@ -294,7 +295,7 @@ class BatchSource:
                 shard
                 for shard in np.flatnonzero(missing).tolist()
                 if (answer := answers[shard]) is None or answer.rows is None
-            ]  # shards that were lost or emptied just now
+            ]  # the shards that have been lost or emptied since the first answers
             if not gathering.reassign(gone, self._uniforms):
                 if not client.counts_draws:
                     raise self._nothing(answers)

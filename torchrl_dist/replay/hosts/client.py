@@ -185,7 +185,8 @@ class ReplayClient:
             if other != shard
         )
         if len(self.links) == 1 or answering < self._min_shards:
-            raise error.with_traceback(None)  # because many calls may raise it
+            # many calls may raise this error, and each of them would add to its traceback
+            raise error.with_traceback(None)
         with self._lock:
             new = shard not in self._reported
             self._reported.setdefault(shard, self.links[shard].replies)
@@ -419,7 +420,7 @@ class ReplayClient:
         """Call a method of several hosts, like :meth:`call_each`.
 
         At each host, the call comes after all earlier operations of this client and before all
-        later operations. Blocks, in total not longer than one call.
+        later operations. The calls together block no longer than one call.
 
         Args:
             sizes: bytes of the arguments, by shard. Without ``sizes``, the call does not wait for
@@ -589,7 +590,7 @@ class ReplayClient:
     def set_priorities(
         self, index: torch.Tensor, generation: torch.Tensor | None, priority: np.ndarray
     ) -> None:
-        """Queue priorities, float64 [n], for rows. Entries of -1 are skipped.
+        """Queue priorities, float64 [n], for rows. Rows whose index is -1 are skipped.
 
         Without ``generation``, generations are looked up among this process's recent draws and
         writes.

@@ -383,7 +383,7 @@ class ReplayHost(Shard):
             "anchors": anchors,
         }
 
-    # --- reading and replacing rows; clients call the methods that change rows by ``Invoke`` --
+    # --- reading and replacing rows; clients use ``Invoke`` for methods that change rows -------
 
     def read(self, slots: torch.Tensor) -> tuple[str, list[Part]]:
         """Return the rows in slots, int64 [n]: their spec as text, and their packed columns.
@@ -483,7 +483,7 @@ class ReplayHost(Shard):
         alpha: float | None,
         ranges: Sequence[tuple[int, int]],
     ) -> list[Chunk]:
-        """Write the rows of these slots to the files of a shard, from the positions ``ends`` on.
+        """Write the rows in ``ranges`` of slots to a shard's files, starting at positions ``ends``.
 
         Blocks until the rows are on the disk, because a host works only during calls.
 

@@ -49,7 +49,7 @@ class _InUse:
         """Functions that take ``clean``. Each closes an object to which nothing refers any more."""
 
     def add(self, user: Any) -> None:
-        self._close_dropped(clean=False)  # not clean, because the host removes the directory
+        self._close_dropped(clean=False)  # keeps the directory, because the host removes it
         self._alive.add(user)
 
     def _close_dropped(self, clean: bool) -> None:

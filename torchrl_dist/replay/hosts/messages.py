@@ -88,8 +88,8 @@ Operation = Write | SetPriorities | SetWrittenPriorities | CountSamples | Invoke
 class SliceLaw:
     """Defines which slices of trajectories are drawn; see ``SharedSliceSampler``.
 
-    ``consecutive``: neighbouring rows of a slice must be consecutive steps, because other shards
-    may have rows of the trajectory.
+    ``consecutive``: whether neighbouring rows of a slice must be consecutive steps, because other
+    shards may have rows of the trajectory.
     """
 
     slice_len: int

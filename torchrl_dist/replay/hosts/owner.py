@@ -190,11 +190,11 @@ def host_replay(
         scratch_dir: folder on each host's node in which the host makes its directory. Default: this
             user's folder in ``/dev/shm``, or in the folder for temporary files.
         resume, keep: as in :class:`SharedMemmapStorage`. If the launcher restarts a job, the job
-            finds its rows without these arguments. With one of them, or with a ``scratch_dir``, the
-            directory's name depends only on the buffer's name, not on the job. With ``resume``,
-            a later job then finds the directory. Two jobs cannot use it at the same time. Otherwise
-            each job has its own directory, and the next buffer removes the directories of jobs that
-            cannot be restarted.
+            finds its rows even without these arguments. With one of them, or with a
+            ``scratch_dir``, the directory's name depends only on the buffer's name, not on the job.
+            With ``resume``, a later job then finds the directory. Two jobs cannot use it at the
+            same time. Without any of the three arguments, each job has its own directory, and the
+            next buffer removes the directories of jobs that cannot be restarted.
         write_to: with ``"own"``, rows go to the shard of the writer's node, or to all shards in
             turn if the node has none. With ``"all"``, rows always go to all shards in turn. In its
             turn, a shard takes all rows of an ``extend``, or as many as it has room for.
@@ -323,9 +323,9 @@ def _settle(
 
     All shards get the same era, because largest priorities are not passed between shards of
     different eras. The inserts and samples of a lost shard are unknown. Without these counts, the
-    limiter's difference may be outside its range, and writes or samples would wait indefinitely.
-    If the difference is outside, the number of samples is therefore changed so that the difference
-    is at the nearer end of the range.
+    limiter's difference (see ``law.limiter``) may be outside its range, and writes or samples would
+    wait indefinitely. In this case, the number of samples is changed so that the difference is at
+    the nearer end of the range.
     """
     standings = [remote.call("standing", timeout_s=timeout_s) for remote in remotes]
     eras = [era for era, _ in standings]

@@ -97,7 +97,8 @@ class _Queued:
         return self.operation() if callable(self.operation) else self.operation
 
     def start(self) -> bool:
-        """Return False if the entry was cancelled. Otherwise, it can no longer be cancelled."""
+        """Return False if the entry was cancelled. Otherwise return True, and the entry can no
+        longer be cancelled."""
         future = self.future
         return future is None or future.running() or future.set_running_or_notify_cancel()
 
@@ -375,7 +376,8 @@ class RemoteLink(Link):
             self._queue.popleft()
         if not self._queue:
             self._due = False
-            # an exception may have interrupted ``_add`` after it had increased the sum
+            # summed anew, because an exception may have interrupted ``_add`` after it had
+            # increased the sum
             self._bytes = sum(each.size for each in queued)
         if not queued and not asks:  # all of them were cancelled
             self._since = None

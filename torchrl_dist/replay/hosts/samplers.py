@@ -143,7 +143,7 @@ class _SamplerOfOwner(SharedSampler):
         client.invoke_everywhere(method, *args)
         try:
             client.apply_queued()
-        except RemoteError:  # the other hosts refused for the same reason
+        except RemoteError:  # drop the other hosts' errors, which have the same reason
             for link in client.links:
                 link.failure()
             raise
@@ -227,8 +227,8 @@ class RPCPrioritizedSampler(_SamplerOfOwner, SharedPrioritizedSampler):
     ``prefetch=0``, a batch reflects everything that this process wrote before. With other values,
     an operation takes effect at most ``batches_ahead + batches_per_call`` batches later. If this
     process sets a priority above all earlier ones, new rows in other shards get this priority only
-    after the host has answered, because the host drops the priority if the row was overwritten.
-    Hosts draw the random numbers, so ranks with equal seeds draw different batches.
+    after the row's host has answered, because this host drops the priority if the row was
+    overwritten. Hosts draw the random numbers, so ranks with equal seeds draw different batches.
 
     Args:
         max_capacity: the buffer's capacity in rows, over all shards.

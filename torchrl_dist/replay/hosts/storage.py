@@ -59,8 +59,8 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
     ``extend`` and ``update_priority`` queue their work and return. ``extend`` returns the index,
     and sets it in the data. The index is -1 until the host's answer fills it in; :meth:`flush`
     waits for that answer. If an operation fails at the host, a later call raises the error.
-    ``len``, reading by index, ``empty`` and saving block for one call, which the host answers after
-    all earlier operations.
+    ``len``, reading by index, ``empty`` and saving block for one or more calls, which the host
+    answers after all earlier operations.
 
     Args:
         owner: the result of :func:`host_replay`.

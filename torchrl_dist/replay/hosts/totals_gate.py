@@ -8,7 +8,7 @@ request, so a shard's threads never wait.
 
 *How fresh the counts are.* A process adds its own operations since a shard's last reply to the
 counts in that reply. The limiter is therefore exact for one process that samples and one that
-writes. The process knows operations of other processes only up to the shards' last replies. The
+writes. Each process knows operations of the others only up to the shards' last replies. The
 difference that ``law.limiter`` defines may therefore leave its range. Each other process may lower
 the difference by up to ``prefetch + batches_per_call + 1`` batches below the range, or raise it by
 one ``extend`` above the range. A process that must wait asks the shards at once for their counts,
@@ -17,7 +17,7 @@ long.
 
 Each shard enforces ``max_times_sampled`` exactly. A row counts when it is drawn, so all processes
 together never return a row more often than allowed. A shard's size leaves out rows whose draws are
-used up, even if a process drew them ahead and has not returned them to its caller yet. This process
+used up, even if a process drew them ahead and has not returned them to its caller yet. Each process
 therefore adds the rows that it has drawn ahead to the size. Unused draws (spare ones, and those of
 dropped batches) are sent back with the next message to the shard. A row is returned less often than
 allowed only if a process died or ended with unused draws. One process loses at most the draws of

@@ -22,8 +22,8 @@ def as_slots(index: Any, width: int = 0) -> torch.Tensor:
 
     Raises:
         IndexError: the index does not consist of whole numbers, or does not have two coordinates
-            per row. If it were converted, 1.9 would silently name row 1, and a mask, even one of
-            uint8, would name rows 0 and 1.
+            per row. If such an index were converted, 1.9 would silently name row 1, and a mask,
+            even one of uint8, would name rows 0 and 1.
     """
     if width:
         parts = isinstance(index, tuple)
@@ -102,7 +102,7 @@ def split_rows(
     rows: int, capacity: int, most: int | None = None, width: int = 1
 ) -> list[tuple[int, int]]:
     """Split the rows of an ``extend`` into ranges ``(start, stop)``, each small enough for one
-    reservation, and of at most ``most`` rows. Each range is a multiple of ``width``.
+    reservation, and of at most ``most`` rows. The length of each range is a multiple of ``width``.
 
     If there are more rows than slots, the ranges have only the last ``capacity`` rows, because
     these would overwrite the earlier rows anyway.

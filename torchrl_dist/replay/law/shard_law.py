@@ -162,8 +162,8 @@ def spare_rows(expected: np.ndarray) -> np.ndarray:
     A shard whose share rises from ``P`` to ``Q`` gets Binomial(n, Q - P) further draws in a batch
     of ``n``. The result is the sum of three terms, rounded up: the mean of this distribution, 3.3
     standard deviations of the Poisson distribution with the same mean, and a half. The Poisson
-    distribution is used because it has heavier tails. Means below 1 need the half. If the mean is
-    0, the result is 0.
+    distribution is used because it has heavier tails than the binomial distribution. Means below 1
+    need the half. If the mean is 0, the result is 0.
 
     Args:
         expected: float64 [shards], the means.

@@ -107,8 +107,8 @@ class SharedCursor:
         Args:
             source: the values of the rows, [n, ...] per column.
             reserve: a method that reserves the slots, called with ``arguments`` and ``plan=``. Its
-                module must be in ``_MODULES``. The function outside these modules that called into
-                them is the writer. Its write ends at the latest when the writer returns.
+                module must be in ``_MODULES``. The write belongs to the function outside these
+                modules that called into them, and ends at the latest when that function returns.
 
         Returns:
             The result of ``reserve``, and the plan for the frames. The plan is None if the rows
@@ -340,8 +340,8 @@ class SharedCursor:
         """Reserve given slots to write them in place. The slots keep their position in the ring.
 
         Args:
-            slots: distinct slots, int64 [n]. The rows there stay unpublished until this write is
-                published, as in any write.
+            slots: distinct slots, int64 [n]. They are unpublished until this write is published,
+                as in any write.
             plan: the frames of the rows, if the slots are neighbours.
 
         Returns:
@@ -391,7 +391,8 @@ class SharedCursor:
         row, words = self._free_row(), self._directory.words
         if row is None or self._live_claims(start, count) or not self._frames_admit(row, plan):
             return None
-        high = max(words[Word.IN_PLACE], start + count)  # in use, even if the cursor is lower
+        # all slots below ``high`` are in use, even if the cursor has not reached them
+        high = max(words[Word.IN_PLACE], start + count)
         return self._take(row, start, count, Word.IN_PLACE, high, plan)
 
     def wait_for_rows(self, deadline: float, least: int = 1) -> bool:

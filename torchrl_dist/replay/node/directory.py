@@ -138,7 +138,7 @@ class ReplayDirectory:
         fair_lock: the lock on bytes of the file ``lock_fd``. Entering it does not repair the state.
         repair: the function that repairs the state after a holder of the lock was killed.
         gate: the gate of the rate limiter, or None.
-        users: int64 [MAX_MEMBERS, 5], with a limiter, see ``gate``.
+        users: int64 [MAX_MEMBERS, 5] if there is a limiter; see ``gate``.
         times_sampled: int64 [capacity] if the limiter has ``max_times_sampled``; see the
             module ``times_sampled``.
     """
@@ -328,8 +328,8 @@ class ReplayDirectory:
     def holds_its_equal(self, reservation: Any) -> bool:
         """Return whether another write of this process has the same slots. Called under the lock.
 
-        If so, this write was interrupted before it claimed the slots, and the other write claimed
-        them later."""
+        If so, the write of ``reservation`` was interrupted before it claimed the slots, and the
+        other write claimed them later."""
         return any(
             held.reservation == reservation and held.reservation is not reservation
             for held in list(self._held.values())

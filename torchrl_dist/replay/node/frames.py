@@ -60,7 +60,7 @@ _SPARE = 0.07  # extra frames per row, because an episode has more frames than r
 _WINDOW = 32  # the window is the number of rows divided by this
 _FEW = 4096  # minimum size of window and ring, in frames, unless the buffer never needs that many
 _MOST_KNOWN = 2**17
-_DROPPED_AT_ONCE = 256  # a drop frees the cells that are needed, and 1/256 of the ring
+_DROPPED_AT_ONCE = 256  # dropping rows frees the needed cells, and 1/256 of the ring
 _MOST_FRAMES = 2**31 - 1  # rows store cells as int32
 _NEVER = 2**61  # larger than any ticket
 
@@ -357,8 +357,8 @@ class Frames:
     # --- reading -----------------------------------------------------------------------------
 
     def expand(self, columns: list[np.ndarray], gather: Gather) -> list[np.ndarray]:
-        """Replace the cells in ``columns``, which are copies of rows, with the frames in these
-        cells. Return ``columns``.
+        """Replace the cells in ``columns``, copied columns of rows, with the frames in these cells.
+        Return ``columns``.
 
         Args:
             gather: ``gather([array], indices)`` returns copies of the rows ``indices`` of the

@@ -28,7 +28,7 @@ from torchrl_dist.replay.node.tables import (
     Word,
 )
 
-LARGEST_LEAF = 1e200  # sums of leaves up to this stay finite
+LARGEST_LEAF = 1e200  # if no leaf is larger, sums of leaves stay finite
 SMALLEST_LEAF = sys.float_info.min  # a row with a leaf of 0 would never be drawn
 SOUND, WRONG_PRIORITY, WRONG_SLOT, TOO_LARGE = range(4)
 

@@ -230,7 +230,7 @@ class FairLock:
             _record(kind, byte)
             for kind in (fcntl.F_WRLCK, fcntl.F_UNLCK)
             for byte in (_TURNSTILE, _MUTEX)
-        ]  # kept alive here, because ctypes gets only their addresses (its fastest arguments)
+        ]  # kept alive here, because ctypes gets only addresses (which it passes fastest)
         take_turnstile, self._take_mutex, self._give_turnstile, self._give_mutex = map(
             ctypes.addressof, self._records
         )

@@ -95,8 +95,8 @@ def open_directory(
         ConfigurationError: the path or the capacity is invalid.
         DirectoryError: the directory is in use by another job, was left by another job (without
             ``resume``), has another capacity or format, is damaged, is on a network file system,
-            holds foreign files, belongs to another user, or cannot be written. Nothing in it was
-            changed.
+            holds foreign files, belongs to another user, or cannot be written. The directory
+            was not changed.
         DeadlineError: the lock was not free in time.
     """
     if capacity < 1:
@@ -286,9 +286,9 @@ def _join(asked: _Asked) -> ReplayDirectory | None:
     try:
         with view.fair_lock:
             if not view.is_at_path():
-                return None  # the last member removed it during the wait
+                return None  # the last member removed the folder during the wait
             if files.is_being_removed(folder):
-                files.clear(folder)  # the process that was removing it was killed
+                files.clear(folder)  # a process was killed while it removed the files
             try:
                 header = read_header(folder)
             except FileNotFoundError:
@@ -428,7 +428,7 @@ def _create_files(folder: Path, capacity: int, job: str) -> Header:
     except DirectoryError:
         (folder / files.LOCK).unlink()
         raise
-    with contextlib.suppress(OSError):  # the parent folder cannot be listed
+    with contextlib.suppress(OSError):  # raised if the parent folder cannot be listed
         for doomed in list(files.half_removed(folder)):
             files.remove(doomed)
     header = Header(capacity, job, _starter_of(job))

@@ -153,7 +153,7 @@ def cover_leaves(directory: ReplayDirectory) -> None:
     This is needed if a process was killed after it stored leaves and before it stored the largest
     priority."""
     words, alpha = directory.words, directory.get_float(Word.ALPHA)
-    # the slot is unknown; with MAX_WITHIN, the next update searches for it
+    # the largest priority's slot is unknown; if MAX_WITHIN is 1, the next update looks for it
     words[Word.MAX_SLOT] = -1
     if not (words[Word.ALPHA_SET] and alpha > 0 and directory.length):
         return

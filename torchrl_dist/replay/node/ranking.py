@@ -128,7 +128,7 @@ def keep_best(
         each. If k is 0, none of the rows in ``left`` is good enough to be kept. The result is None,
         and nothing was changed, if another process is writing rows.
     """
-    if cursor.rows_under_way():  # this also ends claims of dead members
+    if cursor.rows_under_way():  # the call also ends claims of dead members
         return None
     directory = cursor.directory
     row_bytes = sum(values[:1].nbytes for values in source)

@@ -49,7 +49,7 @@ class Word(enum.IntEnum):
     EPS = 8  # float64
     MAX_PRIORITY = 9  # float64, raw; NaN before the first priority
     MAX_SLOT = 10  # the slot of MAX_PRIORITY, -1 if unknown
-    JOINS = 11  # members that ever joined; makes ids unique although rows of the table are reused
+    JOINS = 11  # members that ever joined, for unique ids, because the member table reuses rows
     KEEP = 12  # keep the directory when the last member leaves
     CLAIM_ROWS = 13  # rows of the claim table that were ever used
     MAX_WITHIN = 14  # 1: MAX_PRIORITY is the largest of the current rows, 0: of all rows ever
@@ -67,7 +67,7 @@ class Word(enum.IntEnum):
     EMPTYING = 25  # the buffer is being emptied, see ``cursor.finish_emptying``
     IN_PLACE = 26  # 1 + the highest slot written in place since the buffer was emptied
     IDENTITY = 27  # a random number that identifies this directory
-    JOURNAL = 28  # to 38: journal of :meth:`ReplayDirectory.store_all`, a count and up to 5 pairs
+    JOURNAL = 28  # to 38: journal of ``ReplayDirectory.store_all``: a count, up to 5 (word, value)
     RESTORED_TIMES = 39  # ``max_times_sampled`` of the checkpoint that was restored last
     # the rate limiter, see ``gate``; four words as in ``RateLimiter``, 0 for None
     LIMITED = 40  # 1: limited by the next four words, 2: not limited, 0: not set yet
@@ -93,7 +93,7 @@ class Word(enum.IntEnum):
     FRAMES_SET = 59  # frames.json exists
     PATCHES = 60  # grows by 1 when a patch begins and when it ends, see ``patches``
     STRUCTURE = 61  # a bit for each column by which rows are found or ranked
-    FILLER = 62  # which process fills a data set: 0, a member's id + 1, or -1 when it is complete
+    FILLER = 62  # fills a data set: a member's id + 1; 0: no process; -1: the data set is complete
     RANKED = 63  # which column and reduction rank the rows, see ``ranking``; 0: none
     # rows that are too old, see ``times_sampled.retire``
     OLDEST_COLUMN = 64  # 1 + the number of the column that is compared; 0: no row is too old

@@ -154,7 +154,7 @@ class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, Ten
             )
         if not slots.numel():
             return torch.empty(0, dtype=torch.int64)
-        # with two dimensions, only ``extend`` adds lines, because each line must be whole
+        # with two dimensions, only ``extend`` adds rows, in whole lines of ``width`` slots
         room = self.max_size if self.ndim == 1 else self.shape.numel()
         if not (0 <= slots.min() and slots.max() < room):
             raise IndexError(
@@ -184,7 +184,8 @@ class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, Ten
             each.
         """
         if self.ndim > 1 and not isinstance(index, tuple) and torch.as_tensor(index).ndim < 2:
-            # TorchRL's method and ``writer.generations_of`` take an index [n] as n whole lines
+            # TorchRL's method and ``writer.generations_of`` take an index [n] as n whole lines of
+            # ``width`` slots
             raise IndexError(
                 f"the storage has ndim={self.ndim}, so the index must have both coordinates of "
                 "each row, [n, 2], got an index of shape "
@@ -254,7 +255,7 @@ class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, Ten
         if _names_an_entry(index):
             return self.get(slice(None))[index]
         first, second = _parts(index)
-        for drawn in tuple(self._handed.batches):  # a copy, because a signal handler may draw
+        for drawn in tuple(self._handed.batches):  # a copy, because a signal handler may append
             if drawn.index is first and drawn.second is second:
                 with suppress(ValueError):
                     self._handed.batches.remove(drawn)

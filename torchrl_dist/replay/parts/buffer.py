@@ -552,8 +552,8 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
                 yield self.sample()
 
     def _sample(self, batch_size: int) -> tuple[Any, dict[str, Any]]:
-        """Return ``((batch, info, emptied), info)``, where ``emptied`` is the storage's attribute
-        as it was before the draw.
+        """Return ``((batch, info, emptied), info)``, where ``emptied`` is the value of
+        ``storage.emptied`` before the draw.
 
         TorchRL's ``sample`` returns the first item, whether the batch was fetched ahead or not."""
         drawn_of = self._storage.emptied

@@ -12,10 +12,10 @@ each row at most once. These rules also hold:
 - The pass is stored in the directory, so a restarted job continues it. Checkpoints do not contain
   the pass.
 
-``pass.bin`` has three counters, an order of slots, and the versions that these slots had. A draw
-stores one number, the count of entries that were drawn or omitted. The length of a new order is
-stored last, because it makes the order valid. If a process is killed at any point, it therefore
-leaves a valid pass.
+``pass.bin`` has three counters, an order of slots, and the versions that these slots had when the
+pass began. A draw stores one number, the count of entries that were drawn or omitted. The length of
+a new order is stored last, because it makes the order valid. If a process is killed at any point,
+it therefore leaves a valid pass.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
         while True:
             draw = draw_of_pass(directory, passes, begin)
             found = self._read_now(storage, draw, count, stored)
-            # Too few rows were found if others were overwritten while they were copied. Then draw
+            # Rows that were overwritten during the copy are missing. If too few rows are left, draw
             # again.
             if found.units == count or (found.units and not self.drop_last):
                 return found

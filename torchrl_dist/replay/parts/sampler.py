@@ -114,7 +114,7 @@ class RecentGenerations:
         lock = self._lock
         owned = lock._is_owned()  # type: ignore[attr-defined]  # not in typeshed
         if not owned and threading.get_ident() == self._main_thread:
-            with lock:  # not acquire(), because an interrupt may come between two lines
+            with lock:  # an interrupt after acquire(), but before try, would leave the lock held
                 return action(*args)
         if owned or not lock.acquire(timeout=patience_s):
             raise DirectoryError(
@@ -449,8 +449,8 @@ class SharedSampler(Sampler):
         self.load_state_dict(json.loads(own_files.read_plain(Path(path, "sampler.json"))))
 
     def __getstate__(self) -> dict[str, Any]:
-        # Not PrioritizedSampler's method, because that method refuses to copy trees. Here, all
-        # processes share one tree.
+        # not PrioritizedSampler's method, which refuses to copy trees; here, the copy uses the tree
+        # that all processes share
         state = Sampler.__getstate__(self)
         for name in self._not_copied:
             state.pop(name, None)
@@ -492,7 +492,7 @@ class SharedRandomSampler(SharedSampler, RandomSampler):
                 leaves, high = directory.tree.leaves, directory.high
                 drawn = np.empty(0, np.int64)
                 tries = 2 * (count + 8) * high // max(directory.words[Word.AVAILABLE], 1)
-                if 4 * tries < high:  # faster than a list of all rows
+                if 4 * tries < high:  # trying random slots is faster than listing all
                     drawn = (self._uniforms(tries) * high).astype(np.int64)
                     drawn = drawn[leaves[drawn] > 0][:count]
                 if drawn.size < count:
@@ -614,7 +614,7 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
         self._recent = RecentGenerations()
 
     def __getstate__(self) -> dict[str, Any]:
-        # ``self.alpha`` is the current alpha; with ``_copy_of``, a copy accepts a later change
+        # a copy gets the current alpha; ``_copy_of`` lets it accept a later change of alpha
         bound = self._directory
         copy_of = self._copy_of if bound is None else bound.identity
         return super().__getstate__() | {"_alpha": self.alpha, "_copy_of": copy_of}
@@ -800,9 +800,10 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
                 _torchrl.sampler_of(buffer) is self and _torchrl.is_being_built(buffer)
                 for buffer in _torchrl.buffers_over(storage)
             ):
-                return  # a joining process must not reset the shared values
+                return  # a joining process must not reset the shared priorities
         slots = as_slots(index, 0 if self._directory is None else self._directory.width)
-        slots = slots if slots.ndim == 1 else slots.reshape(-1)  # ``recall`` may know this tensor
+        # do not copy the index if it is flat, because ``recall`` may know this tensor
+        slots = slots if slots.ndim == 1 else slots.reshape(-1)
         stamps = None if generation is None else generation.detach().cpu().reshape(-1)
         self._update(slots, stamps, priorities_for(slots, priority))
 

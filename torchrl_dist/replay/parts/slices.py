@@ -146,7 +146,7 @@ class _Columns:
         if len(self._copies) > 1:
             steps = self._copies[1]
             self._follows[touched] &= steps[touched] == steps[before] + 1
-        if self._end_columns is not None:  # number 0: the row's place is unknown
+        if self._end_columns is not None:  # the number 0 means that the row's place is unknown
             self._follows[touched] &= (ids[before] != 0) & ~self._ends[before]
 
     def runs_by_position(self, state: tuple[int, ...], cursor: int) -> _Runs:
@@ -320,7 +320,7 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         fragmented: bool = False,
         **options: Any,
     ) -> None:
-        options.pop("cache_values", None)  # results stay valid until the rows change
+        options.pop("cache_values", None)  # no effect: results are kept until the rows change
         for name in ("ends", "trajectories", "compile", "use_gpu"):
             given = options.pop(name, None)
             if given is not None and given is not False:

@@ -440,8 +440,8 @@ class SharedMemmapStorage(RowStorage):
         )
 
     def _append_plain(self, data: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Write a few plain rows in one call to C code. Return None, with nothing changed, if this
-        is not possible."""
+        """Write a few rows in one call to C code. Return None, with nothing changed, if this is not
+        possible."""
         self.check_open()
         directory = self._directory
         spec = directory.rows
@@ -769,7 +769,8 @@ class SharedMemmapStorage(RowStorage):
             )
 
     def _replace(self, index: torch.Tensor, data: TensorDictBase) -> torch.Tensor:
-        """See the base class. Each run of neighbouring slots is published in one step."""
+        """See the base class. Each run of neighbouring slots is published in one step or, if it is
+        long and rows share frames, in several."""
         self.check_open()
         slots = index.numpy()
         given = self._checked(data)

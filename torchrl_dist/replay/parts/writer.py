@@ -112,7 +112,7 @@ class SharedCursorWriter(Writer):
         mark = _torchrl.value_of(data, "index")
         width = self._storage.width
         if isinstance(mark, torch.Tensor) and width and mark.shape[1:] == (2,):
-            # sorted, because TorchRL's buffers set the coordinates in another order than the rows'
+            # sorted, because TorchRL's buffers do not set the coordinates in the order of the rows
             mine = slots_at(mark.cpu(), width).sort()[0]
             same = any(torch.equal(mine, each.sort()[0]) for each in list(self._written))
             return data.exclude("index") if same else data
@@ -143,8 +143,9 @@ class SharedCursorWriter(Writer):
         """Report written rows to the samplers of this process's buffers over the storage."""
         for buffer in _torchrl.buffers_over(self._storage):
             note_written = getattr(_torchrl.sampler_of(buffer), "note_written", None)
+            # no mark_update in this case, because publishing has already set the priorities
             if note_written is not None:
-                note_written(index, generation)  # publishing has already set the priorities
+                note_written(index, generation)
             elif not _torchrl.is_being_built(buffer):  # another thread may be building it
                 buffer.mark_update(index)
 
@@ -255,9 +256,9 @@ class SharedMaxValueWriter(SharedCursorWriter):
         if not hasattr(storage, "keep_best") or hasattr(storage, "owner"):
             raise ConfigurationError(
                 "SharedMaxValueWriter writes to a SharedMemmapStorage, got "
-                f"{type(storage).__name__}. Over hosts, each shard would keep its own best rows. "
-                "Let the processes of one node write to SharedMemmapStorage(capacity, "
-                "scratch_dir=...)"
+                f"{type(storage).__name__}. A storage with hosts is refused, because each shard "
+                "would keep its own best rows. Let the processes of one node write to "
+                "SharedMemmapStorage(capacity, scratch_dir=...)"
             )
         storage.check_ranked()
         super().register_storage(storage)

@@ -84,7 +84,8 @@ def locks_given_back(storage: Storage) -> Iterator[None]:
 
 
 class EntryLock:
-    """A lock of TorchRL's buffers. A thread that holds the directory's lock gets an error instead.
+    """A lock of TorchRL's buffers. A thread that holds the directory's lock gets an error instead
+    of this lock.
 
     A signal handler may interrupt a thread that holds the directory's lock. If the handler waited
     for the buffer's lock, it could wait indefinitely, because another thread may hold the buffer's
@@ -545,7 +546,7 @@ def what_cannot_be_shared(buffer: Any, samplers_to_use: Mapping[str, str]) -> st
             "because it counts only the rows that this process wrote, and other processes "
             f"overwrite these rows{_build_with(buffer, samplers_to_use)}"
         )
-    unit = buffer._sample_unit  # a SharedReplayBuffer returns no Sequence, see ``windows_of``
+    unit = buffer._sample_unit  # never a Sequence in a SharedReplayBuffer, see ``windows_of``
     if type(unit) is Sequence:
         return (
             f"sample_unit=Sequence(...) in a {type(buffer).__name__}, which takes the rows in the "

@@ -24,7 +24,7 @@ def _first_with(references: int, blocks: list[np.ndarray]) -> np.ndarray | None:
 
 
 # The ``sys.getrefcount`` of a block to which only the pool's list refers. It is measured, because
-# Python 3.14 counts fewer of the references from local variables.
+# Python 3.14 counts fewer of the references from local variables than earlier versions do.
 _UNUSED = next(n for n in range(1, 9) if _first_with(n, [np.empty(0)]) is not None)
 
 
@@ -50,7 +50,7 @@ class BatchMemory:
         # the most recently used sizes come last
         blocks = self._blocks[size] = self._blocks.pop(size, [])
         for oldest in list(self._blocks)[:-_SIZES]:
-            self._blocks.pop(oldest, None)  # arrays keep the blocks that are in use
+            self._blocks.pop(oldest, None)  # arrays that use a block keep it alive
         block = _first_with(_UNUSED, blocks)
         if block is None:
             block = np.empty(size, dtype=np.uint8)

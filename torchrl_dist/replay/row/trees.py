@@ -1,7 +1,7 @@
 """Rows that are dictionaries, lists and tuples of tensors, as in TorchRL's ``ReplayBuffer``.
 
-Each tensor is a column. The spec of the rows has the *form* of the tree, from which the tree is
-rebuilt around the columns.
+Each tensor is a column. The spec of the rows contains the *form* of the tree, from which the tree
+is rebuilt around the columns.
 """
 
 from __future__ import annotations

@@ -333,7 +333,7 @@ def read_dump(
             raise CheckpointError(
                 f"checkpoint {path} is damaged: {error!r}; use another checkpoint"
             ) from error
-        if _folder_of(path) == folder.name:  # otherwise read the checkpoint that has replaced it
+        if _folder_of(path) == folder.name:  # otherwise read the checkpoint that replaced this one
             break
     raise CheckpointError(f"checkpoint {path} is damaged: {missing}; use another checkpoint")
 

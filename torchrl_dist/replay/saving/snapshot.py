@@ -469,8 +469,8 @@ def _dealt_heads(heads: list[Head], count: int, capacity: int, quotas: list[int]
 
 
 def _limiter_of_all(heads: list[Head], *, first: bool) -> list[float] | None:
-    """Return the limiter's state if all heads have the same limiter, otherwise None. The first
-    target gets the sums of the counts, and the other targets get 0."""
+    """Return the limiter's state if all heads have the same limiter, otherwise None. Its counts are
+    the sums over all heads for the ``first`` target, and 0 for the other targets."""
     states = [head.limiter for head in heads if head.limiter is not None]
     if len(states) < len(heads) or any(each[:-2] != states[0][:-2] for each in states):
         return None
