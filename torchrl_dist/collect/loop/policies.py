@@ -264,7 +264,7 @@ class _Entries:
 def _draw(module: ProbabilisticTensorDictModule, kind: type, values: Values, n: int) -> Values:
     entries = _Entries(values)
     random = (exploration_type() or module.default_interaction_type) is ExplorationType.RANDOM
-    # Only here does TorchRL's class differ from its base class: it scores the sample as it draws it.
+    # Only here does TorchRL's class differ from its base class: it scores as it draws.
     scores = kind is SafeProbabilisticModule and module.return_log_prob and random
     (_sample_and_log_prob if scores else _sample)(module, entries)
     for key, value in entries.made.items():
