@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +14,9 @@ if TYPE_CHECKING:  # `play` needs none of these imports
     from tensordict import TensorDictBase
 
     from ...learn.ranks import Ranks
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 _BOUND = 10.0  # bound of scaled values, as in CleanRL's ppo_continuous_action.py
 _EPSILON = 1e-8  # added to a variance, as in gymnasium
@@ -107,22 +111,21 @@ class RewardScale:
 
         Rows of trajectory -1 are padding, and must be at the end of an environment's rows."""
         reward = batch["next", "reward"].to(torch.float64)
-        ids = batch["collector", "traj_ids"]
-        returns = self._running(reward.squeeze(-1).cpu(), ids.cpu())
-        self.moments.update(returns[ids.cpu() >= 0].unsqueeze(-1), self._ranks, self._what)
+        ids = batch["collector", "traj_ids"].cpu()
+        returns = torch.from_numpy(self._running(reward.squeeze(-1).cpu().numpy(), ids.numpy()))
+        self.moments.update(returns[ids >= 0].unsqueeze(-1), self._ranks, self._what)
         scaled = reward / self.moments.deviation.to(reward.device)
         return scaled.clamp(-_BOUND, _BOUND).to(torch.float32)
 
-    def _running(self, reward: Tensor, ids: Tensor) -> Tensor:
-        returns = torch.empty_like(reward)
+    def _running(self, reward: Floats, ids: Ints) -> Floats:
+        returns = np.empty_like(reward)
         before = ids[:, 0]
-        running = reward.new_tensor([self._last.pop(id, 0.0) for id in before.tolist()])
-        for step, (earned, current) in enumerate(zip(reward.unbind(1), ids.unbind(1), strict=True)):
-            running = earned + self._gamma * running * (current == before)
-            returns[:, step], before = running, current
-        last = (ids >= 0).sum(1, keepdim=True) - 1
-        ends = zip(ids.gather(1, last).tolist(), returns.gather(1, last).tolist(), strict=True)
-        self._last |= {id: value for (id,), (value,) in ends}
+        running = np.array([self._last.pop(id, 0.0) for id in before.tolist()])
+        for step in range(reward.shape[1]):
+            running = reward[:, step] + self._gamma * running * (ids[:, step] == before)
+            returns[:, step], before = running, ids[:, step]
+        env, last = np.arange(len(ids)), (ids >= 0).sum(1) - 1
+        self._last |= zip(ids[env, last].tolist(), returns[env, last].tolist(), strict=True)
         # A trajectory that ended with its batch would stay here, so forget the oldest ones.
         for _ in range(len(self._last) - _REMEMBERED):
             del self._last[next(iter(self._last))]

@@ -63,10 +63,12 @@ class Feed:
 
 
 def moved(data: TensorDictBase, device: torch.device) -> TensorDictBase:
-    """Return ``data`` on ``device``.
+    """Return ``data`` on ``device``. This is ``data`` itself if all of it is on the CPU already.
 
     If ``device`` is a GPU, its current stream copies from pinned memory, and the caller does not
     wait."""
+    if device.type == "cpu" and all(leaf.is_cpu for leaf in data.values(True, True)):
+        return data  # ``to`` would build a new TensorDict
     if device.type != "cuda":
         return data.to(device)
     return data.pin_memory(num_threads=0).to(device, non_blocking=True)
