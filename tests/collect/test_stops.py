@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -220,3 +221,15 @@ def test_a_session_that_is_left_ends_background_collection_without_a_traceback_o
     else:
         assert code == 1 and errors.count("Traceback") == 1, errors
         assert errors.splitlines()[-1] == "ZeroDivisionError: the learner's own"
+
+
+def test_a_program_that_ends_within_an_iteration_ends_silently() -> None:
+    code = """
+from torchrl_dist import RPCBatchedCollector
+collector = RPCBatchedCollector("CartPole-v1", frames_per_batch=8)
+kept = [collector, batches := iter(collector)]
+kept.append(kept)
+assert next(batches).numel() == 8
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

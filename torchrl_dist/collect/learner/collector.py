@@ -661,10 +661,10 @@ class RPCBatchedCollector(BaseCollector):
     def _shut_down_by_errors(self) -> Iterator[None]:
         try:
             yield
-        except DeadlineError:
-            raise  # the rollouts continue, and the caller may iterate again
-        except Exception:
-            self.shutdown(raise_on_error=False)
+        # At the interpreter's exit, an iterator ends here when this module's names are gone already.
+        except Exception as error:
+            if not isinstance(error, DeadlineError):  # after it, the rollouts continue
+                self.shutdown(raise_on_error=False)
             raise
 
     def _next_batch(self) -> TensorDict | CollectReport | None:
