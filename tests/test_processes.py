@@ -68,6 +68,15 @@ def test_evaluations_of_a_single_process_take_its_time() -> None:
     assert slower == pytest.approx(frame_s / (frame_s + 0.5 * 500 * 2e-4 / 5000), rel=1e-4)
 
 
+def test_short_rollouts_and_updates_cost_a_single_process_more() -> None:
+    short = replace(RECIPES["impala"].config(), eval_interval_frames=10**9, frames_per_batch=40)
+    frame_s, long_s = (
+        1 / speeds(replace(short, frames_per_batch=frames), FAST, 2)[0] for frames in (40, 320)
+    )
+    each_s = processes._ROLLOUT_S + FAST.update_s
+    assert frame_s - long_s == pytest.approx(each_s * (1 / 40 - 1 / 320), rel=1e-3)
+
+
 def test_a_number_that_the_options_forbid_is_not_considered() -> None:
     slow = replace(FAST, step_cpu_s=0.1)
     assert set(speeds(RECIPES["apex"].config(learners=4), slow, 2)) == {0, 4, 8}

@@ -34,8 +34,12 @@ _SLOW_S = 1e-3
 _FEW_ROWS = 16
 _WAIT_S = 15.0  # for the child's answer, because some environments take seconds for a reset
 _PER_CORE = 4  # more processes per core are not considered, even if they mostly sleep
-# CPU time of a rollout loop per step, in addition to the CPU time of policy and environment.
-_LOOP_S = 50e-6
+# CPU time of a rollout loop per step, in addition to the CPU time of greedy actions and of the
+# environment: random actions, their log-probabilities, and the record.
+_LOOP_S = 200e-6
+# CPU time to begin and to finish a rollout in the learner's process. In other processes, this is
+# part of the cost of a message.
+_ROLLOUT_S = 1.2e-3
 # Seconds to average gradients after each update, if there are several learners.
 _AVERAGE_S = 2e-3
 _PLAYED = 0.5  # assumed length of an episode in an evaluation, divided by the maximum length
@@ -115,22 +119,23 @@ def speeds(config: Any, measured: Measured, cores: int) -> dict[int, float]:
     evaluations, and thereby takes time from the cores that all processes share.
     """
     envs = config.envs_per_collector
+    alone_s = measured.step_cpu_s + _ROLLOUT_S * envs / config.frames_per_batch
     costs = Costs(
-        step_cpu_s=((envs, measured.step_cpu_s),),
+        step_cpu_s=((envs, alone_s),),
         idle_s=measured.step_idle_s / envs,
         update_s=measured.update_s,
         updates_per_frame=updates_of(_alone(config))[0] / config.frames_per_batch,
         **_MESSAGES,
     )
-    collect_s = measured.step_cpu_s / envs
     evaluation = _PLAYED * min(measured.episode_steps, config.eval_max_steps)
     evaluate_s = measured.evaluate_cpu_s * evaluation / config.eval_interval_frames
     alone = predict(costs, Layout(envs=envs), cores).frames_per_s
     first = int(config.recipe == "ddppo")
     rates = {first: 1 / (1 / alone + evaluate_s)}
+    costs = replace(costs, step_cpu_s=((envs, measured.step_cpu_s),))
     if config.recipe == "ddppo":
         costs = replace(costs, update_s=costs.update_s + _AVERAGE_S)
-    most = cores / (collect_s + costs.learn_s + evaluate_s)
+    most = cores / (measured.step_cpu_s / envs + costs.learn_s + evaluate_s)
     for number in _numbers(config, first, cores):
         batch = config.frames_per_batch // (1 if config.recipe == "impala" else number)
         layout = Layout(
@@ -177,6 +182,7 @@ def _reason(
     gain = max(rate for other, rate in rates.items() if other != alone) / rates[alone]
     learn_s = measured.update_s * updates_of(config)[0] / config.frames_per_batch
     collect_s = (measured.step_cpu_s + measured.step_idle_s) / config.envs_per_collector
+    collect_s += _ROLLOUT_S / config.frames_per_batch
     frame = (
         f"a frame takes {shown_time(collect_s)} to collect and {shown_time(learn_s)} to learn from"
     )
