@@ -55,7 +55,8 @@ PEERS = {"threads": THREADS, "ours": OURS, "torch": TORCH}
 PARTS = ("forward", "backward", "averaging", "step")
 _OBSERVATION, _ACTIONS = 64, 8
 _WARM_UP, _UPDATES_AT_ONCE = 3, 5
-_LITTLE = 0.1  # if ranks save less than this fraction of an update, the batch is too small
+# If several ranks shorten an update by less than this fraction, the batch is too small.
+_LITTLE = 0.1
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ been written. While the sample waits, another process extends the buffer by 64 r
 times from the call of ``extend`` to the return of ``sample``, including drawing and copying the
 rows.
 
-- ``futex``: one process only wakes the other, by the futex that the limiter of one node uses.
+- ``futex``: no rows are written or sampled. A process only wakes the other one, with the same futex
+  as in ``one node``.
 - ``one node``: both processes access the same rows in shared memory.
 - ``by RPC``, ``by RPC, 3 shards``: other processes keep the rows. The sampling process polls these
   processes, with pauses that grow to 50 ms.

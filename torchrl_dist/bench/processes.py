@@ -210,7 +210,7 @@ class ForkedWorker:
         return value
 
     def close(self) -> None:
-        """Let the child close its peer, then end it."""
+        """Let the child close its peer, then end the child."""
         with contextlib.suppress(OSError):
             self._pipe.send(None)
         self._process.join(_END_S)

@@ -425,8 +425,8 @@ class RolloutWorker:
     def _require_a_seed_per_env(self) -> None:
         if getattr(self._rollout, "one_seed_only", False):
             raise ConfigurationError(
-                f"{self._rollout.target} accepts one seed for its {self.num_envs} envs; expected "
-                "envs that can be seeded one by one, because the actions would otherwise depend "
+                f"{self._rollout.target} accepts only one seed for all its {self.num_envs} envs; "
+                "with seed=, each env needs its own seed, because the data would otherwise depend "
                 "on how the job is divided into workers. Leave seed= out, or let make_env return "
                 "single envs, a SyncVectorEnv or an AsyncVectorEnv"
             )
@@ -681,8 +681,8 @@ class RolloutWorker:
         return enough
 
     def cut(self, request: int, least: int) -> None:
-        """End a rollout whose request number is at most ``request`` once each env has made
-        ``least`` steps. Such a rollout may be running, may have ended, or may begin later."""
+        """When each env has made ``least`` steps, end the rollout if its request number is at most
+        ``request``. Such a rollout may be running, may have ended, or may begin later."""
         self._cut = (request, least)
 
     def _stamp(self, rollout: TensorDict, kept: int) -> tuple[list[float], list[int]]:

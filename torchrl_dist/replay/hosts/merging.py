@@ -42,7 +42,7 @@ def merged(operations: Sequence[Operation], most_rows: int) -> list[tuple[Operat
             or own_kind is None
             or own_kind != kind
             or entries + size > (most_rows if isinstance(operation, Write) else _MOST_ENTRIES)
-            # an update with two priorities for a row may store either, but the later one must win
+            # an update with two priorities for a row might store the earlier one
             or not slots.isdisjoint(own_slots)
         ):
             if run:

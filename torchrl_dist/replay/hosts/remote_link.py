@@ -352,8 +352,8 @@ class RemoteLink(Link):
         self._send(call)
 
     def _take(self) -> _Call | None:
-        """Take as much from the head of the queue as one request may hold. The request ends before
-        a draw by another law, because a request has one law."""
+        """Take as much from the head of the queue as one request may hold. A request holds draws of
+        only one law, so a draw of another law stays in the queue for the next request."""
         queued: list[_Queued] = []
         asks: list[_Queued] = []
         law, left = None, self._most

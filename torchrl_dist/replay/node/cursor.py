@@ -444,8 +444,9 @@ class SharedCursor:
 
         Args:
             cursor: the next ticket of the saved directory. The next ticket of this
-                directory becomes the smallest ticket that has the same slot and is not below
-                ``cursor`` or the current next ticket, because tickets never decrease.
+                directory becomes the smallest ticket that has the slot of ``cursor`` and is at
+                least as large as ``cursor`` and as the current next ticket. Tickets thus never
+                decrease.
             high: number of slots in use.
             values: other words to set.
             limiter: the limiter's counts, see ``Gate.set_state``.
