@@ -213,8 +213,8 @@ def plan(options: argparse.Namespace, peers: list[str]) -> list[list[tuple[Cell,
     sleeps = options.env == "sleep"
     if options.step_s and not sleeps:
         raise ConfigurationError(
-            "--step-s sets the duration of a step, but only with --env sleep; leave --step-s out, or "
-            "pass --env sleep"
+            "--step-s sets the duration of a step, but only with --env sleep; leave --step-s out, "
+            "or pass --env sleep"
         )
     workers = options.workers or (_SLEEPERS if sleeps else _COMPUTERS)
     durations = sorted(options.step_s or _STEP_S) if sleeps else [0.0]

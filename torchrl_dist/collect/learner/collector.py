@@ -661,7 +661,7 @@ class RPCBatchedCollector(BaseCollector):
     def _shut_down_by_errors(self) -> Iterator[None]:
         try:
             yield
-        # At the interpreter's exit, an iterator ends here when this module's names are gone already.
+        # At the interpreter's exit, an iterator may end here after this module's names are gone.
         except Exception as error:
             if not isinstance(error, DeadlineError):  # after it, the rollouts continue
                 self.shutdown(raise_on_error=False)
