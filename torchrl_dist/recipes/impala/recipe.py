@@ -114,8 +114,15 @@ class Impala(ActorCritic):
             rho_bar=config.rho_bar,
             c_bar=config.c_bar,
         )
-        targets = {"advantage": traced.advantage, "value_target": traced.value_target}
-        losses = self.loss.of(logits, value, data.select("action").update(targets))
+        losses = self.loss.of(
+            logits,
+            value,
+            {
+                "action": data["action"],
+                "advantage": traced.advantage,
+                "value_target": traced.value_target,
+            },
+        )
         self.descend(losses)
         return {
             **self.finish(data, losses, share),

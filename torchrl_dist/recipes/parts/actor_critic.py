@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -12,6 +13,8 @@ from torch.nn import functional
 from torchrl.objectives import LossModule
 
 from ...learn.reductions import computes_each_row
+
+Rows: TypeAlias = "TensorDictBase | Mapping[str, Tensor]"
 
 
 @computes_each_row
@@ -49,32 +52,32 @@ class A2CLoss(LossModule):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         observation = tensordict.get("observation")
-        return self.of(self.network(observation), self.critic(observation), tensordict)
+        return TensorDict(self.of(self.network(observation), self.critic(observation), tensordict))
 
-    def of(self, outputs: Any, value: Tensor, tensordict: TensorDictBase) -> TensorDictBase:
+    def of(self, outputs: Any, value: Tensor, rows: Rows) -> dict[str, Tensor]:
         """Return the result of ``forward`` for outputs of ``network`` and ``critic`` that have
         already been computed."""
-        log_prob, entropy = self._log_prob_and_entropy(outputs, tensordict.get("action"))
+        log_prob, entropy = self._log_prob_and_entropy(outputs, rows["action"])
         entropy = entropy.mean()
         losses = {
-            "loss_critic": self.critic_coeff * self._error(value, tensordict),
+            "loss_critic": self.critic_coeff * self._error(value, rows),
             "loss_entropy": -self.entropy_coeff * entropy,
             "entropy": entropy.detach(),
         }
-        losses |= self._objective(log_prob, tensordict)
-        return TensorDict(losses)
+        losses |= self._objective(log_prob, rows)
+        return losses
 
     def _log_prob_and_entropy(self, outputs: Any, action: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log-probabilities ``[B, 1]`` of actions, and the entropies ``[B]``."""
         logits = functional.log_softmax(outputs, -1)
         return logits.gather(-1, action.unsqueeze(-1)), -(logits.exp() * logits).sum(-1)
 
-    def _error(self, value: Tensor, tensordict: TensorDictBase) -> Tensor:
+    def _error(self, value: Tensor, rows: Rows) -> Tensor:
         """Return the critic's mean squared error."""
-        return functional.mse_loss(value, tensordict.get("value_target"))
+        return functional.mse_loss(value, rows["value_target"])
 
-    def _objective(self, log_prob: Tensor, tensordict: TensorDictBase) -> dict[str, Tensor]:
-        return {"loss_objective": -(log_prob * tensordict.get("advantage")).mean()}
+    def _objective(self, log_prob: Tensor, rows: Rows) -> dict[str, Tensor]:
+        return {"loss_objective": -(log_prob * rows["advantage"]).mean()}
 
 
 @computes_each_row
@@ -105,16 +108,16 @@ class PPOLoss(A2CLoss):
         self._set("clip_epsilon", clip)
         self.clip_value = clip_value
 
-    def _error(self, value: Tensor, tensordict: TensorDictBase) -> Tensor:
+    def _error(self, value: Tensor, rows: Rows) -> Tensor:
         if not self.clip_value:
-            return super()._error(value, tensordict)
-        before, target = tensordict.get("state_value"), tensordict.get("value_target")
+            return super()._error(value, rows)
+        before, target = rows["state_value"], rows["value_target"]
         near = before + (value - before).clamp(-self.clip_epsilon, self.clip_epsilon)
         return torch.maximum((value - target).square(), (near - target).square()).mean()
 
-    def _objective(self, log_prob: Tensor, tensordict: TensorDictBase) -> dict[str, Tensor]:
-        advantage = tensordict.get("advantage")
-        change = log_prob - tensordict.get("action_log_prob").unsqueeze(-1)
+    def _objective(self, log_prob: Tensor, rows: Rows) -> dict[str, Tensor]:
+        advantage = rows["advantage"]
+        change = log_prob - rows["action_log_prob"].unsqueeze(-1)
         ratio = change.exp()
         clipped = ratio.clamp(1 - self.clip_epsilon, 1 + self.clip_epsilon)
         gain = torch.minimum(ratio * advantage, clipped * advantage)

@@ -276,13 +276,15 @@ class ActorCritic(LossLearner):
             return self.reward_scale(data)
         return data["next", "reward"].to(torch.float32)
 
-    def descend(self, losses: TensorDictBase) -> None:
+    def descend(self, losses: Mapping[str, Tensor]) -> None:
         """Take one gradient step on the sum of the losses."""
         total = losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]
         self._optimizer.descend(total, self.config.max_grad_norm)
         self.updates += 1
 
-    def finish(self, rows: TensorDictBase, losses: TensorDictBase, share: float) -> dict[str, Any]:
+    def finish(
+        self, rows: TensorDictBase, losses: Mapping[str, Tensor], share: float
+    ) -> dict[str, Any]:
         """Finish an update on ``rows``: update moments, and send the weights. Return metrics."""
         config = self.config
         if self._moments is not None:  # last, because the policy acted with the earlier moments
