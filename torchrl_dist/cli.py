@@ -218,7 +218,7 @@ def _interrupt_behind(error: BaseException | None) -> KeyboardInterrupt | Stoppe
     The signal may interrupt any line, and the clean-up of a half-done step may then raise another
     error. Therefore ``error`` need not be the exception of the signal.
     """
-    seen: set[int] = set()  # a program may make two errors each other's context
+    seen: set[int] = set()  # ends the loop if two errors are each other's context
     while error is not None and id(error) not in seen:
         if isinstance(error, (KeyboardInterrupt, Stopped)):
             return error

@@ -213,8 +213,8 @@ def _is_trusted(status: os.stat_result) -> bool:
 
 
 def _is_alone_in(status: os.stat_result, folder: Path) -> bool:
-    """Whether the group that may write is the private group that Linux distributions create for
-    each user."""
+    """Whether the group that may write to ``folder`` is this user's private group, as Linux
+    distributions create it for each user."""
     try:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(status.st_gid)
         others = "system.posix_acl_access" in os.listxattr(folder)

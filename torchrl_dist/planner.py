@@ -167,7 +167,8 @@ class Prediction:
         frames_per_s: frames per second that the learner gets and learns from.
         efficiency: ``frames_per_s`` divided by the rate of the same processes with one core each,
             without messages and without a learner.
-        bound_by: "environment", "cores", "learner", "messages", "network" or "stragglers".
+        bound_by: what limits the speed ("environment", "cores", "learner", "messages", "network" or
+            "stragglers").
         learner_busy: the fraction of time in which the learner's process has work.
     """
 

@@ -334,7 +334,8 @@ def measure(start: Sequence[Cell], folder: str) -> list[Result]:
     """Run one peer in this process. Blocks.
 
     The cells of ``start`` differ only in ``step_s``. They are measured one after the other, each
-    for its ``seconds``. Each measurement begins after about two messages with its own ``step_s``.
+    for its ``seconds``. Each measurement begins after the time that two messages take with the
+    cell's ``step_s``.
     """
     torch.set_num_threads(1)
     set_step_s(folder, start[0].step_s)

@@ -217,9 +217,9 @@ def _learn(rank: int, cell: Cell, folder: str) -> Result:
     if cell.device == "cuda":
         torch.cuda.set_device(rank)  # all ranks are on this node
     if cell.peer == TORCH:
-        # DistributedDataParallel needs this import, which takes seconds. It comes after the fork,
-        # because the module may start threads, and a lock that one of them holds would stay held in
-        # the child.
+        # DistributedDataParallel needs this import, which takes seconds. Import after the fork,
+        # because the module may start threads, and a lock that a thread holds during a fork would
+        # stay held in the child.
         import torch._dynamo
     joined = time.monotonic()
     distributed = cell.peer in (OURS, TORCH)

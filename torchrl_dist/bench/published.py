@@ -8,10 +8,10 @@ environment and number of frames, and measures two figures of each run:
 - training: mean return of the last 100 episodes of training, with their exploration;
 - final: mean return of greedy episodes of the last policy, not of the best one.
 
-For each row, the command compares the figure that the row's source gives. The row is "reproduced"
-if the 95 % interval of the mean over our seeds (by bootstrap) overlaps the 95 % interval of the
-source's mean. If the source gives no spread, the interval is the source's mean alone. With fewer
-than three seeds, no verdict is given.
+For each row, the command compares the figure that the row's source gives with ours. The row is
+"reproduced" if the 95 % interval of the mean over our seeds (by bootstrap) overlaps the 95 %
+interval of the source's mean. If the source gives no spread, the interval is the source's mean
+alone. With fewer than three seeds, no verdict is given.
 
 Each run is one line of the --json file. Runs that are in the file are not repeated, so the command
 continues where it was stopped; a run that was stopped starts over. A run does not count if the
@@ -54,7 +54,7 @@ from torchrl_dist.ui import at_least, show_table
 _EVALUATIONS, _EPISODES = 20, 20
 """Evaluations per run, and greedy episodes of each."""
 
-_MOST = 1 << 28  # largest file of results, in bytes; its lines contain curves
+_MOST = 1 << 28  # limit of a results file's size, in bytes; large, because its lines contain curves
 
 Line = Mapping[str, Any]
 
@@ -145,7 +145,7 @@ def read_lines(path: Path | None) -> list[Line]:
 
 def _fits(line: Line) -> bool:
     """Say if a run was made with its row's present settings and number of frames. A run ends with
-    its batch, so it may have somewhat more frames."""
+    a whole batch, so it may have somewhat more frames than the row says."""
     wanted = ROWS[line["row"]].frames
     return line["settings"] == _settings(line["row"]) and wanted <= line["frames"] < 1.05 * wanted
 

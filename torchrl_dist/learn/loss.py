@@ -416,8 +416,8 @@ def _observed(method: Callable[..., Any], loss_class: type[LossModule]) -> Calla
                 raise ConfigurationError(
                     f"rank {self.ranks.index} has no rows, and {loss_class.__name__}.{name} "
                     f"cannot be computed without rows ({type(error).__name__}: {error}). Give "
-                    "each rank at least one row, or skip the update on all ranks: "
-                    "loss.ranks.any(...)"
+                    "each rank at least one row, or use loss.ranks.any(...) to skip the update on "
+                    "all ranks"
                 ) from error
             raise
         finally:

@@ -37,9 +37,9 @@ from ..runtime.world import is_seen_here, process_stamp
 # After this many seconds, a waiting rank tells the other ranks that it waits, and checks whether
 # they have failed.
 _SLICE_S = 1.0
-# How many numbers a rank sends in one meeting, including the code of its call.
+# In a meeting, the ranks of a group check that they make the same call (``Ranks._meet``). Each rank
+# sends this many numbers: a checksum of its call, followed by values.
 _BLOCK = 64
-# In a meeting, the ranks of a group check that they make the same call (``Ranks._meet``).
 # ``_agreed`` maps each group to the text on which its ranks agreed in their last meeting. Until the
 # next meeting, the ranks may sum tensors of the agreed size without meeting again.
 _agreed: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
@@ -53,8 +53,8 @@ _DIRECT_BYTES, _MOST_DIRECT_BYTES = 2**18, 2**24
 # too.
 _GRACE_S = 3.0
 _STOPPED = ", stopped"
-# Calls of different ranks are matched only by their order, so a missing call is noticed only when a
-# rank has ended.
+# Part of errors that a missing call may have caused. A missing call is noticed only later, because
+# calls of different ranks are matched only by their order.
 _UNEQUAL = (
     "the ranks made different numbers of calls: a rank that skips an update or leaves its loop "
     "must ask the other ranks first, as in `if loss.ranks.any(len(buffer) < 1000): continue`"
@@ -206,7 +206,7 @@ class Ranks:
                         if gone.intersection(absent) or is_late():
                             raise self._missing_error(absent, what, late=True)
             told = [json.loads(text) for text in insist(self._store.multi_get, keys)]
-            # All ranks have begun this exchange, so all have read the values of earlier exchanges.
+            # Delete an earlier value. All ranks have read it, because all have begun this exchange.
             if number > 2:
                 with contextlib.suppress(StoreSilent):
                     self._store.delete_key(f"exchange/{number - 2}/{self.index}")
@@ -307,7 +307,7 @@ class Ranks:
 
     def _description(self, error: BaseException) -> list[Any]:
         if type(error) in (DeadlineError, PeerLostError):
-            # An error of these types is mostly about a third rank, so this rank's traceback would
+            # An error of these types is usually about a third rank, so this rank's traceback would
             # not help.
             return [self.index, str(error), type(error).__name__]
         message = traceback.format_exception_only(error)[-1].strip()
@@ -353,9 +353,9 @@ class Ranks:
         have the same shape and type.
 
         Args:
-            agreed: the text that was passed as ``agreed`` to an ``add_up`` whose ``details``
-                determine the shape and type of ``tensor``. If the ranks have not met since that
-                call, this call needs no meeting.
+            agreed: the ``agreed`` of an earlier ``add_up`` whose ``details`` determine the shape
+                and type of ``tensor``. If the ranks have not met since that call, this call needs
+                no meeting.
         """
         if self.group is None or self.size == 1:
             return

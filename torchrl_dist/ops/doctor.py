@@ -42,8 +42,8 @@ tested."""
 _MIB, _GIB = 1 << 20, 1 << 30
 _CONTAINERS_SHM = 64 * _MIB  # Docker's default without --shm-size
 _FEW_FILES, _MANY_FILES = 256, 4096
-# Warn if the limit of processes is lower. The limit also counts threads, and torch starts one per
-# core.
+# Warn if the limit of processes is lower than this. The limit also counts threads, and torch starts
+# one thread per core.
 _FEW_PROCESSES = 1024
 _SLOW_S = {"store": 0.02, "rpc": 0.05, "all-reduce": 0.05}
 _SLOWEST_PAIR = 10  # a call is slow if it takes this many times the median of all pairs of ranks
@@ -218,7 +218,7 @@ def _cpus(probe: Probe) -> Finding:
         cores = probe.cpu_quota
         found += f", the cgroup allows the CPU time of {cores:g}"
     # torchrun sets OMP_NUM_THREADS to 1, and this package does the same in processes that it
-    # starts. Under srun, torch starts a thread per core.
+    # starts. srun does not set this variable, so torch starts one thread per core there.
     threads = probe.omp_threads or (probe.usable_cores if probe.launcher == "slurm" else 1)
     found += f"; {probe.processes} processes with {threads} threads each"
     cures = []

@@ -117,8 +117,8 @@ def probe(
 
     Args:
         folder: where replay directories will be.
-        processes: processes on this machine. By default, as many as the launcher started here, or
-            4.
+        processes: number of processes on this machine. The default is the number that the launcher
+            started here, or 4 without a launcher.
         planned_bytes: size of the replay buffer.
         env, proc, cgroups: used instead of this process's environment, /proc and /sys/fs/cgroup.
     """

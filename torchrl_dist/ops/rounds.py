@@ -23,7 +23,7 @@ class Rounds:
     """What the driver measured. A rank's number is its index in ``names``. Times are medians.
 
     Attributes:
-        names: each rank with its host, such as ``"rank3 on node7"``.
+        names: each rank with its node, such as ``"rank3 on node7"``.
         store_s: time to write a key to the job's store and read it back, on the slowest rank.
         all_reduce_s: time of an all-reduce of one number over all ranks.
         rpc_s: time of a call and its answer, for each pair (caller, called rank).

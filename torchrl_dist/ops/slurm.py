@@ -132,7 +132,7 @@ def seconds_of(time: str) -> float:
         )
     days, *rest = match.groups()
     numbers = [int(each) for each in rest if each is not None]
-    if days is not None or len(numbers) == 3:  # here, the first number (after the days) is hours
+    if days is not None or len(numbers) == 3:  # hours come first, or after the days
         hours, minutes, seconds = [*numbers, 0, 0][:3]
     else:
         hours, minutes, seconds = 0, *[*numbers, 0][:2]

@@ -236,7 +236,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     if not 0.1 <= options.interval <= 3600:
-        raise ConfigurationError(f"--interval: got {options.interval:g}, expected 0.1 to 3600")
+        raise ConfigurationError(f"--interval: got {options.interval:g}, expected 0.1 to 3600 s")
     from .snapshot import find
 
     try:

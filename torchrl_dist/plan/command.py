@@ -121,7 +121,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, predict and print."""
-    sys.path.insert(0, "")  # like python -m, to find package:make in the working directory
+    sys.path.insert(0, "")  # find package:make in the working directory, as python -m does
     learning = Learning() if options.recipe is None else learning_of(options.recipe)
     env = options.env or learning.env
     if env is None:

@@ -189,13 +189,13 @@ def _measure_env(subject: Subject, found: Measured, seconds: float) -> None:
         until = time.perf_counter() + seconds
         while len(times) < 3 or (time.perf_counter() < until and len(times) < 20_000):
             action = act()
-            if asleep:  # steps without idle time may be shorter than a call of _waited_s
+            if asleep:
                 waited = _waited_s()
                 begun = time.perf_counter()
                 ended = step(action)
                 passed = time.perf_counter() - begun
                 times.append(max(0.0, passed - (_waited_s() - waited)))
-            else:
+            else:  # without idle time, a step may be shorter than a call of _waited_s
                 begun = time.thread_time()
                 ended = step(action)
                 times.append(time.thread_time() - begun)

@@ -91,8 +91,8 @@ class RPCBatchedCollector(BaseCollector):
             thread of a rank or env process, or a separate thread (see the guide). The gymnasium
             environments that are registered in this process are registered on the workers, too. An
             EnvPool is seeded only when it is made, so pass ``seed=np.random.randint(2**31)`` to
-            ``envpool.make``. Before ``make_env`` is called, NumPy is seeded from ``seed``,
-            differently on each worker.
+            ``envpool.make``. This number depends on ``seed``, because before ``make_env`` is
+            called, NumPy is seeded from ``seed``, differently on each worker.
         policy: the learner's module. Each worker gets a copy on its CPU, and new weights after
             ``update_policy_weights_()``. Without ``policy`` and ``policy_factory``, actions are
             random. If some lazy layers have no shapes yet, an env is built and closed in this
@@ -661,9 +661,10 @@ class RPCBatchedCollector(BaseCollector):
     def _shut_down_by_errors(self) -> Iterator[None]:
         try:
             yield
-        # At the interpreter's exit, an iterator may end here after this module's names are gone.
+        # ``except DeadlineError`` could fail at the interpreter's exit, because an iterator may end
+        # here after this module's names are gone.
         except Exception as error:
-            if not isinstance(error, DeadlineError):  # after it, the rollouts continue
+            if not isinstance(error, DeadlineError):  # rollouts continue after a DeadlineError
                 self.shutdown(raise_on_error=False)
             raise
 
@@ -1138,8 +1139,8 @@ def _close_soon(crew: Crew, inference: LearnerInference | None) -> None:
             inference.close(_SHUTDOWN_S)
 
     if crew.in_callers_thread:
-        # ``close`` fails if garbage collection runs in another thread than the thread of the
-        # collector's caller. In this case, garbage collection frees the envs, too.
+        # Garbage collection may run in a thread that must not close the envs. ``close`` then closes
+        # nothing, and garbage collection frees the envs.
         close()
         return
     threading.Thread(target=close, name="torchrl_dist-close", daemon=True).start()

@@ -38,8 +38,8 @@ class Readiness(ABC):
         return None
 
     def rollouts_per_batch(self, num_workers: int) -> int:
-        """Return how many rollouts a batch has if no worker is lost or late. ``frames_per_batch``
-        must be a multiple of this number."""
+        """Return how many rollouts a batch has if no worker is lost or late. The collector rounds
+        ``frames_per_batch`` up to a multiple of this number."""
         return num_workers
 
     @abstractmethod
@@ -109,8 +109,8 @@ class Quorum(Readiness):
     If fewer than ``min_workers`` workers have delivered at this deadline, the batch waits until
     ``min_workers`` workers, or all living workers, have delivered. A late rollout is not cut. It
     becomes part of a later batch, where its rows lag by one more update (see ``policy_version``).
-    All rollouts of a batch have the same length. Near ``total_frames``, rollouts get shorter, so a
-    batch may have fewer rollouts.
+    All rollouts of a batch have the same length. Near ``total_frames``, rollouts may differ in
+    length, so a batch may have fewer rollouts.
 
     Args:
         min_workers: number of workers that must have delivered, at least 1.

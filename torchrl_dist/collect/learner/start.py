@@ -85,9 +85,9 @@ def start_workers(
 
     registrations = dump_registrations()
     infos: list[WorkerInfo] = []
-    # With a session, the caller's thread steps only an env object that the caller made. A separate
-    # thread steps all other envs, because a step that hangs in the caller's thread would make
-    # processes that wait for this thread miss their deadlines.
+    # With a session, the caller's thread steps the env only if the caller passed an env object. A
+    # separate thread steps all other envs, because other processes wait for the caller's thread,
+    # and would miss their deadlines if a step hung in it.
     first = configs[0]
     callers = len(configs) == 1 and (session is None or isinstance(first.make_env, GivenEnv))
     builds: list[Future[Worker]] = [Future() for _ in configs]

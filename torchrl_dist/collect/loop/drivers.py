@@ -1,10 +1,10 @@
 """Step several gymnasium envs together, and hide how each kind of vector env resets its envs.
 
-A driver's ``step`` writes two observations per env. The first observation is the true next
-observation, even at the end of an episode. The second observation is the policy's next input, which
-after a reset is the first observation of the new episode. Each call of ``step`` makes one
-transition per env. With next-step autoreset, however, a call may reset an env instead of stepping
-it: ``valid`` is then false for this env, and the rollout drops the step.
+A driver's ``step`` writes two observations per env: the true next observation, even at the end of
+an episode, and the policy's next input, which after a reset is the first observation of the new
+episode. Each call of ``step`` makes one transition per env. With next-step autoreset, however, a
+call may reset an env instead of stepping it: ``valid`` is then false for this env, and the rollout
+drops the step.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from torchrl_dist.collect.loop.spaces import ObservationLeaf
 from torchrl_dist.errors import ConfigurationError
 
-# The only vector env except SyncVectorEnv and AsyncVectorEnv whose envs can be seeded one by one.
-# CartPoleDriver seeds them.
+# Apart from SyncVectorEnv and AsyncVectorEnv, only this vector env has envs that can be seeded one
+# by one. CartPoleDriver seeds them.
 _CARTPOLE = (
     CartPoleVectorEnv,
     "gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv",
@@ -289,8 +289,8 @@ class _VectorDriver:
 
 
 class MaskedResetDriver(_VectorDriver):
-    """A driver that, before the next step, resets the envs whose episodes ended, by a masked reset
-    (``options={"reset_mask": ...}``).
+    """A driver that uses a masked reset (``options={"reset_mask": ...}``) to reset the envs whose
+    episodes ended, before the next step.
 
     This driver is used for vector envs with autoreset mode DISABLED, and for gymnasium's
     SyncVectorEnv and AsyncVectorEnv in next-step mode. If a SyncVectorEnv or AsyncVectorEnv in

@@ -1,4 +1,4 @@
-"""Prevent torch from dividing work on small matrices among threads, because such threads spin while
+"""Prevent torch from dividing work on small matrices among threads, because the threads spin while
 they wait for work."""
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def use_one_thread_if_small(policy: Any) -> None:
         return
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    # The call above also changed the default for threads that start later. Restore the default in
-    # a new thread, because a call there does not change how many threads the present thread uses.
+    # The call above also changed the default for threads that start later. A new thread restores
+    # the default, because a call in this thread would undo the change above.
     restore = threading.Thread(target=torch.set_num_threads, args=(threads,))
     restore.start()
     restore.join()

@@ -229,8 +229,8 @@ def _parts(module: TensorDictSequential, kind: type) -> Iterable[nn.Module] | No
 
 
 def _only_samples(module: ProbabilisticTensorDictModule, values: Values) -> bool:
-    """Whether a call of the module only draws one sample from a distribution whose parameters are
-    among ``values``, by torch's global generator."""
+    """Whether a call of the module only draws one sample, by torch's global generator, from a
+    distribution whose parameters are among ``values``."""
     return (
         module.num_samples is None
         and module._generator is None
@@ -264,7 +264,8 @@ class _Entries:
 def _draw(module: ProbabilisticTensorDictModule, kind: type, values: Values, n: int) -> Values:
     entries = _Entries(values)
     random = (exploration_type() or module.default_interaction_type) is ExplorationType.RANDOM
-    # Only here does TorchRL's class differ from its base class: it scores as it draws.
+    # In this case, SafeProbabilisticModule computes the log-probability together with the sample.
+    # In all other cases, it calls its base class.
     scores = kind is SafeProbabilisticModule and module.return_log_prob and random
     (_sample_and_log_prob if scores else _sample)(module, entries)
     for key, value in entries.made.items():

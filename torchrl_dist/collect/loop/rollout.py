@@ -717,7 +717,7 @@ class GymnasiumRollout(_Loop):
     def _checked(self, out: Values) -> Values:
         """Return the policy's outputs, or raise ConfigurationError if they cannot be recorded.
         Called once per rollout."""
-        if self._policy is not None:  # a policy at the learner may write "policy_version"
+        if self._policy is not None:  # only a policy at the learner may write "policy_version"
             refuse_stamps(out, "the policy")
         action = out.get("action")
         expected = (self.num_envs, *self._codec.shape)

@@ -205,7 +205,7 @@ def _call(target: Any, method: str, call: bytes) -> Any:
 def _answer(connection: Connection, number: int, call: Callable[[], Any]) -> None:
     try:
         content = _dumps(call())
-    # This covers SystemExit, and results that cannot be pickled.
+    # Report SystemExit, too, and results that cannot be pickled.
     except BaseException as error:
         content = pickle.dumps(_failure(error))
     connection.send_bytes(pickle.dumps((number, content)))

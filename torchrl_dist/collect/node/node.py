@@ -134,7 +134,7 @@ class NodeWorker:
                 "env processes, build a RolloutWorker"
             )
         start_clock()
-        # Processes reach a buffer over hosts through the session. Env processes are not in the
+        # Only processes of the session can reach a buffer over hosts. Env processes are not in the
         # session, so this process writes the rows for them.
         self._buffer: Any = None
         if reached_by_session(config.replay_buffer):
@@ -409,7 +409,7 @@ class NodeWorker:
         Return at the latest when the clock ``awake()`` reaches ``until``."""
         limit_s, relay = self.config.step_timeout_s, self._relay
         if calls.order is None:
-            limit_s = None  # not a rollout, and processes count steps only in rollouts
+            limit_s = None  # no limit, because processes count steps only in rollouts
         elif limit_s is not None and self.config.replay_buffer is not None:
             limit_s = max(limit_s, _LEAST_LIMIT_S)
         glance_s = _GLANCE_S if limit_s is None else min(_GLANCE_S, limit_s / 4)

@@ -267,8 +267,8 @@ class ProcessPool:
         successor has built its envs. If the processes were told to stop, neither kill nor fork.
 
         Args:
-            reason: why the process is replaced. If the reason is empty, ``replaced`` and errors say
-                how the process ended instead.
+            reason: why the process is replaced. If the reason is empty, ``replaced`` and errors
+                instead say how the process ended.
 
         Raises:
             PeerLostError: three processes of this index have ended in a row, or the process died

@@ -139,8 +139,8 @@ class WorkerConfig(WorkerOptions):
             the job has.
         whole_trajectories: whether the worker writes only complete trajectories to the replay
             buffer, one after another.
-        shown_index: in an env process, the index of its node worker. Rows and statistics then
-            contain this index.
+        shown_index: the index that rows and statistics contain. In an env process, it is the index
+            of the node worker. None means ``worker_index``.
         registrations: gymnasium environments to register in the worker's process.
     """
 
@@ -681,8 +681,8 @@ class RolloutWorker:
         return enough
 
     def cut(self, request: int, least: int) -> None:
-        """When each env has made ``least`` steps, end the rollout if its request number is at most
-        ``request``. Such a rollout may be running, may have ended, or may begin later."""
+        """End every rollout whose request number is at most ``request`` as soon as each env has
+        made ``least`` steps. The rollout may be running, may have ended, or may begin later."""
         self._cut = (request, least)
 
     def _stamp(self, rollout: TensorDict, kept: int) -> tuple[list[float], list[int]]:
@@ -734,8 +734,8 @@ class RolloutWorker:
         begin the rollout during the previous rollout."""
 
     def stop(self, limit_s: float | None = None) -> None:
-        """Let a running rollout end after its current step and close the envs. Any thread may call
-        this method. ``limit_s`` has an effect only on node workers."""
+        """End a running rollout after its current step. ``collect`` then closes the envs. Any
+        thread may call this method. ``limit_s`` has an effect only on node workers."""
         self._stop = True
         rollout = getattr(self, "_rollout", None)
         if rollout is not None:

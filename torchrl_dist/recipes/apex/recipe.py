@@ -202,7 +202,8 @@ class Apex(Learner):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.dqn.load_state_dict(state)
-        if self.ranks.is_first:  # the state is the first learner's; others must draw other rows
+        # The saved generator is the first learner's. The other learners must draw other rows.
+        if self.ranks.is_first:
             self._generator.set_state(state["extra"]["sampler"])
         self.collector.update_policy_weights_()
         self.remarks = remarks_on_resume(self.buffer)

@@ -1,4 +1,4 @@
-"""Ends DD-PPO's rollouts early, once enough collectors of all learners together are done."""
+"""Ends DD-PPO's rollouts early, once enough of the job's collectors are done."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOOK_S = 0.01  # the longest delay until a rollout is told to end
 
 
 class Tally:
-    """Count how many collectors of all learners are done with a batch. A job has one tally.
+    """Count how many of the job's collectors are done with a batch. A job has one tally.
 
     Args:
         fraction: fraction of the job's collectors that must be done before the others may stop.

@@ -146,7 +146,7 @@ def normalized(advantage: Tensor, ranks: Ranks) -> Tensor:
 def build(
     config: DDPPOConfig, task: Task, policy: PolicySpec, session: Session, start: Start
 ) -> DDPPO:
-    """Create the parts of one learner's process; each learner calls it.
+    """Create the parts of one learner's process. Each learner calls this function.
 
     Args:
         task: sizes of ``config.env``.
@@ -188,7 +188,8 @@ def build(
         actor,
         clip_actions=continuous,
         frames_per_batch=config.frames_per_batch // learners,
-        total_frames=-1,  # no limit here: learners end together, when their sum reaches the limit
+        # No limit here, because the learners end together, when the sum of their frames reaches it.
+        total_frames=-1,
         readiness=readiness,
         seed=stream_seed(config.seed, start.resumes, session.me.index, 1),
     )

@@ -322,7 +322,7 @@ def look_at(env: str, *, continuous: Continuous) -> Task:
         reason = " ".join(str(error).split()) or type(error).__name__
         near = difflib.get_close_matches(env, gymnasium.registry, 1)
         if isinstance(error, gymnasium.error.NameNotFound) and near:
-            reason = f"did you mean {near[0]}?"  # gymnasium's message names no version
+            reason = f"did you mean {near[0]}?"  # gymnasium's own suggestion has no version
         raise ConfigurationError(
             f"--env: got {env!r}, expected the id of an environment that gymnasium can build here, "
             f"or package.module:function that returns an environment ({reason})"

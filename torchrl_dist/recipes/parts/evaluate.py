@@ -147,7 +147,7 @@ def play_rendered(
                 keep(picture)
             with torch.no_grad():
                 action = act(torch.as_tensor(observation)).numpy()
-            action = action if action.ndim else action.item()  # a number, as collectors pass it
+            action = action if action.ndim else action.item()  # pass a number, as collectors do
             observation, reward, terminated, truncated, _ = made.step(action)
             total += as_number(reward)
             if terminated or truncated:

@@ -71,8 +71,8 @@ def export(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> dict[st
     if not all(map(_same, got, outputs.values())):
         raise TorchRLDistError(
             f"{out} was not written, because the exported policy and the original gave different "
-            f"actions in a test with {_CHECKED} random observations; check that equal inputs "
-            "always give equal outputs of your --network"
+            f"actions in a test with {_CHECKED} random observations; check that your "
+            "--network always gives equal outputs for equal inputs"
         )
     try:
         own_files.atomic_write(out, lambda file: file.write(content))

@@ -93,7 +93,7 @@ class RewardScale:
     ``NormalizeReward`` does, and clip them to -10 .. 10, as CleanRL does.
 
     The running return of a step is its reward plus, within a trajectory, ``gamma`` times the
-    running return of the step before. A trajectory may continue in a later batch than the next one,
+    running return of the step before. Other batches may lie between two parts of a trajectory,
     because the batches of several collectors alternate.
 
     Attributes:

@@ -12,7 +12,7 @@ from ..training.options import option
 
 @dataclass(frozen=True)
 class SACConfig(ReplayConfig):
-    """Soft actor-critic (Haarnoja et al. 2018, arXiv:1812.05905). A rate limiter keeps its
+    """Soft actor-critic (Haarnoja et al. 2018, arXiv:1812.05905). A rate limiter keeps the
     collectors in step with the learner."""
 
     recipe: ClassVar[str] = "sac"

@@ -162,7 +162,8 @@ class SAC(LossLearner):
             self._feed.prepare()
         if losses is None:
             return {}
-        if self._moments is not None:  # the last batch suffices: a uniform sample of all rows
+        # The last batch suffices, because it is a uniform sample of all rows.
+        if self._moments is not None:
             self._moments.update(observations, self.ranks, f"observations of {self.config.env}")
         self.collector.update_policy_weights_()
         return {

@@ -96,9 +96,9 @@ class Evaluations:
     That process has the role "evaluator". If no process has this role, the last collector plays, or
     this process if there are no collectors. An evaluation fails if it raises, or if its process
     dies or hangs. A failed evaluation is reported and counted, and never repeated. If the process
-    died or hung, the later evaluations are played by a collector whose learner has another one. If
-    this collector also dies or hangs before it has completed an evaluation, no more evaluations
-    are played.
+    died or hung, a collector whose learner has other live collectors plays the later evaluations.
+    If there is no such collector, or it also dies or hangs before it has completed an evaluation,
+    no more evaluations are played.
 
     Args:
         session: the learner's session.

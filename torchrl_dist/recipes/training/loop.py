@@ -192,7 +192,7 @@ def choose_device(config: RecipeConfig, session: Session) -> torch.device:
     most = max(Counter(peer.host for peer in session.of_role("learner")).values())
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if most > available:
-        if config.device == "auto":  # for all learners, because averaging needs equal devices
+        if config.device == "auto":  # on all learners, because averaging needs equal devices
             return torch.device("cpu")
         # every learner raises this, so that none waits for another
         raise ConfigurationError(

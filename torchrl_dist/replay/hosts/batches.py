@@ -3,8 +3,8 @@
 With one shard, the law is that of the plain sampler. With several shards, each batch is drawn in
 exact proportion to the masses in the shards' replies for that batch (``shard_law``).
 
-A shard is chosen by the masses in the first replies. If one of the shard's rows must be redrawn,
-the new row comes from a later state of the shard. The weight of a redrawn row corrects for this
+The shard of each draw is chosen by the masses in the first replies. If a row must be redrawn, the
+new row comes from a later state of its shard. The weight of a redrawn row corrects for this
 difference. The row was drawn with probability ``r / R * p / r2``. Here ``r`` and ``R`` are the
 masses of its shard and of all shards in the first replies. ``p`` is the row's leaf, and ``r2`` is
 the mass of its shard, both in the later reply. The row therefore gets the weight that a row with
@@ -171,15 +171,18 @@ class BatchSource:
         return len(self._ready) * self._batch_size + sum(here)
 
     def _answers(self, futures: list[Any]) -> list[Answer | None]:
-        """Wait for one answer per shard. Futures without an answer are given up, and removed from
-        ``futures``, so that :meth:`_drop` does not give them up again."""
+        """Wait for one answer per shard.
+
+        With ``max_times_sampled``, futures without an answer are given up, so that late draws
+        return to the hosts. These futures are removed from ``futures``, so that :meth:`_drop` does
+        not give them up again."""
         answers: list[Answer | None] = [None] * len(futures)
         began = awake()
         try:
             answers = self._client.answers(futures)
         finally:
             self._waited_s += awake() - began
-            if self._client.counts_draws:  # return late draws to the hosts, but only once
+            if self._client.counts_draws:
                 given_up: list[Any] = [None] * len(futures)
                 for shard, answer in enumerate(answers):
                     if answer is None:

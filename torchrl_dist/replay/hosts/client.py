@@ -298,7 +298,7 @@ class ReplayClient:
         return max((link.round_trip_s for link in self.links if link.problem is None), default=0.0)
 
     def answers_now(self, shard: int) -> bool:
-        """Return whether the shard may be called, because it answers. A single shard is always
+        """Return whether the shard answers, and may therefore be called. A single shard is always
         called."""
         return len(self.links) == 1 or self.links[shard].problem is None
 

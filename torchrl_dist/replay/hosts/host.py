@@ -75,7 +75,7 @@ _Written = dict[int, tuple[np.ndarray, np.ndarray]]
 
 @contextlib.contextmanager
 def _listed(failures: list[Failure], position: int) -> Iterator[None]:
-    """If the block raises, append the exception to ``failures`` instead."""
+    """Append an exception of the block to ``failures`` instead of raising it."""
     try:
         yield
     except Exception as error:
@@ -218,9 +218,10 @@ class ReplayHost(Shard):
             self._storage.empty(reset_write_count=reset_write_count)
 
     def return_draws(self, slot: np.ndarray, generation: np.ndarray, leaf: np.ndarray) -> None:
-        """Undo draws of rows that will not be used, given the leaves at the draw, [n] each.
+        """Undo draws of rows that will not be used, so that these draws do not count for
+        ``max_times_sampled``.
 
-        Such draws must not count for ``max_times_sampled``."""
+        ``leaf``: the rows' leaves at the draw. All arrays are [n]."""
         directory = self._storage.directory
         if directory.times_sampled is not None and directory.gate is not None:
             give_back(directory, slot, generation, leaf)

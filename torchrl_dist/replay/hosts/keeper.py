@@ -155,7 +155,8 @@ def open_host(name: str, terms: HostTerms) -> ReplayHost:
             world = session.world
             job_id = _job_here(world)
             # After a restart without some of the hosts, global ranks and shards may have other
-            # numbers. The name contains none of them, so that this node finds its directory again.
+            # numbers. The directory's name contains none of these numbers, so that this node finds
+            # the directory again.
             place = f"{name}-{world.local_rank}"
             # If the directory is for later jobs, later jobs must be able to derive its name.
             # Otherwise each job has its own directory, which is useless once the job cannot be
@@ -205,10 +206,10 @@ def _prefix() -> str:
 def _job_here(world: World) -> str:
     """Return the job id that the job's directories on this machine carry.
 
-    The job's id may be the stamp of a process of another machine. This machine cannot check whether
-    that process is alive, and the id changes if rank 0 moves to another machine. If the job's id is
-    a stamp, return instead the stamp of this machine's launcher, which stays the same process in
-    all restarts."""
+    The job's id may be the stamp (``process_stamp``) of a process of another machine. This machine
+    cannot check whether that process is alive, and the id changes if rank 0 moves to another
+    machine. If the job's id is a stamp, return instead the stamp of this machine's launcher, which
+    stays the same process in all restarts."""
     return (is_stamp(world.job_id) and world.starter) or world.job_id
 
 

@@ -49,7 +49,7 @@ class _InUse:
         """Functions that take ``clean``. Each closes an object to which nothing refers any more."""
 
     def add(self, user: Any) -> None:
-        self._close_dropped(clean=False)  # keeps the directory, because the host removes it
+        self._close_dropped(clean=False)  # leaves the removal of the directory to the host
         self._alive.add(user)
 
     def _close_dropped(self, clean: bool) -> None:

@@ -123,7 +123,7 @@ def await_answer(future: Future[Any], link: Link, begin: float, timeout_s: float
             if future.done() and not future.cancelled():
                 raise
             if awake() < deadline:
-                continue  # the clock stood still while this process was stopped
+                continue  # too early, because ``awake`` stands still while this process is stopped
             if link.answered_at == answered_at:
                 future.cancel()
                 raise DeadlineError(

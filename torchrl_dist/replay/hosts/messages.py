@@ -88,8 +88,8 @@ Operation = Write | SetPriorities | SetWrittenPriorities | CountSamples | Invoke
 class SliceLaw:
     """Defines which slices of trajectories are drawn; see ``SharedSliceSampler``.
 
-    ``consecutive``: whether neighbouring rows of a slice must be consecutive steps, because other
-    shards may have rows of the trajectory.
+    ``consecutive``: whether neighbouring rows of a slice must be consecutive steps. True with
+    several shards, because the steps between two neighbours may be in another shard.
     """
 
     slice_len: int

@@ -1,14 +1,14 @@
 """Sampling without replacement over hosts: one pass over the rows of all shards.
 
-Each shard has the pass of its own rows (``parts/passes.py``), so no process draws a row twice in
-one pass. Passes are numbered, and a pass of the buffer has the same number in all shards. A process
-asks for rows of the latest pass that it knows. A shard in an earlier pass begins the requested
-pass, and a shard in a later pass returns no rows. A draw begins the next pass if no shard that
-answers has rows left.
+Each shard records which of its rows are left in the pass (``parts/passes.py``), so no row is drawn
+twice in one pass. Passes are numbered, and a pass of the buffer has the same number in all shards.
+A process asks for rows of the latest pass that it knows. A shard in an earlier pass begins the
+requested pass, and a shard in a later pass returns no rows. A draw begins the next pass if no shard
+that answers has rows left.
 
-The number of rows from each shard is random. Its distribution is that of one buffer that holds all
-remaining rows. Other processes also draw, so a shard may have fewer rows than its last answer said.
-The other shards are then asked for the missing rows.
+The number of rows from each shard is random, and has the same distribution as if one buffer held
+all remaining rows. Other processes also draw, so a shard may have fewer rows than its last answer
+said. The other shards are then asked for the missing rows.
 """
 
 from __future__ import annotations

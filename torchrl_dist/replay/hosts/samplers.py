@@ -226,9 +226,10 @@ class RPCPrioritizedSampler(_SamplerOfOwner, SharedPrioritizedSampler):
     One call per batch sends this process's priorities, and returns rows, indices and weights. With
     ``prefetch=0``, a batch reflects everything that this process wrote before. With other values,
     an operation takes effect at most ``batches_ahead + batches_per_call`` batches later. If this
-    process sets a priority above all earlier ones, new rows in other shards get this priority only
-    after the row's host has answered, because this host drops the priority if the row was
-    overwritten. Hosts draw the random numbers, so ranks with equal seeds draw different batches.
+    process sets a row's priority above all earlier priorities, new rows in other shards get this
+    priority only after the row's host has answered, because the host drops the priority if the row
+    was overwritten. Hosts draw the random numbers, so ranks with equal seeds draw different
+    batches.
 
     Args:
         max_capacity: the buffer's capacity in rows, over all shards.

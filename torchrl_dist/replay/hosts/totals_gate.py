@@ -19,8 +19,8 @@ Each shard enforces ``max_times_sampled`` exactly. A row counts when it is drawn
 together never return a row more often than allowed. A shard's size leaves out rows whose draws are
 used up, even if a process drew them ahead and has not returned them to its caller yet. Each process
 therefore adds the rows that it has drawn ahead to the size. Unused draws (spare ones, and those of
-dropped batches) are sent back with the next message to the shard. A row is returned less often than
-allowed only if a process died or ended with unused draws. One process loses at most the draws of
+dropped batches) are sent back with the next message to the shard. Draws are lost only if a process
+died or ended with unused draws. One process loses at most the draws of
 ``prefetch + batches_per_call`` batches, with their spare draws.
 
 The last known counts of a lost shard stay in the totals. After a restart, and in a process that

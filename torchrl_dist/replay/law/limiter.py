@@ -171,9 +171,9 @@ class RateLimiter:
 class Admission(Protocol):
     """The interface of ``node.gate.Gate``, which admits samples and writes of a replay directory.
 
-    The directory knows only this interface, so the modules that ``gate`` imports do not depend on
-    how processes wait. All numbers count rows. A ``storage`` is a TorchRL storage. During a wait,
-    the calling thread does not hold the locks of the storage's buffers.
+    The module ``directory`` uses only this interface, because it cannot import ``gate``, which
+    imports ``directory``. All numbers count rows. A ``storage`` is a TorchRL storage. During a
+    wait, the calling thread does not hold the locks of the storage's buffers.
     """
 
     limiter: RateLimiter

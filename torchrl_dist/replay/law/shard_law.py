@@ -204,7 +204,7 @@ class KnownMasses:
     """The masses that a client saw last, and how fast they change.
 
     Several requests may be in flight at the same time, because each request remembers the masses by
-    which it was planned. Calls must not overlap, so the caller must hold a lock.
+    which it was planned. Method calls must not overlap, so the caller must hold a lock.
 
     Args:
         shard_count: number of shards, including lost shards.

@@ -25,9 +25,8 @@ Invariants at every instant:
 - If the cell of a new ticket holds a frame that a published row refers to, the writer unpublishes
   that row before it reserves the ticket. So if a row's version is the same after a reader's copy,
   the frames did not change during the copy.
-- A claim has a *start*: the oldest ticket that its rows refer to. While the claim exists, no
-  process reserves a ticket if its cell still holds a frame whose ticket is the claim's start or
-  later. A writer that needs such a ticket waits.
+- A claim has a *start*: the oldest ticket that its rows refer to. While the claim exists, frames
+  with this ticket or a later one stay in their cells. A writer that needs such a cell waits.
 
 Two alternatives were rejected. Taking frames from neighbouring slots (Dopamine) requires a single
 writer of whole episodes. Storing a stream in chunks, and keeping each chunk until its last row is
@@ -60,7 +59,7 @@ _SPARE = 0.07  # extra frames per row, because an episode has more frames than r
 _WINDOW = 32  # the window is the number of rows divided by this
 _FEW = 4096  # minimum size of window and ring, in frames, unless the buffer never needs that many
 _MOST_KNOWN = 2**17
-_DROPPED_AT_ONCE = 256  # dropping rows frees the needed cells, and 1/256 of the ring
+_DROPPED_AT_ONCE = 256  # each drop frees the needed cells, and 1/256 of the ring more
 _MOST_FRAMES = 2**31 - 1  # rows store cells as int32
 _NEVER = 2**61  # larger than any ticket
 

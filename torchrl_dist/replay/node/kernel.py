@@ -153,7 +153,8 @@ class NumpyKernel:
     ) -> tuple[int, np.ndarray] | None:
         """Reserve slots at the cursor, copy rows there and publish them.
 
-        Only C can do this, because an interrupt (Ctrl-C) cannot cut off a call to C code.
+        Only C code does all this in one call, because an interrupt (Ctrl-C) could stop Python code
+        between two steps.
 
         Args:
             addresses: the address of each column's first row.

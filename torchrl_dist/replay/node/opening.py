@@ -229,7 +229,8 @@ def _starter_of(job_id: str) -> str | None:
         world = World.from_env()
         if world.launcher == "slurm" and world.job_id == job_id:
             return files.SLURM
-        # take a local process, because a process of another machine cannot be seen here
+        # If ``job_id`` is the stamp of a process of another machine, take a local process instead,
+        # because the other process cannot be seen here.
         return world.starter if is_stamp(job_id) or world.job_id == job_id else None
     return None
 

@@ -93,7 +93,7 @@ class Word(enum.IntEnum):
     FRAMES_SET = 59  # frames.json exists
     PATCHES = 60  # grows by 1 when a patch begins and when it ends, see ``patches``
     STRUCTURE = 61  # a bit for each column by which rows are found or ranked
-    FILLER = 62  # fills a data set: a member's id + 1; 0: no process; -1: the data set is complete
+    FILLER = 62  # id + 1 of the member that fills a data set; 0: no member; -1: the set is complete
     RANKED = 63  # which column and reduction rank the rows, see ``ranking``; 0: none
     # rows that are too old, see ``times_sampled.retire``
     OLDEST_COLUMN = 64  # 1 + the number of the column that is compared; 0: no row is too old

@@ -184,8 +184,8 @@ class RowStorage(_torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, Ten
             each.
         """
         if self.ndim > 1 and not isinstance(index, tuple) and torch.as_tensor(index).ndim < 2:
-            # TorchRL's method and ``writer.generations_of`` take an index [n] as n whole lines of
-            # ``width`` slots
+            # an index [n] would mean n whole lines of ``width`` slots, as it does for TorchRL's
+            # method and ``writer.generations_of``
             raise IndexError(
                 f"the storage has ndim={self.ndim}, so the index must have both coordinates of "
                 "each row, [n, 2], got an index of shape "

@@ -173,7 +173,8 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
             data = self._transform.inv(data)
             if data is None:
                 return torch.zeros((0, 1), dtype=torch.long)  # as TorchRL does
-        if self._dim_extend and getattr(data, "ndim", 2) > 1:  # else the storage refuses the rows
+        # the storage refuses rows of one dimension, so these need no transposition
+        if self._dim_extend and getattr(data, "ndim", 2) > 1:
             data = self._transpose(data)
         priority = None
         if with_priority and isinstance(self._sampler, PrioritizedSampler):
@@ -666,7 +667,7 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
 
 
 def _per_row(values: torch.Tensor, priority: torch.Tensor) -> torch.Tensor:
-    """Return one value per priority. TorchRL has repeated each value over further batch
+    """Return one value per priority, without TorchRL's repetitions over further batch
     dimensions."""
     while values.ndim > priority.ndim:
         values = values[..., 0]

@@ -734,7 +734,7 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
 
         def draw_more(count: int) -> tuple[np.ndarray, np.ndarray]:
             slots, leaves = directory.tree.draw(self._uniforms(count))
-            while not leaves.all():  # rounding can lead to a leaf of 0
+            while not leaves.all():  # rounding can select a leaf of 0
                 again = np.flatnonzero(leaves == 0)
                 slots[again], leaves[again] = directory.tree.draw(self._uniforms(again.size))
             return slots, leaves
@@ -747,7 +747,7 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
             if limited and not directory.words[Word.AVAILABLE]:
                 raise TooFewDrawsError(EMPTY)
             slots, leaves, minimum, total = directory.tree.sample(self._uniforms(count))
-            if np.count_nonzero(leaves) < count:  # rounding can lead to a leaf of 0
+            if np.count_nonzero(leaves) < count:  # rounding can select a leaf of 0
                 again = np.flatnonzero(leaves == 0)
                 slots[again], leaves[again] = draw_more(again.size)
             if limited:

@@ -302,8 +302,8 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
     _no_windows = "draws slices, not rows"
 
     consecutive = False
-    """Whether neighbouring rows of a slice must be consecutive steps. True over hosts, because the
-    steps between two neighbours may be in another shard."""
+    """Whether neighbouring rows of a slice must be consecutive steps. True over several shards,
+    because the steps between two neighbours may be in another shard."""
 
     # TorchRL's class sets these attributes
     slice_len: int | None
@@ -375,7 +375,7 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         """Return the entries that TorchRL's sampler adds to a batch. They depend on the number of
         slots, not on which slots these are."""
         count = drawn.index.numel()
-        if drawn.shape is None:  # no slices were requested from hosts
+        if drawn.shape is None:  # an empty batch over hosts
             return {}
         found = _Rows(rows.build(drawn.tensors, drawn.spec, (count,), raw=True))
         index = torch.empty(count, 1, dtype=torch.int64)

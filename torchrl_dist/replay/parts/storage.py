@@ -108,8 +108,8 @@ class SharedMemmapStorage(RowStorage):
             the directory at a clean end. If a signal asked a process of a session to stop, or if an
             exception ended a process, the directory is kept for a restart.
         timeout_s: longest wait for another process, in seconds.
-        limiter: limits how often rows are sampled, and makes writes wait. Pass the same limiter in
-            every process. Default: the limiter that the directory already has, or none.
+        limiter: limits how often rows are sampled, and makes writes wait for samples. Pass the same
+            limiter in every process. Default: the limiter that the directory already has, or none.
         gather_threads: number of threads that copy sampled rows if a batch has more than 1 MiB. The
             gain for images depends on free cores and on the memory's bandwidth.
         frames: for keys whose values repeat frames, a dictionary that maps each such key to the
