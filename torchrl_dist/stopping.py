@@ -35,8 +35,8 @@ def stop_requested_since(instant: float) -> bool:
 
 @contextlib.contextmanager
 def handling(handlers: Mapping[int, Callable[..., object]]) -> Iterator[None]:
-    """In this context, handle signals by ``handlers`` (by number). Do nothing in other threads than
-    the main thread, because they cannot set handlers."""
+    """Within this context, handle signals with ``handlers``, which are given by signal number. Do
+    nothing outside the main thread, because other threads cannot set handlers."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

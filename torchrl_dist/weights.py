@@ -254,7 +254,7 @@ def completed(
 
     Args:
         before: the weights that were packed last, or None. If these weights fit ``module``, they
-            are complete: no weight of ``module`` is missing.
+            must contain every weight of ``module``.
         module: the learner's module, or None. If ``part`` fits one of its submodules, ``part`` may
             have the names of that submodule. Otherwise, a name in ``part`` means the tensor of that
             name in ``before``.

@@ -58,8 +58,8 @@ class Member:
 
 
 def launcher_store(world: World, timeout_s: float) -> tuple[dist.Store | None, World]:
-    """Return a store and the world. The store is the launcher's, or rank 0's at
-    MASTER_ADDR:MASTER_PORT.
+    """Return the job's store and the world. If the launcher does not keep a store, rank 0 keeps one
+    at MASTER_ADDR:MASTER_PORT.
 
     The returned world contains the address at which the store was found. The store may hold keys of
     an earlier start of the ranks, because torchrun's store outlives a restart.

@@ -125,7 +125,7 @@ class _Columns:
         if self._end_columns is not None:
             self._ends[changed] = np.any([column[changed] for column in self._end_columns], 0)
         settled = directory.versions[changed] == versions
-        self.versions[changed] = np.where(settled, versions, -1)  # -1: read again next time
+        self.versions[changed] = np.where(settled, versions, -1)  # -1: the next call reads the slot
         self._published[changed] = settled & (versions & 1 == 0) & (versions > 0)
         # Drop slots that were reserved since ``cursor`` was read. Otherwise their old rows could
         # look consecutive with new rows of the same trajectory.

@@ -107,7 +107,7 @@ class Neighbours:
         ends = np.zeros(changed.size, bool) if self._ends is None else self._ends[changed] != 0
         settled = now[changed] == versions
         self._remove(changed[self._numbers[changed] != 0])
-        self.versions[changed] = np.where(settled, versions, -1)  # -1: read again next time
+        self.versions[changed] = np.where(settled, versions, -1)  # -1: the next call reads the slot
         there = settled & (versions & 1 == 0) & (versions > 0) & (numbers != 0)
         self._insert(changed[there], numbers[there], ends[there])
 
@@ -163,7 +163,7 @@ class Neighbours:
         path = np.empty((steps + 1, slots.size), np.int64)
         path[0] = slots
         for step in range(steps):
-            links.take(path[step], out=path[step + 1], mode="clip")  # "clip" is faster: no checks
+            links.take(path[step], out=path[step + 1], mode="clip")  # "clip" is faster than "raise"
         return path, np.count_nonzero(path[1:] != path[:-1], axis=0)
 
     def windows(self, window: Window, anchors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

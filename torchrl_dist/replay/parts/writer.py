@@ -119,7 +119,7 @@ class SharedCursorWriter(Writer):
         if mark is None or not isinstance(mark, torch.Tensor) or mark.ndim != len(data.batch_size):
             return data
         if not {"index_generation", "priority_weight"}.isdisjoint(data.keys()):
-            return data  # a sample keeps its index
+            return data  # this index is from a sample, not from an extend
         slots = mark.reshape(len(mark), -1)[:, 0].cpu()
         if any(torch.equal(slots, each) for each in list(self._written)):
             return data.exclude("index")
@@ -143,7 +143,7 @@ class SharedCursorWriter(Writer):
         """Report written rows to the samplers of this process's buffers over the storage."""
         for buffer in _torchrl.buffers_over(self._storage):
             note_written = getattr(_torchrl.sampler_of(buffer), "note_written", None)
-            # no mark_update in this case, because publishing has already set the priorities
+            # a sampler with note_written needs no mark_update: publishing has set the priorities
             if note_written is not None:
                 note_written(index, generation)
             elif not _torchrl.is_being_built(buffer):  # another thread may be building it

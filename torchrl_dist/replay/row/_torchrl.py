@@ -159,10 +159,9 @@ def arrive_with(storage: Storage, buffers: list[Any]) -> None:
 
     The copies do not get the original's generator. They do not get its batches drawn ahead either,
     because the original will return these batches. If a copy is not complete yet, its
-    ``__setstate__`` completes it later. In this case, for one call, this function
-    replaces the last method that ``__setstate__`` calls. The replacement makes the copy draw
-    independently. After ``copy.copy`` of a storage alone, its buffers stay with the original
-    storage.
+    ``__setstate__`` completes it later. To make such a copy draw independently, this function
+    replaces, for one call, the last method that ``__setstate__`` calls. After ``copy.copy`` of a
+    storage alone, its buffers stay with the original storage.
     """
     for buffer in buffers:
         of = buffer.__dict__.get("_storage", storage)
@@ -206,7 +205,7 @@ def _draw_for_itself(buffer: Any, *_: Any, **__: Any) -> None:
 
 
 def is_being_built(buffer: Any) -> bool:
-    """Return whether the caller was called by ``ReplayBuffer._init``.
+    """Return whether ``ReplayBuffer._init`` has not finished yet for this buffer.
 
     At its end, ``_init`` resets the priorities of all rows in the storage
     (``_initialize_prioritized_sampler``). In a process that joins a running job, this would destroy
@@ -332,7 +331,7 @@ def set_online_buffer(buffer: Any, online: Any) -> None:
 
 
 def windows_of(buffer: Any) -> Sequence | None:
-    """Return the buffer's ``sample_unit`` if the sampler draws its windows, otherwise None."""
+    """Return the buffer's ``sample_unit`` if its sampler draws windows, otherwise None."""
     return getattr(buffer, "windows", None)
 
 
@@ -443,7 +442,7 @@ class SparseSlots:
         """Return whether a slot, or each of several slots, has a row: ``item in storage``."""
         slots = torch.as_tensor(item, device="cpu").long()
         slots = torch.where(slots < 0, slots + self.shape[0], slots)  # type: ignore[attr-defined]
-        slots = slots * (self.width or 1)  # the slot of each line's first element
+        slots = slots * (self.width or 1)  # in two dimensions, ``width`` slots per index
         known = (slots >= 0) & (slots < self.max_size)
         found = known & (self.generations_of(torch.where(known, slots, -1)) >= 0)
         return found if isinstance(item, torch.Tensor) else bool(found)
@@ -482,8 +481,8 @@ def _of_torchrl(part: Any, *harmless: type) -> bool:
 
 
 def _build_with(buffer: Any, samplers_to_use: Mapping[str, str]) -> str:
-    """Return the arguments with which to build the buffer: the writer, and a sampler if it needs
-    another one."""
+    """Return the arguments with which to build the buffer: the writer, and a sampler if the
+    buffer's sampler cannot be used."""
     parts = []
     sampler = sampler_of(buffer)
     if samplers_to_use and getattr(sampler, "attach", None) is None:
@@ -593,9 +592,9 @@ def plain_leaves(
 ) -> tuple[dict[Path, Any], dict[Path, torch.Size]] | None:
     """Return two dictionaries for a plain ``TensorDict``, and None for any other ``data``.
 
-    The first dictionary has the tensors by path, as ``data.items(True, True)`` gives them, but
-    takes a fifth of the time. The second dictionary has the batch sizes, by path, of nested
-    TensorDicts that are empty or whose batch size is not that of ``data``.
+    The first dictionary has the tensors by path, like ``data.items(True, True)``, which takes five
+    times as long. The second dictionary has the batch sizes, by path, of nested TensorDicts that
+    are empty or whose batch size is not that of ``data``.
     """
     found: dict[Path, torch.Tensor] = {}
     nodes: dict[Path, torch.Size] = {}

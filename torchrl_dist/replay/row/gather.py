@@ -14,8 +14,8 @@ from torchrl_dist.errors import DeadlineError
 from torchrl_dist.replay.row.batch_memory import BatchMemory
 
 _THREADED_BYTES = 2**20  # for fewer bytes, passing a part to a thread costs more than copying it
-# The caller copies this many times an equal part, because the other threads start later. With equal
-# parts, two threads take 7 % longer.
+# The caller's part is this many times as large as an equal part, because the other threads start
+# later. With equal parts, two threads take 7 % longer.
 _OWN_PART = 1.125
 
 _Part = tuple[np.ndarray, np.ndarray, np.ndarray]

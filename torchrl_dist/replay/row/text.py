@@ -122,7 +122,7 @@ def _stacked(values: list[Any], shape: Sequence[int]) -> Any:
 
 
 def text_problem(value: torch.Tensor | Text, column: ColumnSpec, rows: int) -> str | None:
-    """Return why values cannot be stored in a column of ``rows`` rows, or None if they can.
+    """Return why values of ``rows`` rows cannot be stored in a column, or None if they can.
 
     Call this function only if the values or the column are text.
     """

@@ -238,7 +238,7 @@ class RowFiles:
 
 
 def after(ends: Ends, parts: Sequence[tuple[int, int]]) -> Ends:
-    """Return the ends after a write at ``ends`` that set :attr:`RowFiles.parts` to ``parts``."""
+    """Return the ends after a write at ``ends``; see :attr:`RowFiles.parts` for ``parts``."""
     return tuple(end + length for end, (length, _) in zip(ends, parts, strict=True))
 
 

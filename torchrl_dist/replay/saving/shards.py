@@ -285,9 +285,9 @@ def _restore_shard(
 class SavedStorage:
     """Saving and restoring, for storages over one or more directories.
 
-    A checkpoint can be loaded into a buffer with any number of shards and any capacity. If both are
-    the same as in the saved buffer, every row keeps its slot and generation. Otherwise
-    :func:`snapshot.deal` assigns new slots and generations.
+    A checkpoint can be loaded into a buffer with any number of shards and any capacity. If the
+    number and the capacity are the same as in the saved buffer, every row keeps its slot and
+    generation. Otherwise :func:`snapshot.deal` assigns new slots and generations.
     """
 
     max_size: int

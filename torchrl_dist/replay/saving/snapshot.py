@@ -128,7 +128,7 @@ class Head:
     def as_json(self) -> dict[str, Any]:
         """Return the state as plain values."""
         entry = vars(self) | {"spec": None if self.spec is None else self.spec.as_json()}
-        if not self.width:  # so that earlier versions of the package can read it
+        if not self.width:  # earlier versions of the package do not know this entry
             del entry["width"]
         return entry
 
