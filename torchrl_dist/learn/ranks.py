@@ -40,8 +40,8 @@ _SLICE_S = 1.0
 # In a meeting, the ranks of a group check that they make the same call (``Ranks._meet``). Each rank
 # sends this many numbers: a checksum of its call, followed by values.
 _BLOCK = 64
-# ``_agreed`` maps each group to the text on which its ranks agreed in their last meeting. Until the
-# next meeting, the ranks may sum tensors of the agreed size without meeting again.
+# Maps each group to the text on which its ranks agreed in their last meeting. This text determines
+# the size of tensors. The ranks may sum tensors of this size without another meeting.
 _agreed: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 # Maps each group whose ranks are on several nodes to a second group of the same ranks, for sums.
 _groups_of_sums: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()

@@ -35,7 +35,7 @@ PATIENCE_S = 60.0
 _EVERY_S = 1.0
 _ANSWER_S = 3.0
 _FRAMES = 3  # number of stack frames that a warning shows, starting with the innermost
-# If a thread waits inside these modules, a warning begins with the code that called them.
+# A warning leaves out the innermost stack frames of these modules, and begins with their caller.
 _LIBRARIES = sys.stdlib_module_names | {"numpy", "tensordict", "torch", "torchrl"}
 _numbers = itertools.count()
 _log = logging.getLogger("torchrl_dist")

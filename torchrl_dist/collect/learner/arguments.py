@@ -464,7 +464,7 @@ def refuse(arguments: Mapping[str, Any]) -> None:
     """Refuse arguments of TorchRL's collectors that have no meaning here, with the reason.
 
     Raises:
-        ConfigurationError: an argument has a value that ``_REFUSED`` does not list as harmless.
+        ConfigurationError: ``_REFUSED`` does not accept an argument's value.
         TypeError: TorchRL's collectors have no argument of this name either.
     """
     for name, value in arguments.items():

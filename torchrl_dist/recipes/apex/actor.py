@@ -60,7 +60,8 @@ class EpsilonGreedy(TensorDictModuleBase):
 
 
 def n_step(gamma: float, n_steps: int) -> MultiStep:
-    """Return TorchRL's n-step transform, with the end-of-episode flags of each window's last step.
+    """Return TorchRL's n-step transform. Each n-step row keeps the end-of-episode flags of its
+    window's last step.
 
     TorchRL's default combines the flags of the window's *first* step with the observation of its
     last step. The steps before an episode's end would then bootstrap from the terminal observation.

@@ -332,7 +332,7 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         if self._by_end and fragmented:
             raise ConfigurationError(
                 "fragmented=True needs traj_key=, because flags at the ends of trajectories do "
-                "not say which trajectory continues after the rows of another one; pass "
+                "not say to which trajectory a row belongs if trajectories are interleaved; pass "
                 "traj_key=, or leave fragmented= out"
             )
         if self._by_end:
