@@ -487,8 +487,9 @@ def _passed(
         return gradient * weight.stated if weight.stated else torch.zeros_like(gradient)
     if reason is not None:
         raise ConfigurationError(
-            f"{reason}, so the gradient over the rows of all ranks cannot be computed. Call "
-            "set_rows(rows) before backward() to weigh this rank by that many rows."
+            f"{reason}, so the gradient over the rows of all ranks cannot be computed. On all "
+            "ranks, call set_rows(rows) before backward(), with each rank's number of rows as its "
+            "weight."
         )
     return None
 

@@ -70,7 +70,8 @@ class Job:
 
     Attributes:
         command: the command of each rank. ``train ...`` stands for ``torchrl-dist train ...``.
-        first: the nodes of rank 0, which is the learner, or of all ranks if ``collectors`` is None.
+        first: the nodes of all ranks if ``collectors`` is None, otherwise the nodes of rank 0 (the
+            learner).
         collectors: the nodes of the other ranks, if these nodes are of another kind (a
             heterogeneous job).
         time: the time limit in one of Slurm's forms.

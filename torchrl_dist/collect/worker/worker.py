@@ -493,8 +493,10 @@ class RolloutWorker:
         random.seed(int(state[0]))
 
     def set_trajectory_base(self, base: int, numbered: int = 0) -> None:
-        """Begin new trajectories with ids from ``base`` upwards. Skip the first ``numbered`` of
-        this worker's ids, because they may be used already."""
+        """Begin new trajectories with ids from ``base`` upwards.
+
+        Args:
+            numbered: how many ids of this worker may be used already. They are skipped."""
         with self._lock:
             self._episodes.base = base
             self._episodes.numbered = max(self._episodes.numbered, numbered)

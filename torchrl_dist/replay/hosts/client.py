@@ -453,7 +453,7 @@ class ReplayClient:
         self._each(lambda link, _: link.put(call, size=_FEW_BYTES), links, self.note_trouble)
 
     def close(self) -> None:
-        """Flush, and leave the hosts that answer. Idempotent.
+        """Flush, and disconnect from the hosts. Idempotent.
 
         Problems become warnings, including errors of earlier operations that no call has raised."""
         if self._closed or os.getpid() != self._pid:

@@ -178,6 +178,6 @@ class TotalsGate:
             f"waited {self._client.timeout_s:g} s for {missing} in the buffer of "
             f"{', '.join(link.name for link in self._client.links)} (counts: {self.counts()}, "
             f"limiter: {self.limiter}). Check whether the processes that write and sample have "
-            "ended, or also wait. A thread that both writes and samples must call can_sample() "
-            "first"
+            "ended, or are waiting, too. A thread that both writes and samples must call "
+            "can_sample() first"
         )

@@ -356,10 +356,11 @@ class Frames:
     # --- reading -----------------------------------------------------------------------------
 
     def expand(self, columns: list[np.ndarray], gather: Gather) -> list[np.ndarray]:
-        """Replace the cells in ``columns``, copied columns of rows, with the frames in these cells.
-        Return ``columns``.
+        """Replace each cell's number in ``columns`` with the frame in that cell. Return
+        ``columns``.
 
         Args:
+            columns: copies of the columns of rows.
             gather: ``gather([array], indices)`` returns copies of the rows ``indices`` of the
                 array.
         """

@@ -166,7 +166,8 @@ class RowSpec:
 
     @functools.cached_property
     def rings(self) -> dict[tuple[str, ...], list[int]]:
-        """The numbers of the columns with frames, by the key under which the frames are stored."""
+        """For each key under which frames are stored: the indices in ``columns`` of the columns
+        that contain these frames."""
         found: dict[tuple[str, ...], list[int]] = {}
         for number, column in enumerate(self.columns):
             if column.stack:
