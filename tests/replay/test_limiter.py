@@ -132,5 +132,5 @@ def test_a_range_that_must_deadlock_is_refused() -> None:
         ConfigurationError, match="too small for batches of 33 rows.*error_buffer=16.5 or more"
     ):
         limiter.check_batch(33)
-    with pytest.raises(ConfigurationError, match="got min_size_to_sample=31, but .* at least 32"):
+    with pytest.raises(ConfigurationError, match="size_to_sample=31 is too small .*=32 or more"):
         RateLimiter(31, max_times_sampled=4).check_batch(32)

@@ -206,8 +206,8 @@ class DistributedLoss(_Loss):
             raise DriftError(
                 f"{len(differing)} of {len(digests)} tensors differ from rank 0's: {shown}. Every "
                 "rank must take the same steps: use equal learning rates and numbers of updates, "
-                "clip gradients after backward(), and keep no statistics of a rank's own batches "
-                "in buffers.",
+                "clip gradients after backward(), and use no modules that keep statistics of a "
+                "rank's own batches.",
                 names=tuple(differing),
             )
         return hashlib.blake2b("".join(digests.values()).encode(), digest_size=8).hexdigest()

@@ -797,9 +797,9 @@ class Session:
                 if busy:
                     names = ", ".join(self.peers[rank].name for rank in sorted(busy))
                     warnings.warn(
-                        f"the job ends while {names} still work, because they neither called "
-                        "serve() nor left the session in time; make them call serve(), or leave "
-                        "the session, earlier",
+                        f"the job ends although {names} still work: within {patience_s:g} s, they "
+                        "neither called serve() nor left the session; let them do one of these "
+                        "earlier",
                         stacklevel=4,
                     )
             self._answer_watchers(failure)

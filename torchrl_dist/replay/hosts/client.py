@@ -192,8 +192,8 @@ class ReplayClient:
             self._reported.setdefault(shard, self.links[shard].replies)
         if new:
             warnings.warn(
-                f"replay shard {shard} ({self.links[shard].name}) is left out, and the other "
-                f"{answering} continue: {error}",
+                f"replay shard {shard} ({self.links[shard].name}) is left out; the buffer "
+                f"continues with the other {answering}: {error}",
                 stacklevel=3,
             )
 

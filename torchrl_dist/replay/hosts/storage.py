@@ -408,7 +408,8 @@ class RemoteStorage(_StorageOfOwner, RowStorage):
 
 
 class _DirectStorage(_StorageOfOwner, DirectStorage):
-    """The result of ``RemoteStorage(owner)`` on the node of a single host."""
+    """The result of ``RemoteStorage(owner)`` if the buffer has only one host, and this process runs
+    on that host's node."""
 
     attaches_by_session = True
 

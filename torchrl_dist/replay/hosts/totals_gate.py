@@ -6,8 +6,8 @@ the batch is returned to its caller, not when it is drawn ahead. Every reply has
 processes that sample and write use these counts to decide whether to wait. Shards never delay a
 request, so a shard's threads never wait.
 
-*How fresh the counts are.* A process adds its own operations since a shard's last reply to the
-counts in that reply. The limiter is therefore exact for one process that samples and one that
+*How fresh the counts are.* To the counts in a shard's last reply, a process adds its own operations
+since then. The limiter is therefore exact for one process that samples and one that
 writes. Each process knows operations of the others only up to the shards' last replies. The
 difference that ``law.limiter`` defines may therefore leave its range. Each other process may lower
 the difference by up to ``prefetch + batches_per_call + 1`` batches below the range, or raise it by

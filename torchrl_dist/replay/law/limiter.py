@@ -161,10 +161,10 @@ class RateLimiter:
             )
         if self.max_times_sampled is not None and batch_size > self.min_size_to_sample:
             raise ConfigurationError(
-                f"got min_size_to_sample={self.min_size_to_sample}, but with "
-                f"max_times_sampled={self.max_times_sampled}, a batch of {batch_size} rows needs "
-                f"at least {batch_size}, because fewer rows may not have enough draws left; pass a "
-                "larger min_size_to_sample, or sample fewer rows at once"
+                f"min_size_to_sample={self.min_size_to_sample} is too small for batches of "
+                f"{batch_size} rows: with max_times_sampled={self.max_times_sampled}, fewer than "
+                f"{batch_size} rows in the buffer may not have enough draws left; pass "
+                f"min_size_to_sample={batch_size} or more, or sample fewer rows at once"
             )
 
 

@@ -137,7 +137,8 @@ def overlaps(
 def first_free_ticket(
     cursor: int, count: int, claims: list[tuple[int, int]], capacity: int
 ) -> int | None:
-    """Return the first ticket from ``cursor`` on at which ``count`` slots are free of claims.
+    """Return the first ticket, ``cursor`` or later, whose slot and the ``count - 1`` slots after it
+    are free of claims.
 
     Args:
         cursor: the next ticket.
