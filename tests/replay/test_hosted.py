@@ -406,7 +406,7 @@ def test_a_lost_shard_is_reported_once_and_the_other_goes_on(make, cluster, of: 
                 assert sorted(rows) == [*range(64)]
     reports = [str(each.message) for each in caught if "replay shard 1" in str(each.message)]
     assert len(reports) == 1 and "owner1" in reports[0], reports
-    assert "the other 1 continue" in reports[0]
+    assert "continues with the other 1" in reports[0]
     warnings.simplefilter("ignore")  # closing a client of the lost host is one more warning
 
 
