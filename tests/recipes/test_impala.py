@@ -9,6 +9,7 @@ from torch.distributions import Categorical
 
 from tests.recipes.learners import a_learner
 from torchrl_dist import session
+from torchrl_dist.recipes.ddppo import DDPPOConfig
 from torchrl_dist.recipes.impala import ImpalaConfig
 from torchrl_dist.recipes.impala.recipe import vtrace
 from torchrl_dist.recipes.parts.networks import CategoricalNetwork, ValueNetwork
@@ -143,4 +144,19 @@ def test_steps_have_no_momentum() -> None:
         assert any(weight.grad.any() for weight in optimizer.weights)
         optimizer.descend(sum(weight.sum() for weight in optimizer.weights) * 0.0)
         assert all(map(torch.equal, optimizer.weights, before))
+        learner.close()
+
+
+@pytest.mark.parametrize("config", [ImpalaConfig, DDPPOConfig])
+def test_the_batch_of_an_update_stays_as_it_was_collected(config) -> None:
+    with session({"learner": 1}) as me:
+        sizes = {"envs_per_collector": 4, "frames_per_batch": 64, "hidden": (8,)}
+        if config is ImpalaConfig:
+            sizes |= {"collectors": 0, "max_policy_lag": 0}
+        learner = a_learner(config(**sizes), me)
+        data = next(iter(learner.collector))
+        before = data.clone()
+        learner.learn(data, 64)
+        assert set(data.keys(True, True)) == set(before.keys(True, True))
+        assert (data == before).all()
         learner.close()

@@ -100,9 +100,8 @@ class DDPPO(ActorCritic):
                 data["next", "done"],
                 data["next", "terminated"],
             )
-        data = data.set("advantage", advantage).set("value_target", target)
-        data = data.set("state_value", value)
-        rows = data.reshape(-1)[valid]
+        estimates = {"advantage": advantage, "value_target": target, "state_value": value}
+        rows = data.copy().update(estimates).reshape(-1)[valid]
         return rows.set("advantage", normalized(rows["advantage"], self.ranks))
 
     def _minibatches(self, rows: TensorDictBase) -> Iterator[TensorDictBase]:
